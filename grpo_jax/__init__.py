@@ -1,0 +1,1 @@
+"""Post-train language policies with GRPO and GDPO in JAX."""

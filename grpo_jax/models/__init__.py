@@ -1,0 +1,1 @@
+"""Language policies: the only place that knows Flax."""

@@ -1,0 +1,271 @@
+"""What a decoder is: one frozen dataclass, read from a Hugging Face ``config.json``."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.models.rope import SCALINGS, RopeConfig
+
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", *VISION_TYPES)
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+_DEFAULT_THETA = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5}
+_DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
+
+# Fields other models use to change what is computed, and the values at which they change nothing.
+# A folder that sets one of them to something else would be computed wrongly, so it is refused.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "dual_chunk_attention_config": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "hidden_dropout": (0,),
+    "is_encoder_decoder": (False,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "no_rope_layers": ((), []),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "parallel_residual": (False,),
+    "partial_rotary_factor": (1,),
+    "quantization_config": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "resid_dropout": (0,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and choices of a decoder of the Llama / Qwen family; hashable, hence static under jit.
+
+    Attributes:
+        vocab_size: V, rows of the embedding (may exceed the tokenizer's).
+        hidden_size: D.
+        intermediate_size: width of the gated MLP.
+        num_layers: number of layers.
+        num_heads: H, query heads.
+        num_kv_heads: K, key/value heads; divides H.
+        head_dim: E, size of a head (even).
+        activation: the MLP's gate, one of ``ACTIVATIONS``.
+        rms_norm_eps: epsilon of every RMS norm.
+        rope: rotary embedding.
+        windows: per layer how many positions back attention reaches (itself included), None for all.
+        qkv_bias: biases on the query, key and value projections.
+        output_bias: bias on the attention's output projection.
+        mlp_bias: biases on the MLP's projections.
+        qk_norm: RMS norm on each head's queries and keys before the rotation (Qwen3).
+        tie_word_embeddings: the head is the embedding.
+        max_positions: the context length the model was made for; informative.
+        initializer_range: standard deviation of freshly drawn weights.
+        model_type: Hugging Face's name of the architecture.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    activation: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    windows: tuple[int | None, ...] = ()
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    max_positions: int = 2048
+    initializer_range: float = 0.02
+    model_type: str = "llama"
+
+    def __post_init__(self):
+        """Fill in ``windows`` and refuse shapes that cannot be."""
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.num_layers)
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"hidden_act must be one of {ACTIVATIONS}, got {self.activation!r}")
+        if len(self.windows) != self.num_layers:
+            raise ValueError(f"windows must have one entry per layer ({self.num_layers}), got {self.windows}")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
+        """Read the contents of a ``config.json``, flat or with ``text_config`` / ``rope_parameters``.
+
+        Every field that changes what the decoder computes is honoured or refused by name.
+
+        Raises:
+            ValueError: naming the field that is missing or unsupported, with its value.
+        """
+        model_type = config.get("model_type")
+        if model_type not in MODEL_TYPES:
+            raise ValueError(f"model_type must be one of {MODEL_TYPES}, got {model_type!r}")
+        fields = _text_fields(config, model_type)
+        missing = [name for name in _REQUIRED if fields.get(name) is None]
+        if missing:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
+        _refuse_unsupported(fields, model_type)
+        attention_bias = bool(fields.get("attention_bias", False))
+        qwen2_like = model_type in ("qwen2", "qwen2_vl", "qwen2_5_vl")
+        return cls(
+            vocab_size=fields["vocab_size"],
+            hidden_size=fields["hidden_size"],
+            intermediate_size=fields["intermediate_size"],
+            num_layers=fields["num_hidden_layers"],
+            num_heads=fields["num_attention_heads"],
+            num_kv_heads=fields.get("num_key_value_heads") or fields["num_attention_heads"],
+            head_dim=_head_dim(fields, model_type),
+            activation=fields.get("hidden_act", "silu"),
+            rms_norm_eps=float(fields.get("rms_norm_eps", _DEFAULT_EPS.get(model_type, 1e-6))),
+            rope=_rope(fields, model_type),
+            windows=_windows(fields, model_type),
+            qkv_bias=True if qwen2_like else attention_bias,
+            output_bias=False if qwen2_like else attention_bias,
+            mlp_bias=model_type == "llama" and bool(fields.get("mlp_bias", False)),
+            qk_norm=model_type in ("qwen3", "qwen3_vl"),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            max_positions=fields.get("max_position_embeddings", 2048),
+            initializer_range=float(fields.get("initializer_range", 0.02)),
+            model_type=model_type,
+        )
+
+
+def _text_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """The language model's fields; vision models since transformers 4.52 nest them in text_config."""
+    if model_type not in VISION_TYPES or not config.get("text_config"):
+        return dict(config)
+    fields = dict(config["text_config"])
+    # Tying is decided at the top level; folders written before transformers 5 said it below.
+    fields["tie_word_embeddings"] = bool(
+        config.get("tie_word_embeddings") or fields.get("tie_word_embeddings")
+    )
+    return fields
+
+
+def _refuse_unsupported(fields: Mapping[str, Any], model_type: str) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            raise ValueError(f"{name}={value!r} is not supported for model_type {model_type!r}")
+    if model_type.startswith("qwen2") and fields.get("attention_bias") is False:
+        raise ValueError("attention_bias=False is not supported: Qwen2 always has query, key, value biases")
+    if model_type != "llama" and fields.get("mlp_bias"):
+        raise ValueError(f"mlp_bias=True is not supported for model_type {model_type!r}")
+
+
+def _head_dim(fields: Mapping[str, Any], model_type: str) -> int:
+    heads, width = fields["num_attention_heads"], fields["hidden_size"]
+    head_dim = fields.get("head_dim")
+    if model_type in ("qwen3", "qwen3_vl"):
+        return head_dim or 128
+    if head_dim is None and width % heads:
+        raise ValueError(f"hidden_size must be a multiple of num_attention_heads, got {width} and {heads}")
+    if model_type in VISION_TYPES and head_dim not in (None, width // heads):
+        raise ValueError(f"head_dim={head_dim} is not supported for model_type {model_type!r}: it is {width // heads}")
+    return head_dim or width // heads
+
+
+def _windows(fields: Mapping[str, Any], model_type: str) -> tuple[int | None, ...]:
+    """Window per layer, from layer_types or, in older folders, from max_window_layers."""
+    layers = fields["num_hidden_layers"]
+    types = fields.get("layer_types")
+    window = fields.get("sliding_window")
+    if model_type in ("llama", "qwen3_vl"):
+        if window is not None or any(name != "full_attention" for name in types or ()):
+            raise ValueError(f"sliding_window={window}, layer_types={types} not supported for {model_type!r}")
+        return (None,) * layers
+    if not fields.get("use_sliding_window", False):
+        window = None
+    if types is None:
+        first = fields.get("max_window_layers", 80 if model_type in VISION_TYPES else 28)
+        return tuple(window if index >= first else None for index in range(layers))
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"layer_types {unknown} are not supported")
+    if len(types) != layers:
+        raise ValueError(f"layer_types must have {layers} entries, one per layer, got {len(types)}")
+    if "sliding_attention" in types and window is None:
+        raise ValueError("layer_types has sliding_attention but sliding_window or use_sliding_window is unset")
+    return tuple(window if name == "sliding_attention" else None for name in types)
+
+
+def _rope(fields: Mapping[str, Any], model_type: str) -> RopeConfig:
+    """From rope_parameters (transformers 5), or rope_theta with rope_scaling (before)."""
+    given = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    nested = sorted(key for key, value in given.items() if isinstance(value, Mapping))
+    if nested:
+        raise ValueError(f"rope_parameters per layer type ({', '.join(nested)}) are not supported")
+    if given.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported")
+    theta = given.get("rope_theta") or fields.get("rope_theta") or _DEFAULT_THETA.get(model_type, 10_000.0)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "mrope" and model_type in VISION_TYPES:
+        kind = "default"  # all three position axes agree on text, so the sections do not matter
+    if kind not in SCALINGS:
+        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
+    if kind == "default":
+        return RopeConfig(theta=float(theta))
+    original = (
+        fields.get("original_max_position_embeddings")
+        or given.get("original_max_position_embeddings")
+        or fields.get("max_position_embeddings", 0)
+    )
+    factor = given.get("factor")
+    if factor is None and kind == "yarn":
+        factor = fields["max_position_embeddings"] / original
+    needed = {"llama3": ("low_freq_factor", "high_freq_factor")}.get(kind, ())
+    missing = [name for name in needed if given.get(name) is None] + (["factor"] if factor is None else [])
+    if missing:
+        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}")
+    return RopeConfig(
+        theta=float(theta),
+        scaling=kind,
+        factor=float(factor),
+        original_length=int(original) if kind in ("llama3", "yarn") else 0,
+        low_freq_factor=float(given.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(given.get("high_freq_factor") or 4.0),
+        beta_fast=float(given.get("beta_fast") or 32.0),
+        beta_slow=float(given.get("beta_slow") or 1.0),
+        truncate=bool(given.get("truncate", True)),
+        attention_factor=_attention_factor(given, float(factor)) if kind == "yarn" else 1.0,
+    )
+
+
+def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
+    """YaRN's attention temperature, 0.1 ln(factor) + 1 unless the folder says otherwise."""
+
+    def temperature(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return temperature(given["mscale"]) / temperature(given["mscale_all_dim"])
+    return temperature(1.0)

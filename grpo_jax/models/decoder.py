@@ -1,0 +1,255 @@
+"""A causal language model as pure functions: prefill, decode, forward_group, head.
+
+One scanned decoder serves Llama, Qwen2, Qwen2.5, Qwen3 and the language models of Qwen-VL. It runs up
+to two streams at once: prompts [P, L] and, for each, a group of completions [P, G, T] that read the
+prompt's keys and values where they are.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from grpo_jax.models import cache as caches
+from grpo_jax.models.cache import Cache, Prefix
+from grpo_jax.models.config import DecoderConfig
+from grpo_jax.models.layers import Block, Context, LayerInput, RMSNorm, Tokens
+from grpo_jax.models.lora import LoraConfig, init_adapters
+from grpo_jax.models.rope import rotation
+
+Variables = Mapping[str, Any]
+
+
+class Policy(NamedTuple):
+    """A language model to sample from and to train, as pure functions of its variables.
+
+    ``variables`` is ``{"params": tree}``, or ``{"params": tree, "lora": tree}`` where adapters are in
+    use; the same functions without the ``lora`` collection are the base model.
+
+    Attributes:
+        prefill: (variables, tokens i32 [P, L], mask bool [P, L]) -> Prefix. Prompts are padded on the left.
+        decode: (variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more token
+            of each completion; the state predicts the next.
+        init_cache: (P, G, T, dtype=None) -> empty Cache for T tokens per completion.
+        forward_group: (variables, prompt_tokens i32 [P, L], prompt_mask bool [P, L], tokens i32 [P, G, T],
+            mask bool [P, G, T]) -> hidden [P, G, T, D], the states that predict each completion token
+            (the first is the prompt's last state). The prompt is computed once for its group.
+        head: (variables) -> unembedding [V, D]; logits are hidden @ head.T.
+    """
+
+    prefill: Callable[..., Prefix]
+    decode: Callable[..., tuple[jax.Array, Cache]]
+    init_cache: Callable[..., Cache]
+    forward_group: Callable[..., jax.Array]
+    head: Callable[[Variables], jax.Array]
+
+
+class Decoder(nn.Module):
+    """Embedding, scanned layers, final norm.
+
+    Attributes:
+        config: shape and choices.
+        dtype: of the computation.
+        param_dtype: of freshly drawn parameters.
+        remat: recompute each layer in the backward pass instead of storing its inside.
+        lora: adapters' configuration; they are used where the ``lora`` collection holds them.
+    """
+
+    config: DecoderConfig
+    dtype: jax.typing.DTypeLike = jnp.float32
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    remat: bool = True
+    lora: LoraConfig | None = None
+
+    def setup(self):
+        """Declare the weights, layers stacked along a leading axis."""
+        c = self.config
+        init = nn.initializers.normal(c.initializer_range)
+        self.embed_tokens = self.param("embed_tokens", init, (c.vocab_size, c.hidden_size), self.param_dtype)
+        if not c.tie_word_embeddings:
+            self.lm_head = self.param("lm_head", init, (c.vocab_size, c.hidden_size), self.param_dtype)
+        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        stack = nn.scan(
+            block,
+            variable_axes={"params": 0, "lora": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast),
+            length=c.num_layers,
+        )
+        self.layers = stack(c, self.dtype, self.param_dtype, self.lora)
+        self.norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+
+    def __call__(
+        self,
+        prompt: jax.Array | None,
+        completion: jax.Array | None,
+        context: Context,
+        prefix: tuple[jax.Array, jax.Array] | None = None,
+        cache: tuple[jax.Array, jax.Array] | None = None,
+    ) -> tuple[tuple[jax.Array | None, jax.Array | None], tuple[jax.Array, jax.Array] | None]:
+        """Run the streams that are given.
+
+        Args:
+            prompt: tokens i32 [P, L], or None.
+            completion: tokens i32 [P, G, T], or None.
+            context: their positions and masks.
+            prefix: the prompts' keys and values [layers, P, K, L, E] when the prompts do not run.
+            cache: the completions' keys and values so far [layers, P, K, G, T, E].
+
+        Returns:
+            Final states of the streams, and the new keys and values of every layer (see ``Block``).
+        """
+        streams = tuple(None if tokens is None else self._embed(tokens) for tokens in (prompt, completion))
+        given = LayerInput(self._windows(), prefix, cache)
+        streams, fresh = self.layers(streams, given, context)
+        return tuple(None if x is None else self.norm(x) for x in streams), fresh
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        return jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
+
+    def _windows(self) -> jax.Array | None:
+        """Window per layer i32 [layers]; None when no layer has one."""
+        if all(window is None for window in self.config.windows):
+            return None
+        everything = jnp.iinfo(jnp.int32).max
+        return jnp.array([everything if w is None else w for w in self.config.windows], jnp.int32)
+
+
+def make_policy(
+    config: DecoderConfig,
+    *,
+    compute_dtype: str = "float32",
+    remat: bool = True,
+    lora: LoraConfig | None = None,
+) -> Policy:
+    """The functions of a decoder.
+
+    Args:
+        config: its shape and choices.
+        compute_dtype: ``float32`` or ``bfloat16``; norms, rotations and softmax are float32 either way.
+        remat: recompute layers in the backward pass of ``forward_group``.
+        lora: configuration of the adapters, if variables will hold any.
+
+    Raises:
+        ValueError: if the dtype is another one.
+    """
+    dtype = _dtype(compute_dtype, "compute_dtype")
+    decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora)
+
+    def apply(variables: Variables, *args, **kwargs):
+        if lora is None and "lora" in variables:
+            raise ValueError("variables hold a 'lora' collection but the policy was made with lora=None")
+        return decoder.apply(variables, *args, **kwargs)
+
+    def prefill(variables: Variables, tokens: jax.Array, mask: jax.Array) -> Prefix:
+        _check_tokens("tokens", tokens, mask, 2)
+        prompt, lengths = _prompt_tokens(config, mask)
+        (hidden, _), (keys, values) = apply(variables, jnp.where(mask, tokens, 0), None, Context(prompt, None))
+        return Prefix(hidden[:, -1], keys, values, mask, prompt.positions, lengths)
+
+    def decode(
+        variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        context = _decode_context(config, prefix, cache)
+        (_, hidden), fresh = apply(
+            variables,
+            None,
+            tokens[:, :, None],
+            context,
+            prefix=(prefix.keys, prefix.values),
+            cache=(cache.keys, cache.values),
+        )
+        return hidden[:, :, 0], caches.append(cache, *fresh)
+
+    def init_cache(prompts: int, group: int, length: int, dtype: Any = None) -> Cache:
+        shape = (config.num_layers, prompts, config.num_kv_heads, group, length, config.head_dim)
+        return caches.init_cache(shape, dtype or _dtype(compute_dtype, "compute_dtype"))
+
+    def forward_group(
+        variables: Variables,
+        prompt_tokens: jax.Array,
+        prompt_mask: jax.Array,
+        tokens: jax.Array,
+        mask: jax.Array,
+    ) -> jax.Array:
+        _check_tokens("prompt_tokens", prompt_tokens, prompt_mask, 2)
+        _check_tokens("tokens", tokens, mask, 3)
+        prompt, lengths = _prompt_tokens(config, prompt_mask)
+        prompt_tokens = jnp.where(prompt_mask, prompt_tokens, 0)
+        steps = tokens.shape[2] - 1  # the last token predicts nothing
+        completion, inputs = None, None
+        if steps:
+            completion = _completion_tokens(config, lengths, jnp.arange(steps, dtype=jnp.int32))
+            inputs = jnp.where(mask, tokens, 0)[:, :, :-1]
+        (first, rest), _ = apply(variables, prompt_tokens, inputs, Context(prompt, completion))
+        first = jnp.broadcast_to(first[:, None, -1:], (*tokens.shape[:2], 1, config.hidden_size))
+        return first if rest is None else jnp.concatenate([first, rest], axis=2)
+
+    def head(variables: Variables) -> jax.Array:
+        name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+        return variables["params"][name].astype(dtype)
+
+    return Policy(prefill, decode, init_cache, forward_group, head)
+
+
+def init_variables(
+    config: DecoderConfig,
+    key: jax.Array,
+    *,
+    param_dtype: str = "float32",
+    lora: LoraConfig | None = None,
+) -> dict[str, Any]:
+    """Freshly drawn variables: normal weights, unit norms, zero biases; adapters float32 if asked for.
+
+    Under ``jax.eval_shape`` nothing is allocated.
+    """
+    decoder = Decoder(config, param_dtype=_dtype(param_dtype, "param_dtype"), remat=False)
+    prompt, _ = _prompt_tokens(config, jnp.ones((1, 1), bool))
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    weights_key, adapters_key = jax.random.split(key)
+    variables = {"params": decoder.init(weights_key, tokens, None, Context(prompt, None))["params"]}
+    if lora is not None:
+        variables["lora"] = init_adapters(variables["params"], adapters_key, lora)
+    return variables
+
+
+def _prompt_tokens(config: DecoderConfig, mask: jax.Array) -> tuple[Tokens, jax.Array]:
+    """Positions counted from the first real token; and how many real tokens there are, i32 [P]."""
+    count = jnp.cumsum(mask.astype(jnp.int32), axis=1)
+    positions = jnp.maximum(count - 1, 0)
+    return Tokens(positions, mask, *rotation(config.rope, config.head_dim, positions)), count[:, -1]
+
+
+def _completion_tokens(config: DecoderConfig, lengths: jax.Array, steps: jax.Array) -> Tokens:
+    """Positions that continue each prompt: i32 [P, T] for steps i32 [T]."""
+    positions = lengths[:, None] + steps[None, :]
+    cos, sin = rotation(config.rope, config.head_dim, positions)
+    return Tokens(positions, jnp.ones(positions.shape, bool), cos, sin)
+
+
+def _decode_context(config: DecoderConfig, prefix: Prefix, cache: Cache) -> Context:
+    """The token being decoded, the prompts it reads, and the slots of the cache that are written."""
+    completion = _completion_tokens(config, prefix.lengths, cache.length[None])
+    empty = jnp.zeros((), jnp.float32)  # remembered keys are rotated already
+    prompt = Tokens(prefix.positions, prefix.mask, empty, empty)
+    slots = jnp.arange(cache.keys.shape[4], dtype=jnp.int32)[None]
+    written = Tokens(prefix.lengths[:, None] + slots, slots < cache.length, empty, empty)
+    return Context(prompt, completion, written)
+
+
+def _dtype(name: str, argument: str) -> jnp.dtype:
+    if str(name) not in ("float32", "bfloat16"):
+        raise ValueError(f"{argument} must be 'float32' or 'bfloat16', got {name!r}")
+    return jnp.dtype(name)
+
+
+def _check_tokens(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> None:
+    if tokens.ndim != rank or tokens.shape != mask.shape or 0 in tokens.shape:
+        raise ValueError(
+            f"{name} and its mask must have the same shape of rank {rank} and no empty axis, "
+            f"got {tokens.shape} and {mask.shape}"
+        )
+    if not jnp.issubdtype(tokens.dtype, jnp.integer) or mask.dtype != jnp.bool_:
+        raise TypeError(f"{name} must be integers and its mask bool, got {tokens.dtype} and {mask.dtype}")

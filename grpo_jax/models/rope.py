@@ -1,0 +1,98 @@
+"""Rotary position embeddings, with the frequency scalings the supported configs use."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SCALINGS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of one model.
+
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: one of ``default``, ``linear``, ``llama3``, ``yarn``.
+        factor: how far the context is stretched (all scalings but ``default``).
+        original_length: context length before stretching (``llama3``, ``yarn``).
+        low_freq_factor: llama3: wavelengths above original_length / low_freq_factor are stretched in full.
+        high_freq_factor: llama3: wavelengths below original_length / high_freq_factor are left alone.
+        beta_fast: yarn: dimensions turning more often than this within original_length are left alone.
+        beta_slow: yarn: dimensions turning less often than this are stretched in full.
+        truncate: yarn: whether the range of dimensions is rounded outwards to integers.
+        attention_factor: multiplies sine and cosine (yarn's temperature).
+    """
+
+    theta: float = 10_000.0
+    scaling: str = "default"
+    factor: float = 1.0
+    original_length: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Angle per position of each pair of dimensions, float32 [head_dim / 2].
+
+    ``linear`` divides by the factor (position interpolation, Chen et al. 2023, arXiv:2306.15595);
+    ``yarn`` does so for slow dimensions only (Peng et al. 2023, arXiv:2309.00071); ``llama3`` is
+    Llama 3.1's variant of the latter (arXiv:2407.21783).
+
+    Raises:
+        ValueError: if the scaling is unknown.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    plain = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)
+    if rope.scaling == "default":
+        return plain
+    if rope.scaling == "linear":
+        return plain / np.float32(rope.factor)
+    if rope.scaling == "llama3":
+        return _llama3(rope, plain)
+    if rope.scaling == "yarn":
+        return _yarn(rope, plain, head_dim)
+    raise ValueError(f"rope scaling must be one of {SCALINGS}, got {rope.scaling!r}")
+
+
+def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
+    turns = rope.original_length * plain / (2 * math.pi)
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return ((1 - smooth) * plain / rope.factor + smooth * plain).astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # the ramp's slope stays finite
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
+    return (plain / rope.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+
+
+def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of each position, float32 [..., head_dim / 2], for integer positions [...]."""
+    table = jnp.asarray(frequencies(rope, head_dim))
+    table = table.reshape((1,) * positions.ndim + table.shape)
+    angles = positions[..., None].astype(jnp.float32) * table
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turn the pairs (i, i + E/2) of the last axis [..., E] by angles [..., E/2]; keeps x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

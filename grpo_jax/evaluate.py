@@ -1,0 +1,137 @@
+"""Held-out measurement, and the command that repeats it from a checkpoint.
+
+    python -m grpo_jax.evaluate --run DIR [--checkpoint best]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.rollout import Environment, Judgement, Rollout, collect, judge
+
+if TYPE_CHECKING:
+    from grpo_jax.parts import Parts
+
+EVALUATION_CHUNK = 32
+"""Prompts that travel together: bounds the pictures held at once, and lets judges work while the policy writes."""
+
+
+class Evaluation(NamedTuple):
+    """Means over prompts by measure name, with what they were measured on."""
+
+    measures: dict[str, float]
+    judgement: Judgement
+    rollout: Rollout | None
+
+
+def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sampled: bool = False) -> Evaluation:
+    """Measures the policy on held-out prompts, with fixed noise: one completion each, greedy or sampled."""
+    rollout = collect(
+        parts.environment,
+        parts.evaluation_sampler if sampled else parts.greedy_sampler,
+        variables,
+        rows,
+        key=parts.key,
+        iteration=0,
+        evaluation=True,
+        chunk_prompts=EVALUATION_CHUNK,
+        timeout=parts.timeout,
+    )
+    measures = means(parts.environment, rollout.judgement)
+    measures["completion_tokens"] = float(rollout.samples.mask.sum(-1).mean())
+    measures["usable"] = float(rollout.usable.mean())
+    return Evaluation(measures, rollout.judgement, rollout)
+
+
+def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> Evaluation:
+    """Measures given texts in the policy's place: the unchanged prompts, or the oracle's rewrites."""
+    judgement = judge(
+        parts.environment,
+        rows,
+        [[text] for text in texts],
+        chunk_prompts=EVALUATION_CHUNK,
+        timeout=parts.timeout,
+    )
+    return Evaluation(means(parts.environment, judgement), judgement, None)
+
+
+def means(environment: Environment, judgement: Judgement) -> dict[str, float]:
+    """Mean of each reward and watched measure over the present values."""
+    names = environment.reward_names + environment.watch_names
+    values = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
+    result = {}
+    for index, name in enumerate(names):
+        column = values[..., index]
+        present = column[np.isfinite(column)]
+        result[name] = float(present.mean(dtype=np.float64)) if present.size else float("nan")
+    return result
+
+
+def weighted_reward(parts: Parts, measures: dict[str, float]) -> float:
+    """The rewards' weighted sum, the one number that "best" and the improvement are told in."""
+    return float(sum(weight * measures[name] for name, weight in parts.weights.items()))
+
+
+def oracle_texts(rows: Sequence[Any]) -> list[str] | None:
+    """The column "oracle" of every row: the best text there is, where the data knows it."""
+    texts = [row.columns.get("oracle") for row in rows]
+    return None if any(text is None for text in texts) else texts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    from grpo_jax.parts import guarded
+
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_jax.evaluate",
+        description="Restores a policy from a run directory and measures it on the held-out prompts.",
+    )
+    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
+    parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
+    parser.add_argument("--prompts", type=int, default=None, help="Test prompts; 0 for all (default: the run's).")
+    parser.add_argument("--json", action="store_true", help="Print JSON alone.")
+    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: _evaluate_run(options), debug=options.debug)
+
+
+def _evaluate_run(options: argparse.Namespace) -> None:
+    import dataclasses
+
+    from grpo_jax.parts import load_parts, restore_variables, run_config
+
+    config = run_config(options.run)
+    if options.prompts is not None:
+        section = dataclasses.replace(config.evaluation, prompts=options.prompts)
+        config = dataclasses.replace(config, evaluation=section)
+    say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
+    parts = load_parts(config, say=say)
+    variables, meta = restore_variables(parts, options.run, options.checkpoint)
+    rows = parts.test_rows
+    report: dict[str, Any] = {"checkpoint": options.checkpoint, "step": meta.get("step"), "prompts": len(rows)}
+    report["greedy"] = evaluate_policy(parts, variables, rows).measures
+    if config.evaluation.sampled:
+        report["sampled"] = evaluate_policy(parts, variables, rows, sampled=True).measures
+    report["unchanged"] = evaluate_texts(parts, rows, [row.prompt for row in rows]).measures
+    oracle = oracle_texts(rows)
+    if oracle is not None:
+        report["oracle"] = evaluate_texts(parts, rows, oracle).measures
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return
+    kinds = [kind for kind in ("unchanged", "greedy", "sampled", "oracle") if kind in report]
+    print(f"\n{len(rows)} held-out prompts, checkpoint {options.checkpoint} (step {report['step']})")
+    print(f"{'measure':<20}" + "".join(f"{kind:>12}" for kind in kinds))
+    for name in report["greedy"]:
+        cells = (report[kind].get(name) for kind in kinds)
+        print(f"{name:<20}" + "".join(f"{'':>12}" if cell is None else f"{cell:>12.4f}" for cell in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Tiny random models, written as the folders their real counterparts are published as.
+
+Every function takes the folder to write and returns it. Weights are random but fixed by `seed`; text towers keep
+their default initialisation, so that different words give different embeddings.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import CLIPTokenizer, PreTrainedTokenizerFast, T5Tokenizer
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+VOCAB_SIZE = 272  # larger than the tokenizers' 259 and 264, as in the real Qwen models
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789,.!-'"
+
+
+def chat_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer (one token per byte) with ChatML's special tokens and chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in CHAT_TOKENS + extra])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def causal_lm(folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: str = "1GB", **overrides) -> Path:
+    """A random Qwen2, Qwen3 or Llama folder with a tokenizer and two end-of-sequence ids.
+
+    Args:
+        folder: where to write.
+        family: "qwen2", "qwen3" or "llama".
+        seed: of the weights.
+        max_shard_size: as in `save_pretrained`; "20KB" gives several shards and an index.
+        **overrides: fields of the family's config.
+    """
+    import transformers
+
+    config_class, model_class = {
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }[family]
+    tokenizer = chat_tokenizer()
+    fields = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        **_ids(tokenizer),
+    )
+    if family == "qwen3":
+        fields["head_dim"] = 16  # not hidden_size / heads, as in the real ones
+    torch.manual_seed(seed)
+    model = model_class(config_class(**(fields | overrides)))
+    return _save_language_model(model, tokenizer, folder, max_shard_size)
+
+
+def qwen2_vl(folder, *, seed: int = 0) -> Path:
+    """A random `Qwen2VLForConditionalGeneration` folder with a tokenizer; its vision tower has one layer."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    tokenizer = chat_tokenizer(VISION_TOKENS)
+    names = ("vision_start", "vision_end", "image", "video")
+    tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(t) for name, t in zip(names, tokens, strict=True)}
+    config = Qwen2VLConfig(
+        text_config=dict(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+            **_ids(tokenizer),
+        ),
+        vision_config=dict(depth=1, embed_dim=16, num_heads=2, hidden_size=32, mlp_ratio=2, patch_size=4),
+        tie_word_embeddings=False,
+        **ids,
+    )
+    torch.manual_seed(seed)
+    return _save_language_model(Qwen2VLForConditionalGeneration(config), tokenizer, folder, "1GB")
+
+
+def _ids(tokenizer) -> dict:
+    # transformers falls back to ids of the real vocabulary, far outside this one
+    return dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+
+
+def _save_language_model(model, tokenizer, folder, max_shard_size: str) -> Path:
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.eval().save_pretrained(folder, max_shard_size=max_shard_size)
+    tokenizer.save_pretrained(folder)
+    return Path(folder)
+
+
+def clip_tokenizer(window: int = 77) -> CLIPTokenizer:
+    """CLIP's tokenizer with single letters for words; the end token has the highest id, as in the real one."""
+    pieces = list(LETTERS) + [letter + "</w>" for letter in LETTERS] + ["<|startoftext|>", "<|endoftext|>"]
+    merges = [("r", "e"), ("re", "d</w>"), ("o", "f</w>"), ("d", "o"), ("do", "g</w>")]
+    pieces[-2:-2] = ["".join(pair) for pair in merges]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=window)
+
+
+def stable_diffusion_3(folder, *, t5: bool = True, window: int = 77, seed: int = 0) -> Path:
+    """A random `StableDiffusion3Pipeline` folder: 16×16 pictures, two CLIP encoders and, if asked, a T5.
+
+    Args:
+        folder: where to write.
+        t5: with a T5 encoder and its tokenizer; without, `model_index.json` holds nulls for them.
+        window: tokens the CLIP encoders take.
+        seed: of the weights.
+    """
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+
+    torch.manual_seed(seed)
+    tokenizers = clip_tokenizer(window), clip_tokenizer(window)
+    transformer = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=40,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        pos_embed_max_size=16,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
+        scaling_factor=1.5,
+        shift_factor=0.06,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    t5_tokenizer, t5_encoder = _t5(d_model=40) if t5 else (None, None)
+    pipeline = StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=_clip_text_encoder(tokenizers[0], "quick_gelu"),
+        tokenizer=tokenizers[0],
+        text_encoder_2=_clip_text_encoder(tokenizers[1], "gelu"),
+        tokenizer_2=tokenizers[1],
+        text_encoder_3=t5_encoder,
+        tokenizer_3=t5_tokenizer,
+    )
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    return Path(folder)
+
+
+def _clip_text_encoder(tokenizer: CLIPTokenizer, activation: str):
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        projection_dim=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        hidden_act=activation,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CLIPTextModelWithProjection(config).eval()
+
+
+def _t5(d_model: int):
+    from transformers import T5Config, T5EncoderModel
+
+    pieces = ["<pad>", "</s>", "<unk>", "▁"] + list(LETTERS) + ["▁" + letter for letter in LETTERS]
+    vocab = [(piece, 0.0 if i < 3 else -2.0) for i, piece in enumerate(pieces)]
+    tokenizer = T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
+    config = T5Config(
+        vocab_size=len(pieces),
+        d_model=d_model,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+    )
+    return tokenizer, T5EncoderModel(config).eval()
+
+
+def clip(folder, *, window: int = 77, image_size: int = 24, seed: int = 0, preprocess: dict | None = None) -> Path:
+    """A random open_clip folder (`local-dir:` form) with a ViT tower and its own tokenizer.
+
+    Args:
+        folder: where to write.
+        window: tokens the text tower takes.
+        image_size: side of the pictures the tower sees.
+        seed: of the weights.
+        preprocess: fields of `preprocess_cfg` that differ from CLIP's.
+    """
+    import open_clip
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = clip_tokenizer(window)
+    tokenizer.save_pretrained(folder)
+    model_cfg = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": image_size, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+        "text_cfg": {
+            "context_length": window,
+            "vocab_size": len(tokenizer),
+            "width": 32,
+            "heads": 2,
+            "layers": 2,
+            "hf_tokenizer_name": "tokenizer of this folder",
+        },
+    }
+    preprocess_cfg = {
+        "size": image_size,
+        "mean": [0.48145466, 0.4578275, 0.40821073],
+        "std": [0.26862954, 0.26130258, 0.27577711],
+        "interpolation": "bicubic",
+        "resize_mode": "shortest",
+    }
+    config = {"model_cfg": model_cfg, "preprocess_cfg": preprocess_cfg | (preprocess or {})}
+    (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2))
+    torch.manual_seed(seed)
+    model = open_clip.CLIP(**{k: v for k, v in model_cfg.items() if k != "embed_dim"}, embed_dim=16)
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / "open_clip_model.safetensors")
+    return folder

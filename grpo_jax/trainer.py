@@ -197,7 +197,7 @@ def make_train_step(
     normaliser: Callable[[Batch], Any],
     accumulation: int = 1,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
-    """One optimizer update as one compiled function; the state is donated.
+    """One optimizer update as one compiled function; what it changes is donated.
 
     Args:
         objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
@@ -209,24 +209,29 @@ def make_train_step(
         train_step(state, batch) → (state, {"loss", "grad_norm", "metrics"}).
     """
 
-    def loss_of(trained: Tree, variables: dict[str, Tree], micro: Batch, whole: Any) -> tuple[jax.Array, Any]:
-        return objective({**variables, trained_collection(variables): trained}, micro, whole)
+    gradient = jax.value_and_grad(
+        lambda trained, frozen, micro, whole: objective({**frozen, **trained}, micro, whole), has_aux=True
+    )
+
+    def compute(moving: TrainState, frozen: dict[str, Tree], batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        trained, whole = moving.variables, normaliser(batch)
+        (loss, metrics), grads = _accumulate(lambda micro: gradient(trained, frozen, micro, whole), batch, accumulation)
+        (weights,), (slopes,) = trained.values(), grads.values()
+        updates, opt_state = optimizer.update(slopes, moving.opt_state, weights)
+        variables = {name: optax.apply_updates(weights, updates) for name in trained}
+        report = {"loss": loss, "grad_norm": optax.global_norm(slopes), "metrics": metrics}
+        return TrainState(moving.step + 1, variables, opt_state, moving.reference), report
+
+    compiled = jax.jit(compute, donate_argnums=0)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        # Frozen weights stay outside what is donated: they may be shared, and are never copied.
         name = trained_collection(state.variables)
-        trained, whole = state.variables[name], normaliser(batch)
-        gradient = jax.value_and_grad(loss_of, has_aux=True)
+        frozen = {other: tree for other, tree in state.variables.items() if other != name}
+        moving, report = compiled(state._replace(variables={name: state.variables[name]}), frozen, batch)
+        return moving._replace(variables={**frozen, **moving.variables}), report
 
-        def micro_step(micro: Batch) -> tuple[tuple[jax.Array, Any], Tree]:
-            return gradient(trained, state.variables, micro, whole)
-
-        (loss, metrics), grads = _accumulate(micro_step, batch, accumulation)
-        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
-        variables = {**state.variables, name: optax.apply_updates(trained, updates)}
-        report = {"loss": loss, "grad_norm": optax.global_norm(grads), "metrics": metrics}
-        return TrainState(state.step + 1, variables, opt_state, state.reference), report
-
-    return jax.jit(train_step, donate_argnums=0)
+    return train_step
 
 
 def _accumulate(function: Callable[[Batch], Tree], batch: Batch, parts: int) -> Tree:

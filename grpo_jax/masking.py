@@ -1,0 +1,116 @@
+"""Masked statistics, and the one rule for an empty mask: a statistic of nothing is 0.
+
+What a masked place holds (NaN and inf included) reaches neither a value nor a gradient: it is replaced before
+any arithmetic, so that no cotangent is ever multiplied by it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+Axis = int | tuple[int, ...] | None
+
+
+def as_float(name: str, value: ArrayLike, *, ndim: int | None = None) -> jax.Array:
+    """Returns `value` as an array of at least float32 (float64 stays float64).
+
+    Args:
+        name: the argument's name, for the error.
+        value: array of a floating type.
+        ndim: the number of axes it must have, if that matters.
+
+    Raises:
+        TypeError: `value` is not of a floating type; integers would truncate what is computed from them.
+        ValueError: it has another number of axes.
+    """
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be of a floating type, got {array.dtype}")
+    if ndim is not None and array.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} axes, got shape {array.shape}")
+    return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
+
+
+def as_mask(name: str, value: ArrayLike, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """Returns `value` as a bool array of the given shape.
+
+    Raises:
+        TypeError: `value` is not bool.
+        ValueError: it has another shape.
+    """
+    array = jnp.asarray(value)
+    if array.dtype != jnp.bool_:
+        raise TypeError(f"{name} must be of type bool, got {array.dtype}")
+    if shape is not None and array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+    return array
+
+
+def safe_divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """Quotient that is 0, with gradient 0, where the denominator is 0."""
+    empty = denominator == 0
+    return jnp.where(empty, 0, numerator / jnp.where(empty, 1, denominator))
+
+
+def select(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` where the mask is True and 0 elsewhere; use it before the arithmetic, not after."""
+    return jnp.where(mask, x, 0)
+
+
+def count(mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, dtype=jnp.float32) -> jax.Array:
+    """Number of True places, as a float."""
+    return jnp.sum(mask, axis=axis, keepdims=keepdims, dtype=dtype)
+
+
+def masked_mean(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False) -> jax.Array:
+    """Mean of `x` over the places where `mask` is True; 0 where there are none.
+
+    Args:
+        x: array of a floating type.
+        mask: bool, broadcastable against `x`.
+        axis: axes to reduce; all of them by default.
+        keepdims: keeps the reduced axes with length 1.
+    """
+    mask = jnp.broadcast_to(mask, x.shape)
+    total = jnp.sum(select(mask, x), axis=axis, keepdims=keepdims)
+    return safe_divide(total, count(mask, axis=axis, keepdims=keepdims, dtype=x.dtype))
+
+
+def masked_std(
+    x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 1
+) -> jax.Array:
+    """Standard deviation of `x` over the places where `mask` is True.
+
+    Exactly 0 (and gradient 0) where the values are all equal or there are not more than `ddof` of them; a
+    plain formula gives rounding noise there, and dividing by noise makes signal of nothing.
+
+    Args:
+        x: array of a floating type.
+        mask: bool, broadcastable against `x`.
+        axis: axes to reduce; all of them by default.
+        keepdims: keeps the reduced axes with length 1.
+        ddof: what is taken off the number of values in the variance's denominator.
+    """
+    mask = jnp.broadcast_to(mask, x.shape)
+    lowest = jnp.min(x, axis=axis, keepdims=True, where=mask, initial=jnp.inf)
+    highest = jnp.max(x, axis=axis, keepdims=True, where=mask, initial=-jnp.inf)
+    number = count(mask, axis=axis, keepdims=True, dtype=x.dtype)
+    varies = (lowest != highest) & (number > ddof)  # true for a NaN too, which must not become a quiet 0
+    # Deviations are taken from the smallest value first: 1000.1, 1000.2, ... would lose digits in their mean.
+    shifted = select(mask & varies, x - jax.lax.stop_gradient(select(varies, lowest)))
+    deviation = select(mask, shifted - masked_mean(shifted, mask, axis=axis, keepdims=True))
+    variance = jnp.sum(jnp.square(deviation), axis=axis, keepdims=True)
+    variance = safe_divide(variance, jnp.maximum(number - ddof, 0))
+    std = jnp.where(varies, jnp.sqrt(jnp.where(varies, variance, 1)), 0)
+    return std if keepdims else jnp.squeeze(std, axis)
+
+
+def masked_whiten(x: jax.Array, mask: jax.Array, *, axis: Axis = None, eps: float = 1e-4) -> jax.Array:
+    """(x - mean) / (std + eps) over the True places, and 0 at the others.
+
+    Values that are all equal give 0.
+    """
+    mask = jnp.broadcast_to(mask, x.shape)
+    std = masked_std(x, mask, axis=axis, keepdims=True)
+    centred = select(mask, x) - masked_mean(x, mask, axis=axis, keepdims=True)
+    return select(mask & (std != 0), safe_divide(centred, jnp.where(std != 0, std + eps, 0)))

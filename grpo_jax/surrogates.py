@@ -1,0 +1,120 @@
+"""What a policy loss maximises per token: clipped ratio, capped weight, soft gate.
+
+A surrogate is a frozen dataclass with two methods, of `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for one
+ratio per row), `logprobs` `[.., T]` and `advantages` (`[.., 1]` or `[.., T]`). Any object with both will do.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Surrogate: PPO's clipped ratio (https://arxiv.org/abs/1707.06347).
+
+        min(ρ A, clip(ρ, 1 - low, 1 + high) A), for A < 0 and with a dual clip no less than dual · A
+
+    Attributes:
+        low: how far below 1 the ratio pays.
+        high: how far above 1 (DAPO's "clip higher" when it is more than `low`).
+        dual: upper bound of the ratio where the advantage is negative (https://arxiv.org/abs/1912.09729).
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= 1:
+            raise ValueError(f"low must be in [0, 1], got {self.low}")
+        if not self.high >= 0:
+            raise ValueError(f"high must be at least 0, got {self.high}")
+        if self.dual is not None and not self.dual > 1:
+            raise ValueError(f"dual must be more than 1, got {self.dual}")
+
+    def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
+        """What is maximised, per token."""
+        del logprobs
+        # Bounded before the exponential: an infinite ratio behind a bound would give a gradient of 0 · inf.
+        least = jnp.where(advantages < 0, jnp.log1p(-self.low), -jnp.inf)
+        most = jnp.where(advantages < 0, jnp.inf if self.dual is None else jnp.log(self.dual), jnp.log1p(self.high))
+        log_ratio, least, most = jnp.broadcast_arrays(log_ratio, least, most)
+        bounded = jnp.where(log_ratio < least, least, jnp.where(log_ratio > most, most, log_ratio))
+        return jnp.exp(bounded) * advantages
+
+    def clipped(self, log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where the lower and where the upper bound stops the gradient."""
+        low = (advantages < 0) & (log_ratio < jnp.log1p(-self.low))
+        high = (advantages > 0) & (log_ratio > jnp.log1p(self.high))
+        if self.dual is not None:
+            high = high | ((advantages < 0) & (log_ratio > jnp.log(self.dual)))
+        return low, high
+
+
+@dataclass(frozen=True)
+class CappedWeight:
+    """Surrogate: REINFORCE with a truncated importance weight, CISPO (https://arxiv.org/abs/2506.13585).
+
+        stop_gradient(min(ρ, cap)) · A · log π
+
+    Every token keeps a gradient; only its weight is bounded.
+
+    Attributes:
+        cap: the largest weight itself (1 + ε_high in the paper's notation), more than 1.
+    """
+
+    cap: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.cap > 1:
+            raise ValueError(f"cap is the largest weight itself and must be more than 1, got {self.cap}")
+
+    def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
+        """What is maximised, per token."""
+        weight = jnp.minimum(jnp.exp(jax.lax.stop_gradient(log_ratio)), self.cap)
+        return weight * advantages * logprobs
+
+    def clipped(self, log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Nowhere, and where the weight is capped."""
+        high = (log_ratio > jnp.log(self.cap)) & (advantages != 0)
+        return jnp.zeros_like(high), high
+
+
+@dataclass(frozen=True)
+class SoftGate:
+    """Surrogate: SAPO's smooth gate in place of clipping (https://arxiv.org/abs/2511.20347).
+
+        4 / τ · sigmoid(τ (ρ - 1)) · A,  τ = positive where A > 0, else negative
+
+    Its slope is 1 at ρ = 1 and falls off on both sides.
+
+    Attributes:
+        positive: τ for positive advantages.
+        negative: τ for the others; larger, since their gradients spread over all other tokens.
+    """
+
+    positive: float = 1.0
+    negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        for name, value in (("positive", self.positive), ("negative", self.negative)):
+            if not value > 0:
+                raise ValueError(f"{name} must be more than 0, got {value}")
+
+    def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
+        """What is maximised, per token."""
+        del logprobs
+        temperature = jnp.where(advantages > 0, self.positive, self.negative).astype(log_ratio.dtype)
+        # The gate is flat long before e^20; an infinite ratio would give a gradient of 0 · inf.
+        ratio = jnp.exp(jnp.minimum(log_ratio, 20.0))
+        return 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * advantages
+
+    def clipped(self, log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Nowhere: the gate has no edge."""
+        nowhere = jnp.zeros(jnp.broadcast_shapes(log_ratio.shape, advantages.shape), jnp.bool_)
+        return nowhere, nowhere
+
+
+Surrogate = Clip | CappedWeight | SoftGate

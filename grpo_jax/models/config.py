@@ -84,7 +84,7 @@ class DecoderConfig:
     head_dim: int
     activation: str = "silu"
     rms_norm_eps: float = 1e-6
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     windows: tuple[int | None, ...] = ()
     qkv_bias: bool = False
     output_bias: bool = False
@@ -188,7 +188,9 @@ def _head_dim(fields: Mapping[str, Any], model_type: str) -> int:
     if head_dim is None and width % heads:
         raise ValueError(f"hidden_size must be a multiple of num_attention_heads, got {width} and {heads}")
     if model_type in VISION_TYPES and head_dim not in (None, width // heads):
-        raise ValueError(f"head_dim={head_dim} is not supported for model_type {model_type!r}: it is {width // heads}")
+        raise ValueError(
+            f"head_dim={head_dim} is not supported for model_type {model_type!r}: it is {width // heads}"
+        )
     return head_dim or width // heads
 
 
@@ -212,7 +214,9 @@ def _windows(fields: Mapping[str, Any], model_type: str) -> tuple[int | None, ..
     if len(types) != layers:
         raise ValueError(f"layer_types must have {layers} entries, one per layer, got {len(types)}")
     if "sliding_attention" in types and window is None:
-        raise ValueError("layer_types has sliding_attention but sliding_window or use_sliding_window is unset")
+        raise ValueError(
+            "layer_types has sliding_attention but sliding_window or use_sliding_window is unset"
+        )
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 

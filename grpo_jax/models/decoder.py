@@ -146,7 +146,9 @@ def make_policy(
     def prefill(variables: Variables, tokens: jax.Array, mask: jax.Array) -> Prefix:
         _check_tokens("tokens", tokens, mask, 2)
         prompt, lengths = _prompt_tokens(config, mask)
-        (hidden, _), (keys, values) = apply(variables, jnp.where(mask, tokens, 0), None, Context(prompt, None))
+        (hidden, _), (keys, values) = apply(
+            variables, jnp.where(mask, tokens, 0), None, Context(prompt, None)
+        )
         return Prefix(hidden[:, -1], keys, values, mask, prompt.positions, lengths)
 
     def decode(

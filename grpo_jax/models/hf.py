@@ -1,0 +1,259 @@
+"""Policies from Hugging Face folders, and back. Safetensors only; no code of a folder is ever run."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from safetensors import SafetensorError
+
+from grpo_jax.errors import UserError
+from grpo_jax.models.config import MODEL_TYPES, DecoderConfig
+from grpo_jax.models.weights import (
+    INDEX,
+    TensorFiles,
+    flatten,
+    read_json,
+    read_params,
+    shapes,
+    weight_files,
+    write_shard,
+)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class LoadedPolicy(NamedTuple):
+    """A policy as its folder holds it.
+
+    Attributes:
+        config: shape and choices of the decoder.
+        params: its parameters, ``{"params": params}`` for the functions of ``make_policy``.
+        tokenizer: the folder's, or None if it was not asked for.
+        eos_ids: every token id that ends a completion.
+        pad_id: id used to fill up; the first of ``eos_ids`` where the folder names none.
+        folder: where it was loaded from.
+    """
+
+    config: DecoderConfig
+    params: dict[str, Any]
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    folder: Path
+
+
+def load_folder(
+    folder: str | Path, *, param_dtype: str | None = "float32", tokenizer: bool = True
+) -> LoadedPolicy:
+    """Load a Llama, Qwen2, Qwen3 or Qwen-VL folder (of the latter, the language model).
+
+    Args:
+        folder: a local folder, or a hub id that is in the local cache.
+        param_dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the folder's.
+        tokenizer: whether to load the tokenizer too.
+
+    Raises:
+        UserError: if something is missing, truncated, or of an unsupported kind; says how to mend it.
+    """
+    if param_dtype not in (*_DTYPES, None):
+        raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
+    folder = resolve_folder(folder)
+    raw = _read_config(folder)
+    config = _decoder_config(folder, raw)
+    dtype = None if param_dtype is None else jnp.dtype(param_dtype)
+    try:
+        host = read_params(config, TensorFiles(weight_files(folder)), dtype)
+    except UserError as error:
+        raise UserError(f"cannot load the policy in {folder}: {error}") from error
+    # A copy, since JAX may alias host memory and aliased buffers cannot be donated.
+    params = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), host)
+    words = load_tokenizer(folder) if tokenizer else None
+    eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, words)
+    return LoadedPolicy(config, params, words, eos_ids, pad_id, folder)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a folder (with its chat template); ``trust_remote_code`` stays off.
+
+    Raises:
+        UserError: if the folder has none, or a broken one.
+    """
+    folder = resolve_folder(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(f"{folder} has no tokenizer; copy the model's tokenizer files into it")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # tokenizers raise bare Exceptions of many kinds
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"cannot load the tokenizer in {folder}: {reason[0]}") from error
+
+
+def save_folder(
+    folder: str | Path,
+    source_folder: str | Path,
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    *,
+    dtype: str | None = None,
+) -> None:
+    """Write a folder that transformers loads: the source's with the language model's weights replaced.
+
+    Configuration, tokenizer and vision weights are the source's. The folder appears at once when it is
+    complete, replacing an earlier export. Weights loaded and saved without a change are bit-equal.
+
+    Args:
+        folder: where to write.
+        source_folder: the folder that the policy came from.
+        config: the decoder's configuration.
+        params: its parameters, adapters merged (``lora.merge``).
+        dtype: of the language model's weights; None keeps each tensor's dtype in the source.
+
+    Raises:
+        UserError: if the folder cannot be written or is in use for something else.
+        ValueError: if params are not this decoder's.
+    """
+    if dtype not in (*_DTYPES, None):
+        raise ValueError(f"dtype must be one of {_DTYPES} or None, got {dtype!r}")
+    folder, source = Path(folder), resolve_folder(source_folder)
+    _check_target(folder, source)
+    leaves = _checked_leaves(config, params)
+    work = folder.parent / f".{folder.name}.writing-{os.getpid()}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        shards = weight_files(source)
+        files = TensorFiles(shards)
+        for shard in shards:
+            write_shard(work / shard.name, shard, config, files, leaves, dtype and jnp.dtype(dtype))
+        _copy_rest(source, work, dtype)
+        _replace(folder, work)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write the policy to {folder}: {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def resolve_folder(folder: str | Path) -> Path:
+    """A local folder from its path or from a hub id in the local cache; nothing is downloaded.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    path = Path(folder).expanduser()
+    if path.is_dir():
+        return path
+    name = str(folder)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(name, local_files_only=True))
+        except Exception:  # not in the cache, or not an id after all: one message for both
+            pass
+    raise UserError(
+        f"policy {name!r} is not on this machine: give the path of a local folder with config.json, "
+        "safetensors weights and tokenizer (for a model of the hub: `hf download ID --local-dir FOLDER`)"
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
+    return read_json(folder / "config.json")
+
+
+def _decoder_config(folder: Path, raw: dict[str, Any]) -> DecoderConfig:
+    try:
+        return DecoderConfig.from_hf(raw)
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise UserError(
+            f"{folder / 'config.json'}: {error}. Supported architectures: {', '.join(MODEL_TYPES)}"
+        ) from error
+
+
+def _special_ids(
+    folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: Any
+) -> tuple[tuple[int, ...], int]:
+    """End and padding ids: the generation config's, else the config's, else the tokenizer's."""
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else {}
+    sources = (generation, raw, raw.get("text_config") or {})
+
+    def find(field: str, fallback: Any) -> tuple[int, ...]:
+        for value in (*(source.get(field) for source in sources), fallback):
+            ids = value if isinstance(value, list | tuple) else [value]
+            ids = tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))
+            if ids:
+                return ids
+        return ()
+
+    eos_ids = find("eos_token_id", getattr(tokenizer, "eos_token_id", None))
+    if not eos_ids:
+        raise UserError(f"{folder} names no end token: set eos_token_id in its generation_config.json")
+    pad = getattr(tokenizer, "pad_token_id", None)
+    pads = (pad,) if isinstance(pad, int) and 0 <= pad < vocab_size else find("pad_token_id", None)
+    return eos_ids, (pads or eos_ids)[0]
+
+
+def _checked_leaves(config: DecoderConfig, params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    leaves, expected = flatten(params), flatten(shapes(config))
+    wrong = sorted(
+        ".".join(path)
+        for path in leaves.keys() | expected.keys()
+        if path not in leaves or path not in expected or leaves[path].shape != expected[path].shape
+    )
+    if wrong:
+        raise ValueError(f"params do not fit the decoder's configuration at {', '.join(wrong[:10])}")
+    return leaves
+
+
+def _check_target(folder: Path, source: Path) -> None:
+    if folder.exists() and folder.resolve() == source.resolve():
+        raise UserError(f"the export would overwrite the folder it is made from, {folder}: choose another")
+    if folder.is_file() or (
+        folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists()
+    ):
+        raise UserError(f"{folder} exists and is not an exported policy: choose another place or remove it")
+
+
+def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
+    """Configurations and tokenizer; neither weights in other formats nor code."""
+    for path in source.iterdir():
+        if path.is_file() and (path.suffix in _COPIED or path.name.upper().startswith("LICENSE")):
+            shutil.copyfile(path, work / path.name)
+    if dtype is not None:
+        raw = read_json(work / "config.json")
+        for fields in (raw, raw.get("text_config") or {}):
+            for name in ("dtype", "torch_dtype"):
+                if name in fields:
+                    fields[name] = dtype
+        (work / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    if (work / INDEX).is_file():
+        _write_total_size(work)
+
+
+def _write_total_size(work: Path) -> None:
+    index = read_json(work / INDEX)
+    files = TensorFiles(weight_files(work))
+    total = sum(files.read(name).nbytes for name in files.names)
+    index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
+    (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace(folder: Path, work: Path) -> None:
+    """Put the finished folder in place; an earlier export stays until then."""
+    old = folder.parent / f".{folder.name}.old-{os.getpid()}"
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(work, folder)
+    shutil.rmtree(old, ignore_errors=True)

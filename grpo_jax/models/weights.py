@@ -1,0 +1,268 @@
+"""Hugging Face tensor names ↔ places in the decoder's parameters, and the files that hold them."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from grpo_jax.errors import UserError
+from grpo_jax.models.config import VISION_TYPES, DecoderConfig
+from grpo_jax.models.decoder import init_variables
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
+
+# Where a folder keeps its language model; the first prefix that has an embedding wins.
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_VISION = ("visual.", "model.visual.")
+_SUBMODULE = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"), "self_attn."),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp."),
+    **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), ""),
+}
+
+
+class Place(NamedTuple):
+    """Where one tensor belongs.
+
+    Attributes:
+        path: keys from the parameters' root to a leaf.
+        layer: index along the leaf's first axis, or None for a leaf that is not stacked.
+        transpose: Hugging Face stores [out, in], the decoder [in, out].
+        shape: of the tensor in the folder.
+    """
+
+    path: tuple[str, ...]
+    layer: int | None
+    transpose: bool
+    shape: tuple[int, ...]
+
+
+def shapes(config: DecoderConfig) -> dict[str, Any]:
+    """The decoder's parameters as shapes; nothing is allocated."""
+    return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]
+
+
+def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Leaves of nested dictionaries by path."""
+    leaves: dict[tuple[str, ...], Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            leaves.update(flatten(value, (*path, key)))
+        else:
+            leaves[(*path, key)] = value
+    return leaves
+
+
+def unflatten(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Nested dictionaries from leaves by path."""
+    tree: dict[str, Any] = {}
+    for path, value in leaves.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
+
+
+def name_table(config: DecoderConfig, names: Iterable[str]) -> dict[str, Place]:
+    """Tensor name → place, in the naming that a folder with these names uses.
+
+    A tied model has no head of its own; where the folder repeats the embedding as one, both names
+    lead to the embedding.
+    """
+    names = set(names)
+    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in names), "model.")
+    head = next((h for h in _HEADS if h in names), _HEADS[0])
+    table = {}
+    for path, leaf in flatten(shapes(config)).items():
+        if path == ("embed_tokens",):
+            table[f"{prefix}embed_tokens.weight"] = Place(path, None, False, leaf.shape)
+            if config.tie_word_embeddings and head in names:
+                table[head] = Place(path, None, False, leaf.shape)
+        elif path == ("lm_head",):
+            table[head] = Place(path, None, False, leaf.shape)
+        elif path == ("norm", "scale"):
+            table[f"{prefix}norm.weight"] = Place(path, None, False, leaf.shape)
+        else:
+            module, kind = path[1:]
+            name = f"{_SUBMODULE[module]}{module}.{'bias' if kind == 'bias' else 'weight'}"
+            transpose = kind == "kernel"
+            shape = leaf.shape[:0:-1] if transpose else leaf.shape[1:]
+            for layer in range(config.num_layers):
+                table[f"{prefix}layers.{layer}.{name}"] = Place(path, layer, transpose, shape)
+    return table
+
+
+def passes_through(config: DecoderConfig, name: str) -> bool:
+    """Whether a tensor is none of the language model's and goes to an export untouched."""
+    if name.endswith("rotary_emb.inv_freq"):  # old Llama folders store this constant
+        return True
+    return config.model_type in VISION_TYPES and name.startswith(_VISION)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: the shards its index names, or the single one.
+
+    Raises:
+        UserError: if there are none, or one is missing, or only formats that can run code exist.
+    """
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{folder / INDEX} has no weight_map; download the folder again")
+        shards = sorted({str(shard) for shard in weight_map.values()})
+        missing = [s for s in shards if Path(s).name != s or not (folder / s).is_file()]
+        if missing:
+            raise UserError(f"{folder} lacks weight files {', '.join(missing)}; download the folder again")
+        return [folder / shard for shard in shards]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    others = sorted(path.name for pattern in _OTHER_FORMATS for path in folder.glob(pattern))
+    if others:
+        raise UserError(
+            f"{folder} holds weights as {', '.join(others[:3])} only; just safetensors files are read: load "
+            "the model with transformers and call save_pretrained, or download its safetensors version"
+        )
+    raise UserError(f"{folder} has no {SINGLE} or {INDEX}; give a folder with weights")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        UserError: if the file cannot be read or is something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+class TensorFiles:
+    """Tensors of several safetensors files by name, read when asked for."""
+
+    def __init__(self, files: list[Path]):
+        """Open the files' headers.
+
+        Raises:
+            UserError: if a file is truncated or not safetensors, or two hold the same name.
+        """
+        self._open: dict[Path, Any] = {}
+        self.names: dict[str, Path] = {}
+        for path in files:
+            try:
+                self._open[path] = safe_open(path, framework="numpy")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise UserError(
+                    f"{path} is broken or truncated ({error}); copy or download it again"
+                ) from error
+            for name in self._open[path].keys():  # noqa: SIM118 (not a dict)
+                if name in self.names:
+                    raise UserError(f"{name} is in both {self.names[name].name} and {path.name}")
+                self.names[name] = path
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header."""
+        return tuple(self._open[self.names[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Safetensors' name of a tensor's dtype, from the header."""
+        return self._open[self.names[name]].get_slice(name).get_dtype()
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor."""
+        return self._open[self.names[name]].get_tensor(name)
+
+    def metadata(self, path: Path) -> dict[str, str]:
+        """A file's metadata; transformers asks for the format."""
+        return {"format": "pt", **(self._open[path].metadata() or {})}
+
+
+def read_params(config: DecoderConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
+    """Parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's.
+
+    Raises:
+        UserError: listing every tensor that is missing, unexpected, misshapen or of another kind.
+    """
+    table = name_table(config, files.names)
+    problems = _problems(config, table, files)
+    if problems:
+        raise UserError(f"weights do not fit config.json: {'; '.join(problems[:20])}{_more(problems)}")
+    leaves: dict[tuple[str, ...], np.ndarray] = {}
+    for name, place in table.items():
+        value = files.read(name)
+        value = value.T if place.transpose else value
+        if place.layer is not None:
+            if place.path not in leaves:
+                leaves[place.path] = np.empty((config.num_layers, *value.shape), dtype or value.dtype)
+            leaves[place.path][place.layer] = value.astype(leaves[place.path].dtype)
+        elif place.path not in leaves:
+            leaves[place.path] = value.astype(dtype or value.dtype)
+        elif not np.array_equal(leaves[place.path], value.astype(leaves[place.path].dtype)):
+            raise UserError(f"{name} differs from the embedding although tie_word_embeddings is true")
+    return unflatten(leaves)
+
+
+def _problems(config: DecoderConfig, table: dict[str, Place], files: TensorFiles) -> list[str]:
+    problems = [f"{name} is missing" for name in table if name not in files.names]
+    for name in files.names:
+        if name not in table:
+            if not passes_through(config, name):
+                problems.append(f"{name} is unexpected")
+            continue
+        if files.shape(name) != table[name].shape:
+            problems.append(f"{name} has shape {files.shape(name)}, expected {table[name].shape}")
+        if files.dtype(name) not in ("F32", "BF16", "F16"):
+            problems.append(f"{name} has dtype {files.dtype(name)}, expected F32, BF16 or F16")
+    return problems
+
+
+def _more(problems: list[str]) -> str:
+    return f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+
+
+def write_shard(
+    path: Path,
+    source: Path,
+    config: DecoderConfig,
+    files: TensorFiles,
+    leaves: Mapping[tuple[str, ...], Any],
+    dtype: np.dtype | None,
+) -> None:
+    """Write one file like ``source`` with the language model's tensors taken from ``leaves``.
+
+    Raises:
+        UserError: if a value is too large for float16.
+    """
+    table = name_table(config, files.names)
+    tensors = {}
+    for name, where in files.names.items():
+        if where != source:
+            continue
+        value = files.read(name)
+        if name in table:
+            value = _exported(name, leaves, table[name], dtype or value.dtype)
+        tensors[name] = np.ascontiguousarray(value).reshape(value.shape)
+    save_file(tensors, path, metadata=files.metadata(source))
+
+
+def _exported(name: str, leaves: Mapping[tuple[str, ...], Any], place: Place, dtype: np.dtype) -> np.ndarray:
+    leaf = leaves[place.path]
+    if place.layer is not None:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, place.layer, keepdims=False)
+    value = np.asarray(leaf)
+    value = value.T if place.transpose else value
+    if dtype == np.float16 and np.abs(value.astype(np.float32)).max(initial=0.0) > np.finfo(np.float16).max:
+        raise UserError(f"{name} no longer fits float16; export with dtype float32 or bfloat16")
+    return value.astype(dtype)

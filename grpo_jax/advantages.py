@@ -1,8 +1,8 @@
 """From rewards to advantages: group-relative, leave-one-out, GDPO, and conditioned rewards.
 
-Rewards are `[P, G]`, or `[P, G, N]` before the objectives are joined. NaN is a missing reward: it takes part in
-no statistic. A group without signal (all its present rewards equal, or fewer than two present) gives exactly 0,
-not rounding noise divided by eps. Standard deviations are the sample ones; eps is added to them.
+Rewards are `[P, G]`, or `[P, G, N]` before the objectives are joined. NaN is a missing reward: it takes part
+in no statistic. A group without signal (all its present rewards equal, or fewer than two present) gives
+exactly 0, not rounding noise divided by eps. Standard deviations are the sample ones; eps is added to them.
 """
 
 from collections.abc import Sequence
@@ -167,27 +167,27 @@ def gdpo_advantages(
 
         A[p, g] = Σ_n w[n] · (r[p, g, n] - mean_g r[p, :, n]) / (std_g r[p, :, n] + eps)
 
-    and then whitened over the batch, (A - mean) / (std + eps). Different combinations of rewards with the same
-    sum stay different. From "GDPO" (https://arxiv.org/abs/2601.05242). Published implementations differ in what
-    the whitening counts: `whiten="sequence"` gives each completion one vote, `"token"` one for each of its tokens.
-    A row with no reward, and every row of a group without signal in any objective, is 0 and stays 0; the
-    latter's zeros count in the whitening's mean and standard deviation, the former do not.
+    and then whitened over the batch, (A - mean) / (std + eps). Different combinations of rewards with the
+    same sum stay different. From "GDPO" (https://arxiv.org/abs/2601.05242). Published implementations differ
+    in what the whitening counts: `whiten="sequence"` gives each completion one vote, `"token"` one for each
+    of its tokens. A row with no reward, and every row of a group without signal in any objective, is 0 and
+    stays 0; the latter's zeros count in the whitening's mean and standard deviation, the former do not.
 
     Args:
         rewards: `[P, G, N]`, floating; NaN is missing.
         weights: `[N]`; ones by default. An objective of weight 0 is as good as absent.
         eps: added to the standard deviations.
         whiten: "sequence", "token", or None.
-        mask: bool `[P, G, T]`, the tokens of each completion; needed for "token". Rows without a token take no
-            part in the whitening, and get 0.
+        mask: bool `[P, G, T]`, the tokens of each completion; needed for "token". Rows without a token take
+            no part in the whitening, and get 0.
 
     Returns:
         `[P, G]`, at least float32.
 
     Raises:
         TypeError: rewards are not floating or the mask not bool.
-        ValueError: another rank, a group of one, weights of another length, a negative eps, an unknown `whiten`,
-            a mask that is missing or does not fit.
+        ValueError: another rank, a group of one, weights of another length, a negative eps, an unknown
+            `whiten`, a mask that is missing or does not fit.
     """
     rewards = _as_rewards(rewards, 3)
     _check_eps(eps)
@@ -271,9 +271,9 @@ def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> ja
 
         r'[p, g, easy] = r[p, g, easy] if r[p, g, hard] ≥ threshold else 0
 
-    Conditions compare raw rewards. They may form chains: if `a` waits for `b` and `b` for `c`, then `a` counts
-    only where both are reached. An easy objective is missing where it, or any reward its chain asks for, is
-    missing. From "GDPO" (https://arxiv.org/abs/2601.05242).
+    Conditions compare raw rewards. They may form chains: if `a` waits for `b` and `b` for `c`, then `a`
+    counts only where both are reached. An easy objective is missing where it, or any reward its chain asks
+    for, is missing. From "GDPO" (https://arxiv.org/abs/2601.05242).
 
     Args:
         rewards: `[P, G, N]`, floating; NaN is missing.
@@ -284,7 +284,8 @@ def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> ja
 
     Raises:
         TypeError: rewards are not floating, or an index is not an integer.
-        ValueError: another rank, an index out of range, a threshold that is NaN, conditions that form a cycle.
+        ValueError: another rank, an index out of range, a threshold that is NaN, conditions that form a
+            cycle.
     """
     rewards = as_float("rewards", rewards, ndim=3)
     columns = [rewards[..., n] for n in range(rewards.shape[-1])]

@@ -1,9 +1,9 @@
 """Policy losses on token log-probabilities, composed of independent choices.
 
-`grpo_loss` takes a surrogate, a ratio level, an aggregation, a KL penalty and an entropy bonus; `PRESETS` names
-the combinations that papers describe. Losses are sums over a denominator that belongs to the whole update
-(`loss_normaliser`), and metrics are `Mean`s that travel as (total, weight): the parts of a batch add up to the
-batch, however it is split.
+`grpo_loss` takes a surrogate, a ratio level, an aggregation, a KL penalty and an entropy bonus; `PRESETS`
+names the combinations that papers describe. Losses are sums over a denominator that belongs to the whole
+update (`loss_normaliser`), and metrics are `Mean`s that travel as (total, weight): the parts of a batch add
+up to the batch, however it is split.
 """
 
 from dataclasses import dataclass
@@ -13,54 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from grpo_jax.aggregation import (
+    Aggregation,
+    FixedLength,
+    Mean,
+    Normaliser,
+    aggregate,
+    as_normaliser,
+    check_aggregation,
+    loss_normaliser,
+)
 from grpo_jax.masking import as_float, as_mask, count, masked_mean, safe_divide, select
 from grpo_jax.surrogates import CappedWeight, Clip, SoftGate, Surrogate
-
-
-class Mean(NamedTuple):
-    """A mean on its way: add the parts, then take the value."""
-
-    total: ArrayLike
-    weight: ArrayLike
-
-    def add(self, other: "Mean") -> "Mean":
-        """The mean over both parts."""
-        return Mean(self.total + other.total, self.weight + other.weight)
-
-    def value(self) -> jax.Array:
-        """total / weight, and 0 where there is no weight."""
-        return safe_divide(jnp.asarray(self.total), jnp.asarray(self.weight))
-
-
-class Normaliser(NamedTuple):
-    """Denominators of a whole update, of which a loss call may see a part.
-
-    Attributes:
-        loss: what the aggregated policy loss and KL penalty are divided by.
-        tokens: number of tokens, for what is a token mean under every aggregation (the entropy bonus).
-    """
-
-    loss: ArrayLike
-    tokens: ArrayLike
-
-
-@dataclass(frozen=True)
-class FixedLength:
-    """Aggregation: sum over all tokens / (rows · length), so that long answers weigh by their length.
-
-    Attributes:
-        length: the token budget. None takes the length of the arrays' last axis, which is the budget as long as
-            they are padded to it.
-    """
-
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.length is not None and self.length < 1:
-            raise ValueError(f"length must be at least 1, got {self.length}")
-
-
-Aggregation = str | FixedLength
 
 
 @dataclass(frozen=True)
@@ -80,6 +44,7 @@ class KLPenalty:
     corrected: bool = False
 
     def __post_init__(self) -> None:
+        """Checks the values."""
         if not self.coef >= 0:
             raise ValueError(f"coef must be at least 0, got {self.coef}")
         if self.estimator not in ("k1", "k2", "k3"):
@@ -125,18 +90,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, https://arxiv.org/abs/2402.03300. Mean over rows of each row's mean over its tokens. Its
     # experiments add a KL penalty of 0.04 (k3).
     "grpo": {"surrogate": Clip(0.2, 0.2), "ratio": "token", "aggregation": "sequence"},
-    # Dr. GRPO, https://arxiv.org/abs/2503.20783. Sum over tokens / (rows · token budget), so that neither length
-    # nor a group's spread (advantage scale "none") biases the gradient.
+    # Dr. GRPO, https://arxiv.org/abs/2503.20783. Sum over tokens / (rows · token budget), so that neither
+    # length nor a group's spread (advantage scale "none") biases the gradient.
     "dr_grpo": {"surrogate": Clip(0.2, 0.2), "ratio": "token", "aggregation": FixedLength()},
-    # DAPO, https://arxiv.org/abs/2503.14476. Sum over tokens / tokens of the whole update; the upper bound higher.
+    # DAPO, https://arxiv.org/abs/2503.14476. Sum over tokens / tokens of the whole update; the upper bound
+    # higher.
     "dapo": {"surrogate": Clip(0.2, 0.28), "ratio": "token", "aggregation": "token"},
-    # BNPO, the name TRL gives to a token mean after https://arxiv.org/abs/2506.02864. Its denominator is there the
-    # tokens of one micro-batch; here it is the update's, so only the bounds tell it from DAPO.
+    # BNPO, the name TRL gives to a token mean after https://arxiv.org/abs/2506.02864. Its denominator is
+    # there the tokens of one micro-batch; here it is the update's, so only the bounds tell it from DAPO.
     "bnpo": {"surrogate": Clip(0.2, 0.2), "ratio": "token", "aggregation": "token"},
     # GSPO, https://arxiv.org/abs/2507.18071. One length-normalised ratio per row; mean over rows.
     "gspo": {"surrogate": Clip(3e-4, 4e-4), "ratio": "sequence", "aggregation": "sequence"},
-    # CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585. Sum over tokens / tokens of the whole update; the cap is
-    # that of ScaleRL, https://arxiv.org/abs/2510.13786 (the first paper does not give its own).
+    # CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585. Sum over tokens / tokens of the whole update; the
+    # cap follows ScaleRL, https://arxiv.org/abs/2510.13786.
     "cispo": {"surrogate": CappedWeight(5.0), "ratio": "token", "aggregation": "token"},
     # SAPO, https://arxiv.org/abs/2511.20347. Mean over rows of each row's mean over its tokens.
     "sapo": {"surrogate": SoftGate(1.0, 1.05), "ratio": "token", "aggregation": "sequence"},
@@ -180,56 +146,6 @@ def kl_divergence(logprobs: ArrayLike, ref_logprobs: ArrayLike, *, estimator: st
         value = jnp.expm1(difference) - difference
         return value - jax.lax.stop_gradient(jnp.minimum(value, 0))  # rounding near 0 may be negative
     raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
-
-
-def _check_aggregation(aggregation: Aggregation) -> None:
-    if not isinstance(aggregation, FixedLength) and aggregation not in ("sequence", "token"):
-        raise ValueError(f"aggregation must be 'sequence', 'token' or FixedLength(n), got {aggregation!r}")
-
-
-def loss_normaliser(mask: ArrayLike, aggregation: Aggregation = "sequence", *, dtype=jnp.float32) -> Normaliser:
-    """The denominators of an update, from the mask of all its rows.
-
-    "sequence" counts rows, "token" tokens, `FixedLength(n)` rows times n; a row counts if its mask has a token.
-    Parts of a batch have parts of the denominators: they may also be summed over devices.
-
-    Args:
-        mask: bool `[.., T]`.
-        aggregation: as in `grpo_loss`.
-        dtype: type of the result.
-
-    Raises:
-        TypeError: the mask is not bool.
-        ValueError: an unknown aggregation, or a mask without axes.
-    """
-    mask = as_mask("mask", mask)
-    _check_aggregation(aggregation)
-    if mask.ndim < 1:
-        raise ValueError("mask must have a token axis, got a scalar")
-    tokens, rows = count(mask, dtype=dtype), count(mask.any(axis=-1), dtype=dtype)
-    if isinstance(aggregation, FixedLength):
-        return Normaliser(rows * (mask.shape[-1] if aggregation.length is None else aggregation.length), tokens)
-    return Normaliser(rows if aggregation == "sequence" else tokens, tokens)
-
-
-def _as_normaliser(normaliser, local: Normaliser, aggregation: Aggregation, bonus: bool) -> Normaliser:
-    if normaliser is None:
-        return local
-    if isinstance(normaliser, Normaliser):
-        return Normaliser(*(jnp.asarray(x, local.loss.dtype) for x in normaliser))
-    normaliser = jnp.asarray(normaliser, local.loss.dtype)
-    if normaliser.ndim:
-        raise ValueError(f"normaliser must be a Normaliser or a scalar, got shape {normaliser.shape}")
-    if bonus and aggregation != "token":
-        raise ValueError("normaliser must come from loss_normaliser when there is an entropy bonus, got a scalar")
-    return Normaliser(normaliser, normaliser)
-
-
-def _aggregate(values: jax.Array, mask: jax.Array, aggregation: Aggregation) -> jax.Array:
-    """The loss's numerator: what is divided by the normaliser."""
-    if aggregation == "sequence":
-        return jnp.sum(masked_mean(values, mask, axis=-1))
-    return jnp.sum(select(mask, values))
 
 
 def _log_ratio(logprobs, old_logprobs, mask, ratio: str, per_token: bool) -> jax.Array:
@@ -278,7 +194,7 @@ def _check_choices(surrogate, ratio, aggregation, kl, ref_logprobs, entropy, ent
     """Refuses what does not fit together; returns whether there is an entropy bonus."""
     if ratio not in ("token", "sequence"):
         raise ValueError(f"ratio must be 'token' or 'sequence', got {ratio!r}")
-    _check_aggregation(aggregation)
+    check_aggregation(aggregation)
     if isinstance(surrogate, type) or not (hasattr(surrogate, "objective") and hasattr(surrogate, "clipped")):
         raise TypeError(f"surrogate must be a Clip, CappedWeight or SoftGate, got {surrogate!r}")
     if kl is not None and not isinstance(kl, KLPenalty):
@@ -335,9 +251,10 @@ def grpo_loss(
         loss = aggregate(-surrogate(ρ, A) + kl.coef · KL) - entropy_coef · mean over tokens of the entropy
 
     with ρ = π / π_old of the token, or its geometric mean over the row (GSPO). Gradients reach `logprobs` and
-    `entropy` alone. A masked token, and a row without tokens, has no influence whatever it holds; with nothing
-    left the loss and its gradient are 0. For a part of an update give the whole update's `normaliser`: the
-    losses and gradients of the parts then add up. (https://arxiv.org/abs/2402.03300; see `PRESETS`.)
+    `entropy` alone. A masked token, and a row without tokens, has no influence whatever it holds; with
+    nothing left the loss and its gradient are 0. For a part of an update give the whole update's
+    `normaliser`: the losses and gradients of the parts then add up. (https://arxiv.org/abs/2402.03300; see
+    `PRESETS`.)
 
     Args:
         logprobs: `[.., T]`, floating.
@@ -367,18 +284,18 @@ def grpo_loss(
         logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy
     )
     local = loss_normaliser(mask, aggregation, dtype=logprobs.dtype)
-    whole = _as_normaliser(normaliser, local, aggregation, bonus)
+    whole = as_normaliser(normaliser, local, aggregation, bonus)
     log_ratio = _log_ratio(logprobs, old, mask, ratio, per_token=advantages.shape == mask.shape)
 
     policy = -jnp.broadcast_to(surrogate.objective(log_ratio, logprobs, advantages), mask.shape)
-    policy_total = _aggregate(policy, mask, aggregation)
+    policy_total = aggregate(policy, mask, aggregation)
     loss = safe_divide(policy_total, whole.loss)
     divergence = None
     if ref is not None:
         divergence = kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3")
     if kl is not None:
         penalty = divergence * jnp.exp(logprobs - old) if kl.corrected else divergence
-        loss += kl.coef * safe_divide(_aggregate(penalty, mask, aggregation), whole.loss)
+        loss += kl.coef * safe_divide(aggregate(penalty, mask, aggregation), whole.loss)
     if bonus:
         loss -= entropy_coef * safe_divide(jnp.sum(entropy), whole.tokens)
 
@@ -395,7 +312,8 @@ def sft_loss(
     Args:
         logprobs: `[.., T]`, floating.
         mask: bool `[.., T]`, the tokens to learn.
-        normaliser: the whole update's number of tokens, or its `loss_normaliser`; that of the mask by default.
+        normaliser: the whole update's number of tokens, or its `loss_normaliser`; that of the mask by
+            default.
 
     Returns:
         (loss, metrics); the loss a scalar of at least float32.
@@ -407,6 +325,6 @@ def sft_loss(
     logprobs = as_float("logprobs", logprobs)
     mask = as_mask("mask", mask, logprobs.shape)
     local = loss_normaliser(mask, "token", dtype=logprobs.dtype)
-    whole = _as_normaliser(normaliser, local, "token", bonus=False)
+    whole = as_normaliser(normaliser, local, "token", bonus=False)
     total = -jnp.sum(select(mask, logprobs))
     return safe_divide(total, whole.tokens), SFTMetrics(jax.lax.stop_gradient(Mean(total, local.tokens)))

@@ -1,7 +1,8 @@
 """What a policy loss maximises per token: clipped ratio, capped weight, soft gate.
 
-A surrogate is a frozen dataclass with two methods, of `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for one
-ratio per row), `logprobs` `[.., T]` and `advantages` (`[.., 1]` or `[.., T]`). Any object with both will do.
+A surrogate is a frozen dataclass with two methods, of `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for
+one ratio per row), `logprobs` `[.., T]` and `advantages` (`[.., 1]` or `[.., T]`). Any object with both will
+do.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Clip:
     dual: float | None = None
 
     def __post_init__(self) -> None:
+        """Checks the values."""
         if not 0 <= self.low <= 1:
             raise ValueError(f"low must be in [0, 1], got {self.low}")
         if not self.high >= 0:
@@ -39,7 +41,8 @@ class Clip:
         del logprobs
         # Bounded before the exponential: an infinite ratio behind a bound would give a gradient of 0 · inf.
         least = jnp.where(advantages < 0, jnp.log1p(-self.low), -jnp.inf)
-        most = jnp.where(advantages < 0, jnp.inf if self.dual is None else jnp.log(self.dual), jnp.log1p(self.high))
+        dual = jnp.inf if self.dual is None else jnp.log(self.dual)
+        most = jnp.where(advantages < 0, dual, jnp.log1p(self.high))
         log_ratio, least, most = jnp.broadcast_arrays(log_ratio, least, most)
         bounded = jnp.where(log_ratio < least, least, jnp.where(log_ratio > most, most, log_ratio))
         return jnp.exp(bounded) * advantages
@@ -68,6 +71,7 @@ class CappedWeight:
     cap: float = 5.0
 
     def __post_init__(self) -> None:
+        """Checks the values."""
         if not self.cap > 1:
             raise ValueError(f"cap is the largest weight itself and must be more than 1, got {self.cap}")
 
@@ -99,6 +103,7 @@ class SoftGate:
     negative: float = 1.05
 
     def __post_init__(self) -> None:
+        """Checks the values."""
         for name, value in (("positive", self.positive), ("negative", self.negative)):
             if not value > 0:
                 raise ValueError(f"{name} must be more than 0, got {value}")

@@ -1,0 +1,24 @@
+"""The bundled miniature: a policy, a renderer and a scorer small enough to train and run on two CPU cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PARTS = ("policy", "renderer", "scorer")
+
+
+def path(part: str) -> Path:
+    """The folder of one part of the miniature.
+
+    Args:
+        part: "policy" (Hugging Face, Qwen2), "renderer" (StableDiffusion3Pipeline) or "scorer" (open_clip).
+
+    Returns:
+        Its folder inside the package.
+
+    Raises:
+        ValueError: If ``part`` is another word.
+    """
+    if part not in PARTS:
+        raise ValueError(f"part must be one of {PARTS}, got {part!r}")
+    return Path(__file__).parent / "weights" / part

@@ -1,0 +1,386 @@
+"""The miniature world: pictures of one coloured shape, the two ways to speak of them, and a pixel checker.
+
+Everything is NumPy. A picture is 32×32 and has six attributes (shape, colour, size, position, background,
+sharpness). The *canonical* grammar names all six, one word each, in one fixed form; it is the only language the
+renderer was trained on. The *casual* grammar is how people ask: other words, loose order, things left unsaid.
+The checker reads the attributes back from pixels by finding the nearest ideal picture; no network is part of it,
+so nothing that is trained can flatter it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+SIZE = 32
+"""Height and width of a picture in pixels."""
+
+ATTRIBUTES = ("shape", "colour", "size", "position", "background", "sharpness")
+ALWAYS_REQUESTED = ("shape", "colour")
+PALETTE = {
+    "red": (0.86, 0.12, 0.14),
+    "green": (0.10, 0.58, 0.20),
+    "blue": (0.13, 0.25, 0.88),
+    "yellow": (0.97, 0.86, 0.15),
+    "purple": (0.56, 0.16, 0.66),
+    "cyan": (0.25, 0.82, 0.88),
+    "white": (0.97, 0.97, 0.97),
+    "black": (0.05, 0.05, 0.06),
+}
+VALUES: dict[str, tuple[str, ...]] = {
+    "shape": ("circle", "square", "triangle", "star", "cross", "ring"),
+    "colour": tuple(PALETTE),
+    "size": ("small", "medium", "large"),
+    "position": ("center", "top", "bottom", "left", "right"),
+    "background": tuple(PALETTE),
+    "sharpness": ("sharp", "blurry"),
+}
+DEFAULTS = {"size": "medium", "position": "center", "background": "white", "sharpness": "sharp"}
+"""What the oracle says about attributes nobody asked for (a white shape gets a black background)."""
+
+SYNONYMS: dict[str, tuple[str, str]] = {
+    "circle": ("disc", "dot"),
+    "square": ("box", "block"),
+    "triangle": ("pyramid", "wedge"),
+    "star": ("asterisk", "sparkle"),
+    "cross": ("plus", "crossing"),
+    "ring": ("donut", "hoop"),
+    "red": ("crimson", "scarlet"),
+    "green": ("emerald", "mossy"),
+    "blue": ("cobalt", "sapphire"),
+    "yellow": ("golden", "lemon"),
+    "purple": ("violet", "plum"),
+    "cyan": ("aqua", "turquoise"),
+    "white": ("snowy", "ivory"),
+    "black": ("ebony", "inky"),
+    "small": ("tiny", "little"),
+    "medium": ("average", "moderate"),
+    "large": ("huge", "giant"),
+    "center": ("middle", "midway"),
+    "top": ("upper", "north"),
+    "bottom": ("lower", "south"),
+    "left": ("west", "leftward"),
+    "right": ("east", "rightward"),
+    "sharp": ("crisp", "detailed"),
+    "blurry": ("fuzzy", "hazy"),
+}
+"""The casual words of each canonical word; the renderer has never seen any of them."""
+
+OPENINGS = ("", "gimme", "draw me", "i want", "please make", "how about", "show me")
+POSITION_PHRASES = ("toward {}", "somewhere {}", "{} side")
+BACKGROUND_PHRASES = ("against {}", "over {}", "with {} behind")
+
+CANONICAL_FORM = "a {sharpness} {size} {colour} {shape} at the {position} on {background}"
+SPLITS = ("train", "validation", "test")
+
+_RADII = np.array([5.0, 7.2, 10.0])
+_OFFSETS = np.array([[0.0, 0.0], [0.0, -5.5], [0.0, 5.5], [-5.5, 0.0], [5.5, 0.0]])  # x, y
+_COLOURS = np.array(list(PALETTE.values()))
+_BLUR_SIGMA = 1.5
+_EXPLAINED = 0.5  # a picture the nearest ideal explains less of than this is unreadable
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One picture's six attributes, as canonical words.
+
+    Raises:
+        ValueError: If a word is not one of its attribute's, or shape and background share their colour.
+    """
+
+    shape: str
+    colour: str
+    size: str
+    position: str
+    background: str
+    sharpness: str
+
+    def __post_init__(self):
+        """Refuse words the world does not have."""
+        for name, word in zip(ATTRIBUTES, astuple(self), strict=True):
+            if word not in VALUES[name]:
+                raise ValueError(f"{name} must be one of {VALUES[name]}, got {word!r}")
+        if self.colour == self.background:
+            raise ValueError(f"background must differ from colour, got {self.colour!r} for both")
+
+
+# ---------------------------------------------------------------------------------------------- scenes
+
+
+def indices(scene: Scene) -> np.ndarray:
+    """The attributes as positions in ``VALUES``: i64[6]."""
+    return np.array([VALUES[name].index(word) for name, word in zip(ATTRIBUTES, astuple(scene), strict=True)])
+
+
+def scene_of(row: np.ndarray) -> Scene:
+    """The inverse of ``indices``."""
+    return Scene(*(VALUES[name][int(i)] for name, i in zip(ATTRIBUTES, row, strict=True)))
+
+
+def split_of(shape: str, colour: str) -> str:
+    """The split a (shape, colour) pair belongs to.
+
+    A Latin pattern: of 48 pairs 12 are for testing and 6 for validation, and every word remains in training. No
+    prompt of one split names a pair of another, since prompts always name both.
+    """
+    s, c = VALUES["shape"].index(shape), VALUES["colour"].index(colour)
+    return {0: "test", 3: "test", 5: "validation"}.get((c - s) % 8, "train")
+
+
+def sample_indices(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Uniform scenes of every split, i64[count, 6], background never the shape's colour."""
+    rows = np.stack([rng.integers(len(VALUES[name]), size=count) for name in ATTRIBUTES], axis=1)
+    rows[:, 4] = (rows[:, 1] + rng.integers(1, len(PALETTE), size=count)) % len(PALETTE)
+    return rows
+
+
+def sample_scene(rng: np.random.Generator, split: str | None = None) -> Scene:
+    """One scene, of ``split`` if given."""
+    while True:
+        scene = scene_of(sample_indices(rng, 1)[0])
+        if split is None or split_of(scene.shape, scene.colour) == split:
+            return scene
+
+
+# ---------------------------------------------------------------------------------------------- pictures
+
+
+def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray, r: np.ndarray) -> np.ndarray:
+    """Distance in pixels to the outline, negative inside; x to the right and y down from the centre."""
+    if shape == "circle":
+        return np.hypot(x, y) - r
+    if shape == "ring":
+        return np.abs(np.hypot(x, y) - 0.78 * r) - 0.24 * r
+    if shape == "square":
+        return np.maximum(np.abs(x), np.abs(y)) - 0.86 * r
+    if shape == "cross":
+        long, short = 1.02 * r, 0.32 * r
+        upright = np.maximum(np.abs(x) - short, np.abs(y) - long)
+        return np.minimum(upright, np.maximum(np.abs(x) - long, np.abs(y) - short))
+    if shape == "triangle":
+        side = np.abs(x) * np.cos(np.pi / 6) - (y - 0.2 * r) * np.sin(np.pi / 6)
+        return np.maximum(side - 0.6 * r, y - 0.8 * r)
+    # A star is one edge, seen from each of its ten half-points.
+    turn = 2 * np.pi / 5
+    angle = np.abs((np.arctan2(x, -y) + turn / 2) % turn - turn / 2)
+    px, py = np.hypot(x, y) * np.cos(angle), np.hypot(x, y) * np.sin(angle)
+    tip, ix, iy = 1.12 * r, 0.45 * r * np.cos(turn / 2), 0.45 * r * np.sin(turn / 2)
+    return ((px - tip) * iy + py * (tip - ix)) / np.hypot(iy, tip - ix)
+
+
+@functools.cache
+def _blur_matrix() -> np.ndarray:
+    """Gaussian smoothing along one axis with its edge repeated, [32, 32]."""
+    axis = np.arange(SIZE)
+    wide = np.arange(-8, SIZE + 8)
+    weights = np.exp(-0.5 * ((axis[:, None] - wide[None]) / _BLUR_SIGMA) ** 2)
+    matrix = np.zeros((SIZE, SIZE))
+    np.add.at(matrix.T, np.clip(wide, 0, SIZE - 1), weights.T)
+    return matrix / matrix.sum(axis=1, keepdims=True)
+
+
+def coverage(rows: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """How much of each pixel the shape covers, [n, 32, 32], for scenes [n, 6] moved by ``centre`` [n, 2]."""
+    axis = np.arange(SIZE) - (SIZE - 1) / 2
+    middle = _OFFSETS[rows[:, 3]] + centre
+    radius = (_RADII[rows[:, 2]] * scale)[:, None, None]
+    x, y = axis[None, None, :] - middle[:, 0, None, None], axis[None, :, None] - middle[:, 1, None, None]
+    distance = np.empty((len(rows), SIZE, SIZE))
+    for i, shape in enumerate(VALUES["shape"]):
+        of = rows[:, 0] == i
+        if of.any():
+            distance[of] = _signed_distance(shape, *np.broadcast_arrays(x[of], y[of]), radius[of])
+    alpha = np.clip(0.5 - distance, 0.0, 1.0)
+    blurry = rows[:, 5] == 1
+    if blurry.any():
+        alpha[blurry] = _blur_matrix() @ alpha[blurry] @ _blur_matrix().T
+    return alpha
+
+
+def draw(rows: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
+    """True pictures of scenes.
+
+    Args:
+        rows: Scenes as indices, [n, 6].
+        rng: If given, place, size and colours wander a little, as in pictures of a real thing.
+
+    Returns:
+        f32[n, 3, 32, 32] in [0, 1].
+    """
+    rows = np.atleast_2d(rows)
+    n = len(rows)
+    centre, scale, tint = np.zeros((n, 2)), np.ones(n), np.zeros((n, 2, 3))
+    if rng is not None:
+        centre, scale = rng.uniform(-0.5, 0.5, (n, 2)), rng.uniform(0.97, 1.03, n)
+        tint = rng.uniform(-0.02, 0.02, (n, 2, 3))
+    alpha = coverage(rows, centre, scale)[:, None]
+    front = (_COLOURS[rows[:, 1]] + tint[:, 0])[:, :, None, None]
+    back = (_COLOURS[rows[:, 4]] + tint[:, 1])[:, :, None, None]
+    return np.clip(back + alpha * (front - back), 0.0, 1.0).astype(np.float32)
+
+
+# ---------------------------------------------------------------------------------------------- checker
+
+
+@functools.cache
+def _templates() -> tuple[np.ndarray, np.ndarray]:
+    """Ideal coverages [M, 1024] of every shape, size, position and sharpness, with their scenes [M, 6]."""
+    grid = np.array(np.meshgrid(range(6), [0], range(3), range(5), [1], range(2), indexing="ij")).reshape(6, -1).T
+    shifts = np.array([(0, 0), (0.4, 0), (-0.4, 0), (0, 0.4), (0, -0.4)])
+    rows = np.repeat(grid, len(shifts), axis=0)
+    masks = coverage(rows, np.tile(shifts, (len(grid), 1)), np.ones(len(rows)))
+    return masks.reshape(len(rows), -1), rows
+
+
+def read(images: np.ndarray) -> np.ndarray:
+    """The attributes of pictures, read from their pixels alone.
+
+    The border's median colour is the background. Among all ideal pictures on it (every shape, size, position,
+    sharpness and colour) the one with the smallest squared distance is the answer; a picture that even the
+    nearest ideal explains less than half of reads as nothing but its background.
+
+    Args:
+        images: [n, 3, 32, 32] in [0, 1].
+
+    Returns:
+        i64[n, 6], positions in ``VALUES``; -1 where unreadable.
+
+    Raises:
+        ValueError: If the shape of ``images`` is another.
+    """
+    images = np.asarray(images, np.float64)
+    if images.ndim != 4 or images.shape[1:] != (3, SIZE, SIZE):
+        raise ValueError(f"images must be [n, 3, {SIZE}, {SIZE}], got {images.shape}")
+    masks, rows = _templates()
+    n = len(images)
+    border = np.concatenate([images[:, :, 0], images[:, :, -1], images[:, :, :, 0], images[:, :, :, -1]], axis=2)
+    back = np.median(border, axis=2)
+    background = np.argmin(((back[:, None] - _COLOURS) ** 2).sum(-1), axis=1)
+    difference = (images - back[:, :, None, None]).reshape(n, 3, -1)
+    contrast = _COLOURS[None] - back[:, None]  # [n, 8, 3]
+    overlap = np.einsum("nkc,ncs->nks", contrast, difference) @ masks.T  # [n, 8, M]
+    cost = (contrast**2).sum(-1)[..., None] * (masks**2).sum(-1) - 2 * overlap
+    cost[np.arange(n), background] = np.inf
+    best = cost.reshape(n, -1).argmin(axis=1)
+    colour, template = np.divmod(best, len(masks))
+    found = rows[template].copy()
+    found[:, 1], found[:, 4] = colour, background
+    explained = -cost.reshape(n, -1)[np.arange(n), best]
+    unreadable = explained < _EXPLAINED * np.maximum((difference**2).sum((1, 2)), 1e-6)
+    found[np.ix_(unreadable, [0, 1, 2, 3, 5])] = -1
+    return found
+
+
+def check(image: np.ndarray) -> dict[str, str | None]:
+    """The attributes of one picture [3, 32, 32] as words, None where unreadable."""
+    row = read(np.asarray(image)[None])[0]
+    return {name: VALUES[name][i] if i >= 0 else None for name, i in zip(ATTRIBUTES, row, strict=True)}
+
+
+def pixel_accuracy(images: np.ndarray, requested: list[dict[str, str]]) -> np.ndarray:
+    """The share of each picture's requested attributes that the checker finds in it: f64[n]."""
+    found = read(images)
+    score = np.zeros(len(found))
+    for i, wanted in enumerate(requested):
+        hits = [found[i, ATTRIBUTES.index(k)] == VALUES[k].index(v) for k, v in wanted.items() if v is not None]
+        score[i] = np.mean(hits)
+    return score
+
+
+# ---------------------------------------------------------------------------------------------- language
+
+
+def canonical_caption(scene: Scene) -> str:
+    """The one complete caption of a scene, in the renderer's language."""
+    return CANONICAL_FORM.format(**{name: getattr(scene, name) for name in ATTRIBUTES})
+
+
+def complete(requested: dict[str, str]) -> Scene:
+    """The scene that has the requested attributes, and the defaults for the rest."""
+    words = {**DEFAULTS, **requested}
+    if words["colour"] == words["background"]:
+        if "background" in requested:
+            raise ValueError(f"background must differ from colour, got {words['colour']!r} for both")
+        words["background"] = "black"
+    return Scene(**words)
+
+
+def oracle_rewrite(requested: dict[str, str]) -> str:
+    """The best rewrite there is of a request: canonical, complete, nothing requested lost."""
+    return canonical_caption(complete(requested))
+
+
+def phrase(rng: np.random.Generator, words: dict[str, str], opening: bool = True) -> str:
+    """One casual sentence that says ``words`` (attribute → word to use), in loose order."""
+    noun = " ".join(words[k] for k in ("size", "sharpness", "colour", "shape") if k in words)
+    if rng.random() < 0.5 and {"size", "sharpness"} <= words.keys():
+        noun = " ".join(words[k] for k in ("sharpness", "size", "colour", "shape") if k in words)
+    tails = []
+    if "position" in words:
+        tails.append(POSITION_PHRASES[rng.integers(len(POSITION_PHRASES))].format(words["position"]))
+    if "background" in words:
+        tails.append(BACKGROUND_PHRASES[rng.integers(len(BACKGROUND_PHRASES))].format(words["background"]))
+    if len(tails) == 2 and rng.random() < 0.5:
+        tails.reverse()
+    start = OPENINGS[rng.integers(len(OPENINGS))] if opening else ""
+    return " ".join(part for part in (start, noun, *tails) if part)
+
+
+def casual_prompt(rng: np.random.Generator, scene: Scene, keep: float = 0.75) -> tuple[str, dict[str, str]]:
+    """How somebody might ask for a scene.
+
+    Args:
+        rng: Source of wording and omissions.
+        scene: What they have in mind.
+        keep: Chance that each attribute other than shape and colour is said at all.
+
+    Returns:
+        The prompt, and the requested attributes as canonical words.
+    """
+    requested = {k: getattr(scene, k) for k in ATTRIBUTES if k in ALWAYS_REQUESTED or rng.random() < keep}
+    words = {k: SYNONYMS[v][rng.integers(2)] for k, v in requested.items()}
+    return phrase(rng, words), requested
+
+
+def canonical_words() -> set[str]:
+    """Every word of the renderer's language."""
+    fixed = {word for word in CANONICAL_FORM.split() if not word.startswith("{")}
+    return fixed | {word for values in VALUES.values() for word in values}
+
+
+def casual_words() -> set[str]:
+    """Every word people use that says an attribute."""
+    return {word for pair in SYNONYMS.values() for word in pair}
+
+
+def filler_words() -> set[str]:
+    """Every other word of the casual grammar."""
+    phrases = (*OPENINGS, *POSITION_PHRASES, *BACKGROUND_PHRASES)
+    return {word for text in phrases for word in text.split() if word != "{}"}
+
+
+def prompts(split: str, count: int, seed: int = 0) -> list[dict]:
+    """The built-in data set.
+
+    Args:
+        split: "train", "validation" or "test"; no (shape, colour) pair occurs in two of them.
+        count: Number of rows; within one call every row's text is different.
+        seed: Source of scenes and wording.
+
+    Returns:
+        Rows ``{"prompt": text, "requested": {attribute: canonical word}, "oracle": text}``; columns travel to the
+        rewards.
+
+    Raises:
+        ValueError: If ``split`` is unknown.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
+    rng = np.random.default_rng([seed, SPLITS.index(split)])
+    rows: dict[str, dict] = {}
+    while len(rows) < count:
+        text, requested = casual_prompt(rng, sample_scene(rng, split))
+        rows.setdefault(text, {"prompt": text, "requested": requested, "oracle": oracle_rewrite(requested)})
+    return list(rows.values())

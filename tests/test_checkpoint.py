@@ -1,0 +1,317 @@
+"""Checkpoints: exact restore, whole at any moment, and clear errors."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpo_jax.checkpoint import Checkpoints, restore_params
+from grpo_jax.errors import UserError
+
+
+class Adaptive(NamedTuple):
+    coefficient: float
+    seen: int
+
+
+def make_state(seed=0, width=3):
+    key = jax.random.key(seed)
+    params = {
+        "w": jax.random.normal(key, (4, width)),
+        "frozen": jax.random.normal(key, (2,)).astype(jnp.bfloat16),
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    _, opt_state = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+    return {
+        "variables": {"params": params},
+        "optimizer": opt_state,
+        "reference": None,
+        "empty": {},
+        "key": jax.random.fold_in(key, 7),
+        "legacy_key": jax.random.PRNGKey(seed),
+        "adaptive": Adaptive(0.1 + seed, 3),
+        "order": np.arange(5) * seed,
+        "best": np.float32(seed / 3),
+        "done": False,
+        "list": [jnp.int32(seed), (jnp.ones(2),)],
+    }
+
+
+def assert_same(came, expected):
+    assert jax.tree.structure(came) == jax.tree.structure(expected)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(came), jax.tree.leaves(expected), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        if isinstance(b, jax.Array) and jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            assert a.dtype == b.dtype, name
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        if isinstance(b, bool | int | float):
+            assert type(a) is type(b), name
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes(), name
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run" / "checkpoints"
+
+
+def test_restores_every_bit_and_every_type(folder):
+    state = make_state(3)
+    meta = {"position": np.int64(12), "baseline": {"score": jnp.float32(0.25)}, "best": float("-inf")}
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(5, state, meta)
+    with Checkpoints(folder) as checkpoints:
+        came, came_meta = checkpoints.restore("latest", make_state(4))
+    assert_same(came, state)
+    assert came_meta == {"position": 12, "baseline": {"score": 0.25}, "best": float("-inf"), "step": 5}
+
+
+def test_a_donated_state_does_not_reach_the_write_in_the_background(folder):
+    advance = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)
+    params = {"w": jnp.zeros((512, 512)), "b": jnp.zeros(1000)}
+    with Checkpoints(folder, keep=20) as checkpoints:
+        for step in range(8):
+            checkpoints.save(step, {"variables": params}, {})
+            params = advance(advance(params))
+        for step in range(8):
+            came, _ = checkpoints.restore(step, {"variables": params})
+            assert all((np.asarray(leaf) == 2 * step).all() for leaf in jax.tree.leaves(came)), step
+
+
+def test_a_numpy_array_changed_after_save_is_saved_as_it_was(folder):
+    order = np.arange(100_000)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, {"variables": {"w": jnp.ones(2)}, "order": order}, {})
+        order[:] = -1
+        came, _ = checkpoints.restore(1, {"variables": {"w": jnp.ones(2)}, "order": order})
+    np.testing.assert_array_equal(came["order"], np.arange(100_000))
+
+
+def test_keeps_the_last_ones(folder):
+    with Checkpoints(folder, keep=2) as checkpoints:
+        for step in (1, 2, 10):
+            checkpoints.save(step, make_state(step), {})
+        checkpoints.wait()
+        assert checkpoints.available() == ["2", "10"]
+        assert sorted(path.name for path in folder.glob("step_*")) == ["step_10", "step_2"]
+
+
+def test_best_and_final_are_replaced_also_by_an_earlier_step(folder):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save_best(30, make_state(1), {"score": 0.1})
+        checkpoints.save_best(20, make_state(2), {"score": 0.2})
+        came, meta = checkpoints.restore("best", make_state())
+        assert meta == {"score": 0.2, "step": 20}
+        assert_same(came, make_state(2))
+        checkpoints.save_final(40, make_state(3), {})
+        assert len(list((folder / "best").glob("version_*"))) == 1
+    assert_same(restore_params(folder.parent, "final")[0], make_state(3)["variables"])
+
+
+def test_latest_is_the_final_one_where_that_is_further(folder):
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.latest_step() is None
+        checkpoints.save(10, make_state(10), {}, wait=True)
+        assert checkpoints.latest_step() == 10
+        checkpoints.save_final(12, make_state(12), {})
+        assert checkpoints.latest_step() == 12
+        assert_same(checkpoints.restore("latest", make_state())[0], make_state(12))
+        checkpoints.save(20, make_state(20), {})
+        assert checkpoints.restore("latest", make_state())[1]["step"] == 20
+
+
+def test_a_step_is_saved_once(folder):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(5, make_state(1), {})
+        checkpoints.save(5, make_state(2), {}, wait=True)  # a signal right after the periodic save
+        assert_same(checkpoints.restore(5, make_state())[0], make_state(1))
+
+
+def test_variables_alone_without_a_template(folder):
+    state = make_state(6)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save_best(3, state, {"score": 1})
+    variables, meta = restore_params(folder.parent, "best")
+    assert_same(variables, state["variables"])
+    assert meta == {"score": 1, "step": 3}
+
+
+def test_evaluation_leaves_a_write_in_progress_alone(folder):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, make_state(1), {})
+    writing = folder / "step_2.orbax-checkpoint-tmp"
+    writing.mkdir()
+    (writing / "part").write_text("half")
+    restore_params(folder.parent, "latest")
+    assert (writing / "part").exists()
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.latest_step() == 1
+    assert not writing.exists()
+
+
+def test_arrays_return_to_the_devices_of_the_template(folder):
+    device = jax.devices()[-1]
+    free, bound = jnp.ones(3), jax.device_put(jnp.ones(3), device)
+    state = {"variables": {"free": free, "bound": bound}}
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state, {})
+        came = checkpoints.restore(1, state)[0]["variables"]
+    assert came["bound"].sharding == bound.sharding and came["bound"].committed
+    assert not came["free"].committed  # else it could not follow arrays of another device
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: s | {"variables": make_state(width=5)["variables"]},
+            r"params\.w is float32\[4,3\].*\[4,5\] is exp",
+        ),
+        (
+            lambda s: s | {"variables": {"params": {}}},
+            r"variables\.params\.frozen is bfloat16\[2\].*absent is expected",
+        ),
+        (
+            lambda s: s | {"extra": jnp.ones(1)},
+            r"extra is absent in the checkpoint, float32\[1\] is expected",
+        ),
+        (lambda s: s | {"optimizer": optax.sgd(1.0).init({})}, r"optimizer\.1\.0\.count is int32\[\]"),
+        (lambda s: s | {"key": jax.random.key(0, impl="rbg")}, r"key is uint32\[2\].*uint32\[4\]"),
+    ],
+)
+def test_another_configuration_is_named_by_its_first_leaf(folder, change, message):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, make_state(), {})
+        with pytest.raises(UserError, match=message):
+            checkpoints.restore(1, change(make_state()))
+
+
+def test_no_checkpoint_says_what_is_there(folder, tmp_path):
+    with Checkpoints(folder) as checkpoints:
+        with pytest.raises(UserError, match=r"no checkpoint 'latest' in .*checkpoints: it holds none"):
+            checkpoints.restore("latest", make_state())
+        checkpoints.save(4, make_state(), {})
+        with pytest.raises(UserError, match=r"no checkpoint 'best' in .*: there are: 4$"):
+            checkpoints.restore("best", make_state())
+        with pytest.raises(UserError, match=r"no checkpoint '7' in"):
+            checkpoints.restore(7, make_state())
+        with pytest.raises(UserError, match="expected a step, latest, best or final"):
+            checkpoints.restore("newest", make_state())
+    with pytest.raises(UserError, match="no such folder"):
+        restore_params(tmp_path / "nowhere")
+
+
+def test_a_damaged_checkpoint_is_named(folder):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, make_state(), {})
+        checkpoints.save(2, make_state(), {}, wait=True)
+        for path in (folder / "step_2" / "variables").rglob("*"):
+            if path.is_file() and path.parent.name == "d":
+                path.write_bytes(path.read_bytes()[:10])
+        with pytest.raises(UserError, match=r"step_2 cannot be read, it is damaged .* there are: 1, 2"):
+            checkpoints.restore("latest", make_state())
+        assert_same(checkpoints.restore(1, make_state())[0], make_state())
+
+
+def test_an_unwritable_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write a checkpoint to .*file/checkpoints .*stay valid"):
+        Checkpoints(tmp_path / "file" / "checkpoints")
+
+
+@contextmanager
+def small_files_only(limit):
+    """Every write beyond `limit` bytes of a file fails, as on a full disk, root or not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_failing_disk_keeps_what_was_committed_and_can_be_mended(folder):
+    big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, big, {}, wait=True)
+        with (
+            small_files_only(50_000),
+            pytest.raises(UserError, match="committed so far stay valid: make room"),
+        ):
+            checkpoints.save(2, big, {}, wait=True)
+        assert checkpoints.latest_step() == 1
+        assert_same(checkpoints.restore("latest", big)[0], big)
+        assert not list(folder.glob("*tmp*"))  # gives the space back
+        checkpoints.save(2, big, {}, wait=True)
+        assert_same(checkpoints.restore(2, big)[0], big)
+
+
+def test_arguments_are_checked(folder):
+    with pytest.raises(ValueError, match="keep: expected at least 1, got 0"):
+        Checkpoints(folder, keep=0)
+    with Checkpoints(folder) as checkpoints:
+        with pytest.raises(TypeError, match="expected a mapping with the part 'variables', got list"):
+            checkpoints.save(1, [jnp.ones(1)], {})
+        with pytest.raises(TypeError, match=r"training: name is a str|name is a str"):
+            checkpoints.save(1, make_state() | {"name": "text"}, {})
+        with pytest.raises(TypeError, match="meta: set cannot be written as JSON"):
+            checkpoints.save(1, make_state(), {"a": {1}})
+
+
+WRITER = """
+import sys
+import jax, jax.numpy as jnp
+from grpo_jax.checkpoint import Checkpoints
+
+def state(step):
+    return {"variables": {"w": jnp.full((200, 300), step, jnp.float32)}, "count": jnp.int32(step)}
+
+checkpoints = Checkpoints(sys.argv[1], keep=2)
+step = checkpoints.latest_step() or 0
+while True:
+    step += 1
+    checkpoints.save(step, state(step), {"position": step})
+    checkpoints.save_best(step, state(step), {"position": step})
+    checkpoints.wait()
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment_the_last_committed_one_loads(folder, tmp_path):
+    rng = np.random.default_rng(0)
+    script = tmp_path / "writer.py"
+    script.write_text(WRITER)
+    template = {"variables": {"w": jnp.zeros((200, 300))}, "count": jnp.int32(0)}
+    last, interrupted = 0, 0
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(folder)],
+            stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        first = int(process.stdout.readline())
+        time.sleep(rng.uniform(0.05, 0.3))
+        process.send_signal(signal.SIGKILL)
+        last = max([first, *map(int, process.stdout.read().split())])
+        process.wait()
+        process.stdout.close()
+        interrupted += len(list(folder.glob("*tmp*"))) + len(list((folder / "best").glob("*tmp*")))
+        with Checkpoints(folder, keep=2) as checkpoints:
+            step = checkpoints.latest_step()
+            assert step in (last, last + 1)  # what was reported as committed is there
+            for which in ("latest", "best"):
+                came, meta = checkpoints.restore(which, template)
+                assert meta["position"] == meta["step"] == int(came["count"]) in (last, last + 1)
+                assert (np.asarray(came["variables"]["w"]) == meta["step"]).all()
+    assert interrupted > 0, "no kill hit a write: the test showed nothing"

@@ -1,0 +1,32 @@
+"""What every test runs under: JAX on CPU, nothing from the network, the same examples every time."""
+
+import os
+
+# Before jax and the Hugging Face libraries are imported; subprocesses inherit them.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a test that counts compilations must see them all
+for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+    os.environ[offline] = "1"
+os.environ["WANDB_MODE"] = "disabled"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import jax
+import pytest
+from hypothesis import settings
+
+settings.register_profile("grpo_jax", max_examples=25, deadline=None, derandomize=True, database=None)
+settings.load_profile("grpo_jax")
+
+
+@pytest.fixture(scope="module")
+def strict():
+    """Any implicit change of dtype is an error."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture
+def x64():
+    """float64 is float64."""
+    with jax.enable_x64(True):
+        yield

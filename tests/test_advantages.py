@@ -1,0 +1,345 @@
+"""Advantages against slow NumPy loops, and the tutorial's worked examples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from grpo_jax.advantages import (
+    Condition,
+    condition_rewards,
+    gdpo_advantages,
+    group_advantages,
+    groups_without_signal,
+    leave_one_out_advantages,
+    sum_rewards,
+)
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+# Multiples of 1/4, so that equal rewards are common and sums are exact; a few are missing.
+steps = st.integers(-8, 8).map(lambda n: np.float32(n / 4))
+maybe = st.one_of(steps, steps, steps, st.just(np.float32(np.nan)))
+pairs = hnp.arrays(np.float32, (3, 4), elements=maybe)
+triples = hnp.arrays(np.float32, (3, 4, 2), elements=maybe)
+token_masks = hnp.arrays(np.bool_, (3, 4, 3))
+
+
+def loop_std(numbers):
+    mean = sum(numbers) / len(numbers)
+    return (sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1)) ** 0.5
+
+
+def loop_group(rewards, scale, eps):
+    """[P, G] → [P, G], one number at a time, in float64."""
+    out = np.zeros(rewards.shape)
+    everything = [float(r) for r in rewards.ravel() if not np.isnan(r)]
+    for p, group in enumerate(rewards.astype(np.float64)):
+        present = [r for r in group if not np.isnan(r)]
+        if len(present) < 2 or max(present) == min(present):
+            continue
+        for g, reward in enumerate(group):
+            if np.isnan(reward):
+                continue
+            difference = reward - sum(present) / len(present)
+            divisor = {"none": 1.0, "group": loop_std(present) + eps, "batch": loop_std(everything) + eps}
+            out[p, g] = difference / divisor[scale]
+    return out
+
+
+def loop_gdpo(rewards, weights, eps, whiten, mask):
+    prompts, group, objectives = rewards.shape
+    summed = np.zeros((prompts, group))
+    for n in range(objectives):
+        summed += weights[n] * loop_group(rewards[..., n], "group", eps)
+    counted = [n for n in range(objectives) if weights[n] != 0]
+    dead = groups_dead(rewards[..., counted])
+    votes = np.zeros((prompts, group), int)
+    for p in range(prompts):
+        for g in range(group):
+            has_reward = any(not np.isnan(rewards[p, g, n]) for n in counted)
+            tokens = int(mask[p, g].sum())
+            if has_reward and tokens:
+                votes[p, g] = tokens if whiten == "token" else 1
+    summed[(votes == 0) | dead[:, None]] = 0
+    if whiten is None:
+        return summed
+    ballots = [summed[i] for i in np.ndindex(summed.shape) for _ in range(votes[i])]
+    spread = loop_std(ballots) if len(ballots) > 1 else 0.0
+    if spread < 1e-9:
+        return np.zeros_like(summed)
+    white = (summed - np.mean(ballots)) / (spread + eps)
+    white[(votes == 0) | dead[:, None]] = 0
+    return white
+
+
+def groups_dead(rewards):
+    """[P, G, N] → [P]: no objective of the group has two different rewards."""
+    dead = np.ones(len(rewards), bool)
+    for p in range(len(rewards)):
+        for n in range(rewards.shape[2]):
+            present = {float(r) for r in rewards[p, :, n] if not np.isnan(r)}
+            dead[p] &= len(present) < 2
+    return dead
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@given(rewards=pairs)
+def test_group_is_the_loop(scale, rewards):
+    expected = loop_group(rewards, scale, 1e-2)
+    np.testing.assert_allclose(
+        group_advantages(rewards, scale=scale, eps=1e-2), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+@given(pairs)
+def test_leave_one_out_is_the_loop(rewards):
+    expected = np.zeros(rewards.shape)
+    for p, g in np.ndindex(rewards.shape):
+        others = [r for h, r in enumerate(rewards[p]) if h != g and not np.isnan(r)]
+        if others and not np.isnan(rewards[p, g]):
+            expected[p, g] = rewards[p, g] - sum(others) / len(others)
+    np.testing.assert_allclose(leave_one_out_advantages(rewards), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("whiten", ["sequence", "token", None])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, -0.5), (0.0, 1.0)])
+@given(rewards=triples, mask=token_masks)
+def test_gdpo_is_the_loop(whiten, weights, rewards, mask):
+    expected = loop_gdpo(rewards, weights, 1e-2, whiten, mask)
+    got = gdpo_advantages(rewards, weights=weights, eps=1e-2, whiten=whiten, mask=mask)
+    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_tutorial_examples():
+    """GRPO sums first and cannot tell (1, 0) from (1, 1); GDPO can."""
+    half, root = 0.7071, 1.4142
+    one = jnp.array([[[0.0, 0.0], [1.0, 0.0]]])
+    both = jnp.array([[[0.0, 0.0], [1.0, 1.0]]])
+    for rewards, gdpo in ((one, half), (both, root)):
+        grpo = group_advantages(sum_rewards(rewards), eps=0.0)
+        np.testing.assert_allclose(grpo, [[-half, half]], atol=5e-5)
+        np.testing.assert_allclose(
+            gdpo_advantages(rewards, eps=0.0, whiten=None), [[-gdpo, gdpo]], atol=5e-5
+        )
+
+
+@given(pairs, st.integers(-16, 16), st.integers(1, 8))
+def test_shift_and_scale_of_the_rewards(rewards, shift, factor):
+    other = rewards * factor + np.float32(shift)
+    close = dict(rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        group_advantages(other, eps=0.0), group_advantages(rewards, eps=0.0), **close
+    )
+    np.testing.assert_allclose(
+        leave_one_out_advantages(other), factor * leave_one_out_advantages(rewards), **close
+    )
+    np.testing.assert_allclose(
+        gdpo_advantages(other[..., None], eps=0.0), gdpo_advantages(rewards[..., None], eps=0.0), **close
+    )
+
+
+@given(triples, token_masks, st.permutations(range(3)), st.permutations(range(4)))
+def test_order_of_prompts_and_completions_does_not_matter(rewards, mask, prompts, group):
+    for whiten in ("sequence", "token", None):
+        advantages = gdpo_advantages(rewards, whiten=whiten, mask=mask)
+        moved = gdpo_advantages(
+            rewards[prompts][:, group], whiten=whiten, mask=mask[prompts][:, group]
+        )
+        np.testing.assert_allclose(moved, advantages[jnp.array(prompts)][:, jnp.array(group)], atol=1e-4)
+
+
+@given(triples, token_masks)
+def test_padding_with_missing_rewards_changes_nothing(rewards, mask):
+    padded = np.full((4, 6, 2), np.nan, np.float32)
+    padded[:3, :4] = rewards
+    wide = np.zeros((4, 6, 5), bool)
+    wide[:3, :4, :3] = mask
+    for whiten in ("sequence", "token", None):
+        advantages = gdpo_advantages(rewards, whiten=whiten, mask=mask)
+        longer = gdpo_advantages(padded, whiten=whiten, mask=wide)
+        np.testing.assert_allclose(longer[:3, :4], advantages, atol=1e-5)
+        np.testing.assert_array_equal(longer[3:], 0)
+        np.testing.assert_array_equal(longer[:, 4:], 0)
+    summed = sum_rewards(padded)
+    for scale in ("group", "batch", "none"):
+        np.testing.assert_allclose(
+            group_advantages(summed, scale=scale)[:3, :4],
+            group_advantages(sum_rewards(rewards), scale=scale),
+            atol=1e-5,
+        )
+
+
+@given(triples, token_masks)
+def test_jit_changes_nothing(rewards, mask):
+    for function in (
+        lambda r: group_advantages(r[..., 0]),
+        lambda r: leave_one_out_advantages(r[..., 0]),
+        lambda r: gdpo_advantages(r, whiten="token", mask=mask, weights=(0.3, 1.7)),
+        lambda r: condition_rewards(r, [Condition(0, 1, 0.5)]),
+    ):
+        np.testing.assert_allclose(jax.jit(function)(rewards), function(rewards), rtol=1e-5, atol=1e-6)
+
+
+@given(pairs)
+def test_a_group_does_not_see_the_others(rewards):
+    """Statistics taken across groups would change with the company."""
+    for function in (group_advantages, leave_one_out_advantages):
+        alone = jnp.concatenate([function(rewards[p : p + 1]) for p in range(3)])
+        np.testing.assert_array_equal(function(rewards), alone)
+    together = jax.vmap(lambda r: group_advantages(r[None])[0])(rewards)
+    np.testing.assert_allclose(together, group_advantages(rewards), rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [1000.1, -3.3e7, 1e-30, 0.1])
+def test_equal_rewards_give_exactly_zero(value):
+    """Rounding of a mean, divided by a small eps, once trained on nothing."""
+    rewards = jnp.full((2, 8), value, jnp.float32)
+    for eps in (1e-4, 0.0):
+        for scale in ("group", "batch", "none"):
+            np.testing.assert_array_equal(group_advantages(rewards, scale=scale, eps=eps), 0)
+        np.testing.assert_array_equal(gdpo_advantages(rewards[..., None], eps=eps), 0)
+    np.testing.assert_array_equal(leave_one_out_advantages(rewards), 0)
+
+
+def test_objectives_that_cancel_give_zero_not_noise():
+    first = np.random.default_rng(0).normal(size=(4, 6, 1)).astype(np.float32)
+    rewards = np.concatenate([first, np.float32(1) - first], axis=-1)
+    np.testing.assert_array_equal(gdpo_advantages(rewards, eps=0.0), 0)
+
+
+def test_missing_reward_takes_no_part():
+    rewards = jnp.array([[1.0, jnp.nan, 3.0]])
+    np.testing.assert_allclose(group_advantages(rewards, scale="none"), [[-1.0, 0.0, 1.0]])
+    np.testing.assert_allclose(leave_one_out_advantages(rewards), [[-2.0, 0.0, 2.0]])
+    lone = jnp.array([[1.0, jnp.nan, jnp.nan]])
+    np.testing.assert_array_equal(group_advantages(lone), 0)
+    np.testing.assert_array_equal(leave_one_out_advantages(lone), 0)
+
+
+def test_dead_group_stays_zero_after_token_whitening():
+    """Weighing by length moves the mean off 0: without care a group without signal would be pushed."""
+    rewards = jnp.array([[[0.0], [1.0], [1.0]], [[2.0], [2.0], [2.0]]])
+    mask = jnp.arange(4) < jnp.array([[1, 4, 2], [3, 3, 3]])[..., None]
+    advantages = gdpo_advantages(rewards, whiten="token", mask=mask)
+    np.testing.assert_array_equal(advantages[1], 0)
+    assert (advantages[0] != 0).all()
+
+
+def test_unjudged_row_is_outside_the_whitening():
+    rewards = jnp.array([[[0.0], [1.0], [jnp.nan]]])
+    np.testing.assert_allclose(
+        gdpo_advantages(rewards, eps=0.0), [[-(0.5**0.5), 0.5**0.5, 0.0]], rtol=1e-5
+    )
+
+
+def test_sum_of_rewards():
+    rewards = jnp.array([[[1.0, 2.0], [jnp.nan, 2.0], [jnp.nan, jnp.nan]]])
+    np.testing.assert_allclose(sum_rewards(rewards, weights=(10.0, 1.0)), [[12.0, 2.0, jnp.nan]])
+
+
+def test_signal_is_judged_per_objective():
+    """Summed rewards of 1 and 1 look dead; each objective has something to teach."""
+    rewards = jnp.array([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 5.0], [1.0, 6.0]]])
+    np.testing.assert_array_equal(groups_without_signal(rewards), [[False, False], [True, False]])
+    np.testing.assert_array_equal(groups_without_signal(sum_rewards(rewards)), [True, False])
+    np.testing.assert_array_equal(groups_without_signal(jnp.array([[1.0, jnp.nan]])), [True])
+    assert (gdpo_advantages(rewards, weights=(1.0, 2.0))[0] != 0).all()
+
+
+@given(hnp.arrays(np.float32, (2, 3, 3), elements=maybe))
+def test_conditions_are_the_loop(rewards):
+    """0 waits for 1, which waits for 2."""
+    got = condition_rewards(rewards, [Condition(0, 1, 0.5), Condition(1, 2, 0.0)])
+    for p, g in np.ndindex(2, 3):
+        a, b, c = rewards[p, g]
+        b_expected = np.nan if np.isnan(b) or np.isnan(c) else (b if c >= 0 else 0.0)
+        a_missing = np.isnan(a) or np.isnan(b) or np.isnan(c)
+        a_expected = np.nan if a_missing else (a if b >= 0.5 and c >= 0 else 0.0)
+        np.testing.assert_array_equal(got[p, g], np.array([a_expected, b_expected, c], np.float32))
+
+
+def test_conditions_compare_raw_rewards():
+    """b is set to 0 by its own condition; 0 would pass a's threshold of -1, b's raw reward of -2 does not."""
+    rewards = jnp.array([[[5.0, -2.0, 1.0]]])
+    got = condition_rewards(rewards, [Condition(1, 2, 9.0), Condition(0, 1, -1.0)])
+    np.testing.assert_array_equal(got, [[[0.0, 0.0, 1.0]]])
+
+
+def test_several_conditions_on_one_objective_must_all_hold():
+    rewards = jnp.array([[[5.0, 1.0, 0.0], [5.0, 1.0, 1.0]]])
+    got = condition_rewards(rewards, [Condition(0, 1, 1.0), Condition(0, 2, 1.0)])
+    np.testing.assert_array_equal(got[..., 0], [[0.0, 5.0]])
+
+
+def test_no_conditions_change_nothing():
+    rewards = jnp.array([[[5.0, jnp.nan]]])
+    np.testing.assert_array_equal(condition_rewards(rewards, []), rewards)
+
+
+def test_low_precision_rewards_are_computed_in_float32():
+    rewards = jnp.array([[1.0, 2.0, 4.0]], jnp.bfloat16)
+    assert group_advantages(rewards).dtype == jnp.float32
+    np.testing.assert_array_equal(group_advantages(rewards), group_advantages(rewards.astype(jnp.float32)))
+
+
+def test_float64_stays(x64):
+    rewards = np.random.default_rng(0).normal(size=(3, 4))
+    got = group_advantages(rewards, eps=1e-8)
+    assert got.dtype == jnp.float64
+    np.testing.assert_allclose(got, loop_group(rewards, "group", 1e-8), rtol=1e-13)
+
+
+R2, R3 = np.zeros((2, 3), np.float32), np.zeros((2, 3, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: group_advantages(R2.astype(int)), TypeError, "rewards must be of a floating type, got int"),
+        (lambda: group_advantages(R2[0]), ValueError, r"rewards must have 2 axes, got shape \(3,\)"),
+        (lambda: group_advantages(R2[:, :1]), ValueError, "at least 2 completions per prompt"),
+        (lambda: group_advantages(R2, scale="std"), ValueError, "scale must be 'group', 'batch' or 'none'"),
+        (lambda: group_advantages(R2, eps=-1.0), ValueError, "eps must be at least 0, got -1.0"),
+        (lambda: group_advantages(R2, eps=float("nan")), ValueError, "eps must be at least 0, got nan"),
+        (lambda: leave_one_out_advantages(R2[:, :1]), ValueError, "at least 2 completions per prompt"),
+        (lambda: leave_one_out_advantages(R3), ValueError, "rewards must have 2 axes"),
+        (lambda: gdpo_advantages(R2), ValueError, "rewards must have 3 axes"),
+        (lambda: gdpo_advantages(R3[:, :1]), ValueError, "at least 2 completions per prompt"),
+        (lambda: gdpo_advantages(R3, weights=(1.0,)), ValueError, r"weights must have .* 2 objectives"),
+        (lambda: gdpo_advantages(R3, whiten="batch"), ValueError, "whiten must be 'sequence', 'token' or None"),
+        (lambda: gdpo_advantages(R3, whiten="token"), ValueError, "mask must be given for whiten='token'"),
+        (
+            lambda: gdpo_advantages(R3, whiten="token", mask=np.ones((2, 2, 4), bool)),
+            ValueError,
+            r"mask must have shape \(2, 3, 'T'\), got \(2, 2, 4\)",
+        ),
+        (lambda: gdpo_advantages(R3, mask=np.ones((2, 3, 4))), TypeError, "mask must be of type bool"),
+        (lambda: gdpo_advantages(R3, eps=-1.0), ValueError, "eps must be at least 0"),
+        (lambda: sum_rewards(R3, weights=(1.0, 2.0, 3.0)), ValueError, "weights must have one entry"),
+        (lambda: sum_rewards(R2), ValueError, "rewards must have 3 axes"),
+        (lambda: groups_without_signal(R2[0]), ValueError, r"rewards must be \[P, G\] or \[P, G, N\]"),
+        (lambda: condition_rewards(R2, []), ValueError, "rewards must have 3 axes"),
+        (lambda: condition_rewards(R3, [Condition(0, 2, 0.0)]), ValueError, r"hard must be in 0..1, got 2"),
+        (lambda: condition_rewards(R3, [Condition(-1, 0, 0.0)]), ValueError, r"easy must be in 0..1, got -1"),
+        (lambda: condition_rewards(R3, [Condition(0.0, 1, 0.0)]), TypeError, "easy must be the index"),
+        (lambda: condition_rewards(R3, [Condition(0, 1, np.nan)]), ValueError, "threshold must be a number"),
+        (lambda: condition_rewards(R3, [Condition(0, 0, 0.0)]), ValueError, "cycle, got 0 -> 0"),
+        (
+            lambda: condition_rewards(R3, [Condition(0, 1, 0.0), Condition(1, 0, 0.0)]),
+            ValueError,
+            "must not form a cycle, got 0 -> 1 -> 0",
+        ),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_bad_input_is_refused_while_tracing():
+    with pytest.raises(TypeError, match="rewards must be of a floating type"):
+        jax.eval_shape(group_advantages, jax.ShapeDtypeStruct((2, 3), jnp.int32))

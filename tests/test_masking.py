@@ -1,0 +1,120 @@
+"""Masked statistics against NumPy on what the mask leaves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.test_util import check_grads
+
+from grpo_jax.masking import as_float, as_mask, masked_mean, masked_std, masked_whiten, safe_divide
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+values = hnp.arrays(np.float32, (4, 5), elements=st.floats(-100, 100, width=32))
+masks = hnp.arrays(np.bool_, (4, 5))
+
+
+def rows(x, mask, function):
+    """`function` of each row's unmasked values; 0 for a row without any."""
+    return np.array([function(x[i][mask[i]]) if mask[i].any() else 0.0 for i in range(len(x))])
+
+
+def sample_std(x):
+    x = x.astype(np.float64)
+    return np.sqrt(sum((v - x.mean()) ** 2 for v in x) / (len(x) - 1)) if len(x) > 1 else 0.0
+
+
+@given(values, masks)
+def test_mean_and_std_are_those_of_the_unmasked_values(x, mask):
+    np.testing.assert_allclose(masked_mean(x, mask, axis=1), rows(x, mask, np.mean), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        masked_std(jnp.asarray(x), mask, axis=1), rows(x, mask, sample_std), rtol=1e-4, atol=1e-4
+    )
+    total = sample_std(x[mask]) if mask.any() else 0.0
+    np.testing.assert_allclose(masked_std(jnp.asarray(x), mask), total, rtol=1e-4, atol=1e-4)
+
+
+@given(values, masks)
+def test_whitening(x, mask):
+    white = np.asarray(masked_whiten(jnp.asarray(x), mask, eps=1e-3))
+    expected = np.zeros_like(x)
+    inside = x[mask].astype(np.float64)
+    if len(inside) > 1 and inside.max() > inside.min():
+        expected[mask] = (inside - inside.mean()) / (sample_std(inside) + 1e-3)
+    np.testing.assert_allclose(white, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_empty_mask_gives_zero_and_zero_gradient():
+    x = jnp.array([1.0, jnp.nan, jnp.inf])
+    mask = jnp.zeros(3, bool)
+    for function in (masked_mean, masked_std, lambda x, m: masked_whiten(x, m).sum()):
+        value, gradient = jax.value_and_grad(function)(x, mask)
+        assert value == 0
+        np.testing.assert_array_equal(gradient, np.zeros(3))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_masked_values_reach_neither_value_nor_gradient(bad):
+    mask = jnp.array([True, True, False, True])
+    clean, dirty = jnp.array([1.0, 2.0, 0.0, 4.0]), jnp.array([1.0, 2.0, bad, 4.0])
+    for function in (masked_mean, masked_std, lambda x, m: jnp.sum(jnp.sin(masked_whiten(x, m)))):
+        expected, got = (jax.value_and_grad(function)(x, mask) for x in (clean, dirty))
+        np.testing.assert_array_equal(got[0], expected[0])
+        np.testing.assert_array_equal(got[1], expected[1])
+        assert got[1][2] == 0
+
+
+def test_unmasked_nan_stays_visible():
+    x = jnp.array([1.0, jnp.nan, 3.0])
+    everything = jnp.ones(3, bool)
+    assert jnp.isnan(masked_mean(x, everything))
+    assert jnp.isnan(masked_std(x, everything))
+    assert jnp.isnan(masked_whiten(x, everything)).all()
+
+
+def test_equal_values_have_exactly_no_spread():
+    x = jnp.full((7,), 1000.1)
+    assert masked_std(x, jnp.ones(7, bool)) == 0
+    np.testing.assert_array_equal(masked_whiten(x, jnp.ones(7, bool), eps=0.0), np.zeros(7))
+    np.testing.assert_array_equal(jax.grad(masked_std)(x, jnp.ones(7, bool)), np.zeros(7))
+
+
+def test_close_large_values_keep_their_digits():
+    x = np.float32(10_000) + np.arange(8, dtype=np.float32) * np.float32(2**-9)
+    expected = sample_std(x)
+    np.testing.assert_allclose(masked_std(jnp.asarray(x), jnp.ones(8, bool)), expected, rtol=1e-5)
+
+
+def test_gradients(x64):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)))
+    mask = jnp.arange(5) < jnp.array([5, 3, 2])[:, None]
+    check_grads(lambda x: masked_mean(x, mask, axis=1), (x,), order=1, modes=["rev", "fwd"])
+    check_grads(lambda x: masked_std(x, mask, axis=1), (x,), order=1, modes=["rev", "fwd"])
+    check_grads(lambda x: masked_whiten(x, mask), (x,), order=1, modes=["rev", "fwd"])
+
+
+def test_division_by_zero_is_zero():
+    quotient = lambda d: safe_divide(jnp.float32(1), d)  # noqa: E731
+    assert quotient(jnp.float32(0)) == 0
+    assert jax.grad(quotient)(jnp.float32(0)) == 0
+
+
+def test_types():
+    assert as_float("x", np.float16([1])).dtype == jnp.float32
+    assert as_float("x", jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
+    with pytest.raises(TypeError, match="rewards must be of a floating type, got int32"):
+        as_float("rewards", jnp.ones(2, jnp.int32))
+    with pytest.raises(ValueError, match=r"rewards must have 2 axes, got shape \(2,\)"):
+        as_float("rewards", jnp.ones(2), ndim=2)
+    with pytest.raises(TypeError, match="mask must be of type bool, got float32"):
+        as_mask("mask", jnp.ones(2))
+    with pytest.raises(ValueError, match=r"mask must have shape \(3,\), got \(2,\)"):
+        as_mask("mask", jnp.ones(2, bool), (3,))
+
+
+def test_float64_stays(x64):
+    assert as_float("x", np.ones(2)).dtype == jnp.float64
+    assert masked_std(jnp.ones(3), jnp.ones(3, bool)).dtype == jnp.float64

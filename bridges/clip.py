@@ -1,0 +1,365 @@
+"""Scores of pictures and texts by CLIP (Radford et al. 2021, arXiv:2103.00020), through open_clip.
+
+Everything is encoded in batches of one fixed shape: a score then does not depend, in its last bits, on what
+else was asked for, and a resumed run sees the scores of one that never stopped.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
+from grpo_jax.errors import UserError
+
+PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+class ScoreError(RuntimeError):
+    """A feature or a score came out with values that are not finite."""
+
+
+class Preprocess(NamedTuple):
+    """open_clip's evaluation transform, for batches of tensors.
+
+    Attributes:
+        size: (height, width) that the image tower takes.
+        mean: per channel.
+        std: per channel.
+        interpolation: "bicubic" or "bilinear", both antialiased.
+        resize_mode: "shortest" (then centre crop), "longest" (then pad) or "squash".
+        fill: value from 0 to 255 of the padding.
+    """
+
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bicubic"
+    resize_mode: str = "shortest"
+    fill: int = 0
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Resizes, crops or pads, and normalises; float [B, 3, H, W] in [0, 1] to [B, 3, *size]."""
+        height, width = self._resized(images.shape[-2], images.shape[-1])
+        if (height, width) != tuple(images.shape[-2:]):
+            # bicubic overshoots at edges; 8-bit pictures, which CLIP was trained on, cannot
+            images = functional.interpolate(
+                images, (height, width), mode=self.interpolation, antialias=True
+            ).clamp(0, 1)
+        images = _centre(images, self.size, self.fill / 255)
+        mean = images.new_tensor(self.mean).view(-1, 1, 1)
+        return (images - mean) / images.new_tensor(self.std).view(-1, 1, 1)
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        if self.resize_mode == "squash":
+            return self.size
+        ratios = height / self.size[0], width / self.size[1]
+        if self.resize_mode == "longest":
+            return round(height / max(ratios)), round(width / max(ratios))
+        if (
+            self.size[0] == self.size[1]
+        ):  # open_clip uses torchvision here, which truncates; elsewhere it rounds
+            return int(height / min(ratios)), int(width / min(ratios))
+        return round(height / min(ratios)), round(width / min(ratios))
+
+
+def _centre(images: torch.Tensor, size: tuple[int, int], fill: float) -> torch.Tensor:
+    """Crops or pads the last two axes to `size`, about the centre."""
+    short = [max(want - have, 0) for want, have in zip(size, images.shape[-2:], strict=True)]
+    if any(short):
+        top, left = short[0] // 2, short[1] // 2
+        images = functional.pad(images, (left, short[1] - left, top, short[0] - top), value=fill)
+    top, left = (round((have - want) / 2) for want, have in zip(size, images.shape[-2:], strict=True))
+    return images[..., top : top + size[0], left : left + size[1]]
+
+
+class Scorer:
+    """A loaded CLIP; make one with `load_scorer`.
+
+    Attributes:
+        model: the open_clip model.
+        device: where it runs, and where features and scores are.
+        window: tokens of a text that the text tower reads, the special ones included.
+        width: size of the features.
+    """
+
+    def __init__(
+        self, model, tokenizer, preprocess: Preprocess, *, device, dtype, batch_size: int, cache_size: int
+    ):
+        """Takes the parts as `load_scorer` makes them."""
+        self.model = model
+        self.device = device
+        self.window = int(tokenizer.context_length)
+        self._tokenizer = tokenizer
+        self._preprocess = preprocess
+        self._dtype = dtype
+        self._batch_size = batch_size
+        self._cache_size = cache_size
+        self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self.width = self.text_features([""]).shape[-1]
+
+    def count_tokens(self, texts: list[str]) -> list[int]:
+        """Tokens of each text, special ones included, before any is cut off at `window`."""
+        tokenizer = self._tokenizer
+        if hasattr(tokenizer, "encode"):  # open_clip's own byte pairs, without start and end
+            return [len(tokenizer.encode(text)) + 2 for text in texts]
+        clean = getattr(tokenizer, "clean_fn", str)
+        return [len(tokenizer.tokenizer(clean(text), verbose=False).input_ids) for text in texts]
+
+    def image_features(self, images: torch.Tensor) -> torch.Tensor:
+        """Unit features of pictures.
+
+        Args:
+            images: float [B, 3, H, W] in [0, 1], on any device.
+
+        Returns:
+            float32 [B, width].
+
+        Raises:
+            ValueError: for another shape or an integer dtype.
+            ScoreError: if a feature is not finite.
+        """
+        if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
+            raise ValueError(f"images: expected float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
+        if not len(images):
+            return torch.zeros((0, self.width), device=self.device)
+        features = []
+        with torch.no_grad():
+            for batch in images.split(self._batch_size):
+                pixels = self._preprocess(batch.detach().to(self.device, torch.float32))
+                features.append(self._encode(self.model.encode_image, pixels.to(self._dtype)))
+        return _checked(torch.cat(features), lambda row: f"picture {row}")
+
+    def text_features(self, texts: list[str]) -> torch.Tensor:
+        """Unit features of texts, float32 [B, width]; recent ones are remembered.
+
+        Raises:
+            ScoreError: if a feature is not finite.
+        """
+        if not texts:
+            return torch.zeros((0, self.width), device=self.device)
+        known = {text: self._texts[text] for text in texts if text in self._texts}
+        missing = [text for text in dict.fromkeys(texts) if text not in known]
+        for start in range(0, len(missing), self._batch_size):
+            batch = missing[start : start + self._batch_size]
+            with torch.no_grad():
+                features = self._encode(self.model.encode_text, self._tokenizer(batch).to(self.device))
+            _checked(features, lambda row, batch=batch: f"text {batch[row]!r}")
+            known.update(zip(batch, features.clone(), strict=True))
+        for text in texts:
+            self._texts[text] = known[text]
+            self._texts.move_to_end(text)
+        while len(self._texts) > self._cache_size:
+            self._texts.popitem(last=False)
+        return torch.stack([known[text] for text in texts])
+
+    def image_text(self, images: torch.Tensor, texts: list[str]) -> torch.Tensor:
+        """Cosine similarity of each picture [B, 3, H, W] and its text; float32 [B]."""
+        if len(images) != len(texts):
+            raise ValueError(f"texts: expected one for each of {len(images)} images, got {len(texts)}")
+        return (self.image_features(images) * self.text_features(texts)).sum(-1)
+
+    def text_text(self, a: list[str], b: list[str]) -> torch.Tensor:
+        """Cosine similarity of the texts of each pair; float32 [B]."""
+        if len(a) != len(b):
+            raise ValueError(f"b: expected one text for each of {len(a)}, got {len(b)}")
+        return (self.text_features(a) * self.text_features(b)).sum(-1)
+
+    def _encode(self, tower: Callable, inputs: torch.Tensor) -> torch.Tensor:
+        """Unit features of one batch, padded with copies of its last row to the fixed shape."""
+        count = len(inputs)
+        padding = inputs[-1:].expand(self._batch_size - count, *inputs.shape[1:])
+        return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)
+
+
+class QualityHead(NamedTuple):
+    """A small network on CLIP image features, such as an aesthetic predictor.
+
+    Attributes:
+        layers: (weight [out, in], bias [out]) pairs, the last with one output.
+        activation: "none" or "relu", between layers.
+    """
+
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    activation: str = "none"
+
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        """Score of each unit feature [B, width]; float32 [B].
+
+        Raises:
+            ScoreError: if a score is not finite.
+        """
+        scores = features.float()
+        for i, (weight, bias) in enumerate(self.layers):
+            if i and self.activation == "relu":
+                scores = torch.relu(scores)
+            scores = functional.linear(scores, weight.to(scores.device), bias.to(scores.device))
+        return _checked(scores, lambda row: f"quality of picture {row}").squeeze(-1)
+
+
+def load_quality_head(path: str | Path, width: int) -> QualityHead:
+    """Reads a head from safetensors: `weight` and `bias`, or `….N.weight` and `….N.bias` in the order of N.
+
+    The file's metadata may say `activation: relu`; without it the layers follow each other directly, as in
+    the published aesthetic predictors for CLIP.
+
+    Args:
+        path: the file.
+        width: size of the features it is to be given, `Scorer.width`.
+
+    Raises:
+        UserError: if the file is missing or broken, or its layers do not lead from `width` numbers to one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            activation = (file.metadata() or {}).get("activation", "none")
+            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read the quality head {path}: {first_line(error)}") from error
+    stems = sorted(
+        (name.removesuffix("weight") for name in tensors if name.endswith("weight")), key=_layer_number
+    )
+    shapes = [tuple(tensors[stem + "weight"].shape) for stem in stems]
+    chain = [width, *(shape[0] for shape in shapes if len(shape) == 2)]
+    complete = all(
+        tuple(tensors.get(stem + "bias", torch.empty(0)).shape) == shape[:1]
+        for stem, shape in zip(stems, shapes, strict=True)
+    )
+    if not stems or shapes != list(zip(chain[1:], chain, strict=False)) or chain[-1] != 1 or not complete:
+        raise UserError(
+            f"quality head {path}: its layers {shapes} with biases do not lead from {width} numbers to 1"
+        )
+    if activation not in ("none", "relu"):
+        raise UserError(f"quality head {path}: activation {activation!r} is neither none nor relu")
+    return QualityHead(
+        tuple((tensors[stem + "weight"], tensors[stem + "bias"]) for stem in stems), activation
+    )
+
+
+def _layer_number(stem: str) -> int:
+    digits = [part for part in stem.split(".") if part.isdigit()]
+    return int(digits[-1]) if digits else 0
+
+
+def _checked(values: torch.Tensor, name: Callable[[int], str]) -> torch.Tensor:
+    """The values [B, ...], after making sure that they are finite; `name` says what row they belong to."""
+    finite = torch.isfinite(values).flatten(1).all(1).tolist()
+    if not all(finite):
+        raise ScoreError(f"the scorer's output for {name(finite.index(False))} is not finite")
+    return values
+
+
+def load_scorer(
+    model: str | Path,
+    *,
+    pretrained: str | None = None,
+    device: str | torch.device = "cpu",
+    dtype: str = "float32",
+    batch_size: int = 32,
+    text_cache: int = 4096,
+) -> Scorer:
+    """Loads a CLIP.
+
+    Args:
+        model: an open_clip name such as "ViT-B-32", a folder in open_clip's layout ("local-dir:PATH" or the
+            path alone), "hf-hub:OWNER/NAME", or "miniature".
+        pretrained: with a name, the tag of its weights such as "laion2b_s34b_b79k", or a safetensors file.
+        device: "cpu" or "gpu:N".
+        dtype: "float32", "float16" or "bfloat16".
+        batch_size: pictures or texts encoded at once; smaller batches are padded to it.
+        text_cache: texts whose features are remembered.
+
+    Raises:
+        UserError: if the model is unknown, or its weights are missing, broken, or no safetensors.
+    """
+    import open_clip
+
+    if batch_size < 1:
+        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+    target, torch_type = torch_device(device), torch_dtype(dtype)
+    name = _resolve(str(model), pretrained)
+    with quiet_loading():
+        tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
+        try:
+            network = open_clip.create_model(
+                name,
+                pretrained=pretrained,
+                precision=PRECISIONS[dtype],
+                device=target,
+                # some published weights want the other GELU: open_clip only warns, and scores suffer
+                force_quick_gelu=bool(tag.get("quick_gelu")),
+                require_pretrained=True,
+            )
+            tokenizer = open_clip.get_tokenizer(name)
+        except Exception as error:
+            where = f"{name} ({pretrained})" if pretrained else name
+            raise UserError(f"cannot load the scorer {where}: {first_line(error)}") from error
+    network.eval().requires_grad_(False)
+    return Scorer(
+        network,
+        tokenizer,
+        _preprocess(network.visual.preprocess_cfg),
+        device=target,
+        dtype=torch_type,
+        batch_size=batch_size,
+        cache_size=text_cache,
+    )
+
+
+def _preprocess(cfg: dict) -> Preprocess:
+    size = cfg["size"]
+    return Preprocess(
+        size=(size, size) if isinstance(size, int) else tuple(size),
+        mean=tuple(cfg["mean"]),
+        std=tuple(cfg["std"]),
+        interpolation="bilinear" if cfg["interpolation"] == "bilinear" else "bicubic",
+        resize_mode=cfg["resize_mode"],
+        fill=cfg["fill_color"],
+    )
+
+
+def _resolve(model: str, pretrained: str | None) -> str:
+    """The name open_clip is to be given, after the checks that it leaves to a log line or a traceback."""
+    import open_clip
+
+    if model == "miniature":
+        from bridges import miniature
+
+        model = f"local-dir:{miniature.path('scorer')}"
+    if model.startswith("hf-hub:"):
+        return model
+    if model.replace("/", "-") in open_clip.list_models():  # "ViT-B/32" is how the papers write it
+        model = model.replace("/", "-")
+        _check_weights(model, pretrained)
+        return model
+    if model.startswith("local-dir:") or "/" in model or Path(model).is_dir():
+        folder = local_folder(model.removeprefix("local-dir:"))
+        if folder is None:
+            raise UserError(f"scorer {model}: no such folder (a model of the hub is written hf-hub:{model})")
+        if not (folder / "open_clip_config.json").is_file():
+            raise UserError(f"scorer {folder}: it holds no open_clip_config.json")
+        if not any(folder.glob("*.safetensors")):
+            raise UserError(f"scorer {folder}: it holds no safetensors file with weights")
+        return f"local-dir:{folder}"
+    raise UserError(
+        f"scorer {model}: neither a folder nor a model that open_clip knows (open_clip.list_models())"
+    )
+
+
+def _check_weights(model: str, pretrained: str | None) -> None:
+    import open_clip
+
+    tags = open_clip.list_pretrained_tags_by_model(model)
+    if pretrained is None:
+        raise UserError(
+            f"scorer {model}: say which weights in scorer.pretrained; open_clip has {', '.join(tags)}"
+        )
+    if pretrained not in tags and not (Path(pretrained).is_file() and pretrained.endswith(".safetensors")):
+        raise UserError(
+            f"scorer {model}: {pretrained!r} is neither a safetensors file nor one of {', '.join(tags)}"
+        )

@@ -1,0 +1,85 @@
+"""What the loaders of renderer and scorer share: names of devices and dtypes, silence, helpful errors."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from grpo_jax.errors import UserError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called "float32", "float16" or "bfloat16".
+
+    Raises:
+        ValueError: for any other name.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def torch_device(name: str | torch.device) -> torch.device:
+    """The torch device of a placement's name: "cpu", "gpu:1" (torch's own "cuda:1" is understood too).
+
+    Raises:
+        ValueError: if the name is of no such form.
+    """
+    if isinstance(name, torch.device):
+        return name
+    kind, _, index = name.partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind not in ("gpu", "cuda") or not (index.isdigit() or not index):
+        raise ValueError(f'device: expected "cpu" or "gpu:N", got {name!r}')
+    return torch.device("cuda", int(index or 0))
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder that `path` names, or None where it can only be the name of a model on a hub.
+
+    Raises:
+        UserError: if it is written as a path, and no such folder exists.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    # "owner/name" is a hub id; more slashes, or a start such as "/" or "./", mean a path
+    looks_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+    if looks_local or folder.exists():
+        raise UserError(f"no such folder: {path}")
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, for a message of one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keeps the libraries' progress bars and log lines off the terminal while models are loaded.
+
+    Failures are not hidden: they arrive as exceptions, and the loaders turn them into one line.
+    """
+    import diffusers.utils.logging as diffusers_logging
+    import transformers.utils.logging as transformers_logging
+
+    shown = [
+        module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()
+    ]
+    disabled = logging.root.manager.disable
+    for module in shown:
+        module.disable_progress_bar()
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        for module in shown:
+            module.enable_progress_bar()

@@ -1,0 +1,186 @@
+"""Stages over chunks, at the same time: while one chunk is rendered, the next is written and the last is scored.
+
+    chunk i+1 ─► sample ─►(queue)─► render ─►(queue)─► score ─► results
+                            chunk i           chunk i-1
+
+Every stage has a thread of its own and takes the chunks in their order, so the results are those of a plain loop;
+the queues are bounded, so a fast stage does not run ahead of a slow one by more than their size. The pipe is filled
+and emptied within one call: what a call returns depends on nothing that comes after it.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_POLL_SECONDS = 0.5  # how often the waiting main thread looks up where a signal does not wake it
+_GRACE_SECONDS = 10.0  # how long a stopped pipeline waits for calls that are still running
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A named step of the pipeline.
+
+    Attributes:
+        name: Names the stage in errors and timings.
+        function: Takes the previous stage's result for a chunk (the first stage: the chunk) and returns its own. It
+            is called from a thread of its own, one chunk at a time. What torch and JAX keep per thread, as
+            `torch.inference_mode` or `jax.default_device`, it must set itself; it should wait for its results
+            (`jax.block_until_ready`), or their time is counted where they are first used.
+    """
+
+    name: str
+    function: Callable[[Any], Any]
+
+
+class StageError(RuntimeError):
+    """A stage raised; the original exception is the `__cause__`. Has `stage` (name) and `chunk` (index)."""
+
+    def __init__(self, stage: str, chunk: int, reason: str):
+        """Say which stage failed, on which chunk, and why."""
+        super().__init__(f"stage {stage!r} failed on chunk {chunk}: {reason}")
+        self.stage = stage
+        self.chunk = chunk
+
+
+class StageTimeout(StageError):
+    """A stage took longer than allowed for one chunk."""
+
+
+class _Stopped(Exception):
+    """Raised in a worker that waits when the pipeline is stopped."""
+
+
+class _State:
+    """What the threads share. One condition guards it all: every change is announced, nobody polls."""
+
+    def __init__(self, count: int):
+        self.changed = threading.Condition()
+        self.queues: list[deque] = [deque() for _ in range(count + 1)]  # the last one collects the results
+        self.running: list[tuple[int, float] | None] = [None] * count  # chunk and start of each stage's call
+        self.seconds = [0.0] * count
+        self.stopped = False
+        self.error: StageError | None = None
+
+    def take(self, queue: deque) -> Any:
+        with self.changed:
+            self.changed.wait_for(lambda: queue or self.stopped)
+            if self.stopped:
+                raise _Stopped
+            item = queue.popleft()
+            self.changed.notify_all()
+            return item
+
+    def give(self, queue: deque, item: Any, size: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: len(queue) < size or self.stopped)
+            if self.stopped:
+                raise _Stopped
+            queue.append(item)
+            self.changed.notify_all()
+
+    def stop(self, error: StageError | None = None) -> None:
+        with self.changed:
+            self.error = self.error or error  # the first failure is the one that is told
+            self.stopped = True
+            self.changed.notify_all()
+
+
+def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int) -> None:
+    """The life of one stage's thread: `chunks` times take, call, give."""
+    last = index == len(state.running) - 1
+    for chunk in range(chunks):
+        try:
+            item = state.take(state.queues[index])
+            start = time.perf_counter()
+            state.running[index] = (chunk, start)
+            item = stage.function(item)
+            state.running[index] = None
+            state.seconds[index] += time.perf_counter() - start
+            state.give(state.queues[index + 1], item, chunks if last else queue_size)
+        except _Stopped:
+            return
+        except BaseException as error:  # whatever ends a stage must end the pipeline, or its neighbours wait for ever
+            state.running[index] = None
+            failure = StageError(stage.name, chunk, f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+            state.stop(failure)
+            return
+
+
+def _wait(state: _State, stages: Sequence[Stage], chunks: int, timeout: float | None) -> None:
+    """Wait in the calling thread until all results are there, a stage failed, or one is overdue."""
+    patience = _POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout / 4)
+    while True:
+        with state.changed:
+            if state.error is not None or len(state.queues[-1]) == chunks:
+                return
+            state.changed.wait(patience)
+        for stage, call in zip(stages, list(state.running), strict=True):
+            if timeout is not None and call is not None and time.perf_counter() - call[1] > timeout:
+                reason = f"no result after {timeout:g} s"
+                state.stop(StageTimeout(stage.name, call[0], reason))
+
+
+def _join(state: _State, threads: Sequence[threading.Thread]) -> None:
+    """Wait for the threads to end; one that is stuck in its call is left behind (it is a daemon)."""
+    stuck = state.error.stage if isinstance(state.error, StageTimeout) else None
+    deadline = time.perf_counter() + _GRACE_SECONDS
+    for thread in threads:
+        if thread.is_alive() and thread.name != stuck:
+            thread.join(max(0.0, deadline - time.perf_counter()))
+
+
+def run_pipeline(
+    chunks: Sequence[Any],
+    stages: Sequence[Stage],
+    *,
+    timeout: float | None = None,
+    queue_size: int = 1,
+) -> tuple[list[Any], dict[str, float]]:
+    """Send every chunk through all stages, the stages working at the same time on different chunks.
+
+    The calling thread only waits, so signals reach it: an exception a handler raises there (KeyboardInterrupt) stops
+    the pipeline and goes on to the caller. After any failure no further call is begun; calls that are running are
+    waited for, at most ten seconds, since a thread cannot be interrupted.
+
+    Args:
+        chunks: What the first stage takes, in order.
+        stages: At least one, with distinct names.
+        timeout: Seconds one call of a stage may take (compilation in a first call counts); None for no limit.
+        queue_size: Results that may wait between two stages.
+
+    Returns:
+        The last stage's results in the order of the chunks, and the seconds each stage spent in its function.
+
+    Raises:
+        StageError: A stage raised; carries the stage, the chunk's index and the exception as its cause.
+        StageTimeout: A call took longer than `timeout`. Its thread is abandoned: end the process soon.
+        ValueError: No stages, names not distinct, or a limit that is not positive.
+    """
+    names = [stage.name for stage in stages]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"stages must be at least one, with distinct names, got {names}")
+    if queue_size < 1:
+        raise ValueError(f"queue_size must be at least 1, got {queue_size}")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be positive or None, got {timeout}")
+    state = _State(len(stages))
+    state.queues[0].extend(chunks)
+    count = len(state.queues[0])
+    threads = [
+        threading.Thread(target=_work, args=(state, i, stage, count, queue_size), name=stage.name, daemon=True)
+        for i, stage in enumerate(stages)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        _wait(state, stages, count, timeout)
+    finally:
+        state.stop()
+        _join(state, threads)
+    if state.error is not None:
+        raise state.error
+    return list(state.queues[-1]), dict(zip(names, state.seconds, strict=True))

@@ -1,0 +1,244 @@
+"""The pipeline: same results as a loop, real overlap, and no way to hang. Events instead of timed assertions."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from grpo_jax.pipeline import Stage, StageError, StageTimeout, run_pipeline
+
+PATIENCE = 30.0  # seconds after which a test that should have gone on fails instead of hanging
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays():
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), f"{thread.name} is still running"
+
+
+def identity(x):
+    return x
+
+
+@pytest.mark.parametrize("queue_size", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 17])
+def test_results_equal_a_plain_loop_in_order(count, queue_size):
+    calls = {"double": [], "add": [], "text": []}
+
+    def recorded(name, function):
+        def call(item):
+            calls[name].append(item)
+            return function(item)
+
+        return Stage(name, call)
+
+    stages = [recorded("double", lambda x: 2 * x), recorded("add", lambda x: x + 1), recorded("text", str)]
+    results, seconds = run_pipeline(range(count), stages, queue_size=queue_size)
+    assert results == [str(2 * i + 1) for i in range(count)]
+    assert calls["add"] == [2 * i for i in range(count)]
+    assert list(seconds) == ["double", "add", "text"]
+    assert all(value >= 0 for value in seconds.values())
+
+
+def test_stages_work_at_the_same_time_on_different_chunks():
+    # All three calls must be inside their function at once, or the barrier breaks and the test fails.
+    barrier = threading.Barrier(3, timeout=PATIENCE)
+    met = []
+
+    def meet(name, chunk_at_meeting):
+        def call(chunk):
+            if chunk == chunk_at_meeting:
+                barrier.wait()
+                met.append((name, chunk))
+            return chunk
+
+        return Stage(name, call)
+
+    results, _ = run_pipeline(range(4), [meet("sample", 2), meet("render", 1), meet("score", 0)])
+    assert results == [0, 1, 2, 3]
+    assert sorted(met) == [("render", 1), ("sample", 2), ("score", 0)]
+
+
+def test_a_fast_stage_waits_for_a_slow_one():
+    # Chunk 0 is in the slow stage, 1 waits in the queue, 2 is done but finds the queue full: 3 must not begin.
+    begun, release, third = [], threading.Event(), threading.Event()
+
+    def fast(chunk):
+        begun.append(chunk)
+        if chunk == 2:
+            third.set()
+        return chunk
+
+    def slow(chunk):
+        assert third.wait(PATIENCE)
+        if chunk == 0:
+            time.sleep(0.05)  # gives a wrong implementation the time to run ahead; a right one needs none
+            assert begun == [0, 1, 2]
+            release.set()
+        return chunk
+
+    results, _ = run_pipeline(range(8), [Stage("fast", fast), Stage("slow", slow)], queue_size=1)
+    assert release.is_set() and results == list(range(8))
+
+
+def test_seconds_count_the_function_and_not_the_waiting():
+    _, seconds = run_pipeline([0, 1], [Stage("slow", lambda c: time.sleep(0.2) or c), Stage("waits", identity)])
+    assert seconds["slow"] >= 0.4
+    assert seconds["waits"] < 0.2  # it waited for 0.4 s
+
+
+@pytest.mark.parametrize("failing", ["first", "second", "third"])
+def test_a_stage_that_raises_stops_all_and_is_named(failing):
+    begun = []
+
+    def make(name):
+        def call(chunk):
+            begun.append((name, chunk))
+            if name == failing and chunk == 1:
+                raise KeyError("no such picture")
+            return chunk
+
+        return Stage(name, call)
+
+    with pytest.raises(StageError, match=rf"'{failing}'.*chunk 1.*KeyError.*no such picture") as caught:
+        run_pipeline(range(1000), [make(name) for name in ("first", "second", "third")])
+    assert (caught.value.stage, caught.value.chunk) == (failing, 1)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert not isinstance(caught.value, StageTimeout)
+    assert len(begun) < 30
+    assert not [thread for thread in threading.enumerate() if thread.name in ("first", "second", "third")]
+
+
+def test_a_stage_that_leaves_the_program_stops_all():
+    def leave(chunk):
+        raise SystemExit(3)
+
+    with pytest.raises(StageError, match="SystemExit"):
+        run_pipeline(range(3), [Stage("leaves", leave), Stage("waits", identity)])
+
+
+def test_a_failure_lets_running_calls_end_and_begins_no_other():
+    inside, ended, begun = threading.Event(), threading.Event(), []
+
+    def sample(chunk):
+        begun.append(chunk)
+        if chunk == 1:
+            inside.set()
+            time.sleep(0.2)
+            ended.set()
+        return chunk
+
+    def score(chunk):
+        assert inside.wait(PATIENCE)
+        raise RuntimeError("broken")
+
+    with pytest.raises(StageError, match="broken"):
+        run_pipeline(range(5), [Stage("sample", sample), Stage("score", score)])
+    assert ended.is_set() and begun == [0, 1]
+
+
+def test_a_stage_that_never_returns_is_given_up():
+    release = threading.Event()
+
+    def stuck(chunk):
+        if chunk == 1:
+            release.wait(PATIENCE)
+        return chunk
+
+    stages = [Stage("quick", identity), Stage("stuck", stuck), Stage("last", identity)]
+    try:
+        with pytest.raises(StageTimeout, match=r"'stuck'.*chunk 1.*0\.2 s") as caught:
+            run_pipeline(range(50), stages, timeout=0.2)
+        assert not release.is_set() and caught.value.stage == "stuck"
+        assert not [thread for thread in threading.enumerate() if thread.name in ("quick", "last")]
+    finally:
+        release.set()
+
+
+def test_the_timeout_is_for_one_call_not_for_the_batch():
+    results, seconds = run_pipeline(range(12), [Stage("steady", lambda c: time.sleep(0.1) or c)], timeout=1.0)
+    assert results == list(range(12)) and seconds["steady"] > 1.0
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_caller(number):
+    main = threading.main_thread().ident
+    begun = []
+
+    def handler(received, frame):
+        raise Interrupted(received)
+
+    def stage(chunk):
+        begun.append(chunk)
+        if chunk == 2:
+            signal.pthread_kill(main, number)
+        return chunk
+
+    previous = signal.signal(number, handler)
+    try:
+        with pytest.raises(Interrupted):
+            # A million chunks: without the signal's exception this would go on for a long while.
+            run_pipeline(range(10**6), [Stage("stage", stage), Stage("next", identity)])
+    finally:
+        signal.signal(number, previous)
+    assert len(begun) < 10**6
+
+
+def test_the_caller_waits_without_the_processor():
+    # A busy wait in the main thread would take the interpreter from the stages.
+    start = time.thread_time()
+    run_pipeline([0], [Stage("sleeps", lambda chunk: time.sleep(0.5))])
+    assert time.thread_time() - start < 0.25
+
+
+def test_stages_of_jax_give_what_they_give_alone():
+    square = jax.jit(lambda x: jnp.sin(x) ** 2)
+    chunks = [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(6)]
+    stages = [Stage("square", square), Stage("sum", lambda x: float(x.sum()))]
+    results, _ = run_pipeline(chunks, stages)
+    assert results == [float(square(chunk).sum()) for chunk in chunks]
+
+
+@pytest.mark.parametrize(
+    ("stages", "settings", "message"),
+    [
+        ([], {}, "at least one"),
+        ([Stage("a", identity), Stage("a", identity)], {}, "distinct"),
+        ([Stage("a", identity)], {"queue_size": 0}, "queue_size"),
+        ([Stage("a", identity)], {"timeout": 0.0}, "timeout"),
+    ],
+)
+def test_wrong_arguments_are_named(stages, settings, message):
+    with pytest.raises(ValueError, match=message):
+        run_pipeline([1], stages, **settings)
+
+
+def test_an_uncaught_interrupt_ends_a_program(tmp_path):
+    # The whole way: a process inside the pipeline gets SIGINT and ends by KeyboardInterrupt, in reasonable time.
+    program = (
+        "import time\n"
+        "from grpo_jax.pipeline import Stage, run_pipeline\n"
+        "print('ready', flush=True)\n"
+        "run_pipeline(range(10**6), [Stage('a', lambda c: time.sleep(0.01) or c), Stage('b', lambda c: c)])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert "KeyboardInterrupt" in errors and process.returncode != 0

@@ -6,6 +6,7 @@ prompt's keys and values where they are.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -205,16 +206,31 @@ def init_variables(
 ) -> dict[str, Any]:
     """Freshly drawn variables: normal weights, unit norms, zero biases; adapters float32 if asked for.
 
-    Under ``jax.eval_shape`` nothing is allocated.
+    The forward pass is traced for its shapes only. Under ``jax.eval_shape`` nothing is allocated.
     """
     decoder = Decoder(config, param_dtype=_dtype(param_dtype, "param_dtype"), remat=False)
-    prompt, _ = _prompt_tokens(config, jnp.ones((1, 1), bool))
-    tokens = jnp.zeros((1, 1), jnp.int32)
+    context = Context(_prompt_tokens(config, jnp.ones((1, 1), bool))[0], None)
+    trace = partial(decoder.init, prompt=jnp.zeros((1, 1), jnp.int32), completion=None, context=context)
+    shapes = jax.eval_shape(trace, key)["params"]
     weights_key, adapters_key = jax.random.split(key)
-    variables = {"params": decoder.init(weights_key, tokens, None, Context(prompt, None))["params"]}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = jax.random.split(weights_key, len(leaves))
+    params = [
+        _draw(path[-1].key, leaf, subkey, config.initializer_range)
+        for (path, leaf), subkey in zip(leaves, keys, strict=True)
+    ]
+    variables = {"params": jax.tree_util.tree_unflatten(structure, params)}
     if lora is not None:
         variables["lora"] = init_adapters(variables["params"], adapters_key, lora)
     return variables
+
+
+def _draw(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, stddev: float) -> jax.Array:
+    if name == "scale":
+        return jnp.ones(leaf.shape, leaf.dtype)
+    if name == "bias":
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev).astype(leaf.dtype)
 
 
 def _prompt_tokens(config: DecoderConfig, mask: jax.Array) -> tuple[Tokens, jax.Array]:

@@ -1,0 +1,175 @@
+"""The decoder against transformers: logits, log-probabilities, gradients, every config field."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch_reference as reference  # noqa: E402
+
+from grpo_jax.logprobs import token_logprobs  # noqa: E402
+from grpo_jax.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
+from grpo_jax.models import hf  # noqa: E402
+from grpo_jax.models.decoder import make_policy  # noqa: E402
+from grpo_jax.models.weights import flatten, name_table  # noqa: E402
+
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=1e4,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+WINDOW = dict(use_sliding_window=True, sliding_window=3, max_window_layers=1)
+
+
+def load(tmp_path, family, **overrides):
+    """Torch model and the same weights loaded from its folder."""
+    model = reference.model(family, **overrides)
+    model.save_pretrained(tmp_path / "source")
+    return model, hf.load_folder(tmp_path / "source", tokenizer=False)
+
+
+def last_logits(loaded, tokens, mask):
+    policy = make_policy(loaded.config)
+    variables = {"params": loaded.params}
+    return policy.prefill(variables, tokens, mask).hidden @ policy.head(variables).T
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", dict(tie_word_embeddings=True)),
+        ("qwen3", {}),
+        ("llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)),
+        ("qwen2_vl", dict(tie_word_embeddings=True)),
+    ],
+)
+def test_logprobs_and_grpo_gradients(tmp_path, family, changes):
+    """One prompt shared by its group here, a copy per completion there: same losses, same gradients."""
+    model, loaded = load(tmp_path, family, **changes)
+    batch = reference.group_batch()
+    advantages = np.random.default_rng(1).normal(size=batch[2].shape[:2]).astype(np.float32)
+    noise = np.random.default_rng(2).normal(size=(2, *batch[2].shape)).astype(np.float32) * 0.3
+
+    logprobs, expected_logits, loss = torch_grpo(model, batch, advantages, noise)
+    old, ref = (logprobs.detach().numpy() + n for n in noise)
+    policy = make_policy(loaded.config)
+
+    def objective(params):
+        hidden = policy.forward_group({"params": params}, *batch)
+        head = policy.head({"params": params})
+        got, _ = token_logprobs(hidden, head, jnp.asarray(batch[2]), temperature=0.8)
+        surrogate, kl = Clip(low=0.2, high=0.3), KLPenalty(0.1)
+        value, _ = grpo_loss(got, old, advantages, batch[3], surrogate=surrogate, kl=kl, ref_logprobs=ref)
+        return value, (got, hidden @ head.T)
+
+    (value, (got, logits)), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(loaded.params)
+    mask = batch[3]
+    np.testing.assert_allclose(logits[mask], expected_logits.detach().numpy()[mask], atol=1e-4)
+    np.testing.assert_allclose(got[mask], logprobs.detach().numpy()[mask], atol=1e-4)
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-4)
+    assert_gradients_agree(model, loaded, grads)
+
+
+def torch_grpo(model, batch, advantages, noise):
+    """GRPO with a k3 penalty, written out in torch on unshared sequences."""
+    tokens, mask = torch.tensor(batch[2], dtype=torch.long), torch.tensor(batch[3])
+    steps = tokens.shape[-1]
+    logits = reference.logits(model, *reference.unshared(*batch))[:, -steps - 1 : -1]
+    logits = logits.reshape(*tokens.shape, -1)
+    logprobs = torch.log_softmax(logits / 0.8, -1).gather(-1, tokens[..., None])[..., 0]
+    old, ref = (logprobs.detach() + torch.tensor(n) for n in noise)
+    ratio, scale = (logprobs - old).exp(), torch.tensor(advantages)[..., None]
+    policy = -torch.minimum(ratio * scale, ratio.clamp(0.8, 1.3) * scale)
+    penalty = (ref - logprobs).exp() - (ref - logprobs) - 1
+    per_token = (policy + 0.1 * penalty) * mask
+    loss = (per_token.sum(-1) / mask.sum(-1)).mean()
+    loss.backward()
+    return logprobs, logits, loss
+
+
+def assert_gradients_agree(model, loaded, grads):
+    leaves = flatten(grads)
+    state = {name.replace("language_model.", ""): w for name, w in model.named_parameters()}
+    table = name_table(loaded.config, state)
+    assert len(table) >= 20
+    for name, place in table.items():
+        got = leaves[place.path] if place.layer is None else leaves[place.path][place.layer]
+        got, expected = np.asarray(got.T if place.transpose else got), state[name].grad.numpy()
+        # k_proj.bias shifts all scores of a query alike until the rotation: small but not zero.
+        assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max() + 1e-7, name
+        assert np.abs(expected).max() > 0, name
+
+
+FIELDS = [
+    ("qwen2", dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))),
+    ("qwen2", WINDOW),
+    ("qwen2", WINDOW | dict(layer_types=["sliding_attention", "full_attention"])),
+    ("qwen2", dict(rms_norm_eps=0.5)),
+    ("qwen2", dict(num_key_value_heads=4)),
+    ("qwen3", dict(head_dim=8)),
+    ("qwen3", dict(attention_bias=True)),
+    ("qwen3", WINDOW),
+    ("qwen3", dict(num_hidden_layers=1)),
+    ("llama", dict(attention_bias=True)),
+    ("llama", dict(mlp_bias=True)),
+    ("llama", dict(head_dim=12)),
+    ("llama", dict(hidden_act="gelu")),
+    ("llama", dict(hidden_act="gelu_pytorch_tanh")),
+    ("llama", dict(hidden_act="relu")),
+    ("llama", dict(tie_word_embeddings=True)),
+    ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
+    ("llama", dict(rope_parameters=YARN)),
+    ("llama", dict(rope_parameters=YARN | dict(attention_factor=0.5, beta_fast=2.0, truncate=False))),
+    ("llama", dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5))),
+    ("qwen2_vl", dict(rope_parameters=YARN | dict(mrope_section=[1, 1, 2]))),
+]
+
+
+@pytest.mark.parametrize(("family", "change"), FIELDS, ids=lambda v: v if isinstance(v, str) else "-".join(v))
+def test_field_is_honoured(tmp_path, family, change):
+    """Changing a field changes the logits, and to what transformers computes."""
+    tokens, mask = reference.unshared(*reference.group_batch(length=9))
+    tokens, mask = tokens[:, :12], mask[:, :12]
+    mask[:, 9:] = True
+    model, loaded = load(tmp_path, family, **change)
+    got = last_logits(loaded, tokens, mask)
+    with torch.no_grad():
+        np.testing.assert_allclose(got, reference.logits(model, tokens, mask)[:, -1], atol=1e-4)
+        default = reference.logits(reference.model(family), tokens, mask)[:, -1].numpy()
+    assert np.abs(np.asarray(got) - default).max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_other_vision_families(tmp_path, family):
+    tokens, mask = reference.unshared(*reference.group_batch())
+    mask[:, 6:] = True
+    model, loaded = load(tmp_path, family)
+    with torch.no_grad():
+        expected = reference.logits(model, tokens, mask)[:, -1]
+    np.testing.assert_allclose(last_logits(loaded, tokens, mask), expected, atol=1e-4)
+
+
+def test_bfloat16_compute_is_close(tmp_path):
+    """Half the bits in the matrix products; norms, rotations and softmax stay float32."""
+    _, loaded = load(tmp_path, "qwen3")
+    batch = reference.group_batch()
+    exact = make_policy(loaded.config).forward_group({"params": loaded.params}, *batch)
+    half = make_policy(loaded.config, compute_dtype="bfloat16").forward_group(
+        {"params": loaded.params}, *batch
+    )
+    assert half.dtype == jnp.bfloat16
+    error = np.abs(half.astype(jnp.float32) - exact)[batch[3]]
+    assert 0 < np.median(error) < 0.05
+
+
+def test_config_is_hashable_and_compares_by_value(tmp_path):
+    _, loaded = load(tmp_path, "qwen2")
+    assert hash(dataclasses.replace(loaded.config)) == hash(loaded.config)
+    assert dataclasses.replace(loaded.config, rms_norm_eps=1.0) != loaded.config

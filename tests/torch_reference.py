@@ -1,0 +1,127 @@
+"""Tiny random transformers models to compare with, their weights made large enough to matter."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+VOCAB = 96
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=[5, 7],
+    pad_token_id=0,
+    attn_implementation="eager",
+)
+FAMILIES = {
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+}
+VISION = {
+    "qwen2_vl": (
+        transformers.Qwen2VLConfig,
+        transformers.Qwen2VLForConditionalGeneration,
+        dict(depth=1, embed_dim=16, num_heads=2, hidden_size=32, mlp_ratio=2, patch_size=4),
+        [1, 1, 2],
+    ),
+    "qwen2_5_vl": (
+        transformers.Qwen2_5_VLConfig,
+        transformers.Qwen2_5_VLForConditionalGeneration,
+        dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=16, patch_size=4),
+        [1, 1, 2],
+    ),
+    "qwen3_vl": (
+        transformers.Qwen3VLConfig,
+        transformers.Qwen3VLForConditionalGeneration,
+        dict(
+            depth=1,
+            hidden_size=16,
+            num_heads=2,
+            out_hidden_size=32,
+            intermediate_size=16,
+            patch_size=4,
+            num_position_embeddings=16,
+            deepstack_visual_indexes=[0],
+        ),
+        [2, 3, 3],
+    ),
+}
+
+
+def model(family: str, **overrides):
+    """A torch model; parameters ~ N(0, 0.2), norms around 1, so that every part shows in the logits."""
+    torch.manual_seed(0)
+    fields = SHAPE | ({"head_dim": 16} if family.startswith("qwen3") else {}) | overrides
+    if family in FAMILIES:
+        config_class, model_class = FAMILIES[family]
+        built = model_class(config_class(**copy.deepcopy(fields)))
+    else:
+        config_class, model_class, vision, sections = VISION[family]
+        tied = fields.pop("tie_word_embeddings", False)
+        attention = fields.pop("attn_implementation")
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+        ids = dict(image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+        config = config_class(
+            text_config=fields | {"rope_parameters": fields.get("rope_parameters", rope)},
+            vision_config=vision,
+            tie_word_embeddings=tied,
+            attn_implementation=attention,
+            **ids,
+        )
+        built = model_class(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in sorted(built.named_parameters()):
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.3 * noise if "norm" in name and name.endswith("weight") else 0.2 * noise)
+    return built.eval()
+
+
+def folder(path: Path, family: str, *, dtype: torch.dtype = torch.float32, **overrides) -> Path:
+    """The same, saved as a folder."""
+    shard = overrides.pop("max_shard_size", "1GB")
+    model(family, **overrides).to(dtype).save_pretrained(path, max_shard_size=shard)
+    return path
+
+
+def logits(torch_model, tokens: np.ndarray, mask: np.ndarray) -> torch.Tensor:
+    """Logits [B, S, V] of left-padded tokens [B, S], positions counted from the first real token."""
+    ids, attention = torch.tensor(tokens, dtype=torch.long), torch.tensor(mask, dtype=torch.long)
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)
+    if torch_model.config.model_type in VISION:
+        positions = positions[None].expand(3, -1, -1)
+    return torch_model(
+        input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False
+    ).logits
+
+
+def group_batch(seed: int = 0, prompts: int = 3, group: int = 2, length: int = 6, steps: int = 5):
+    """Prompts of different lengths and completions that end at different steps, as NumPy arrays."""
+    rng = np.random.default_rng(seed)
+    prompt_tokens = rng.integers(1, 90, (prompts, length)).astype(np.int32)
+    pads = np.minimum(np.arange(prompts) * 2, length - 1)
+    prompt_mask = np.arange(length)[None] >= pads[:, None]
+    tokens = rng.integers(1, 90, (prompts, group, steps)).astype(np.int32)
+    ends = rng.integers(1, steps + 1, (prompts, group))
+    ends[0, 0] = steps
+    return prompt_tokens, prompt_mask, tokens, np.arange(steps) < ends[..., None]
+
+
+def unshared(prompt_tokens, prompt_mask, tokens, mask):
+    """Every completion behind its own copy of the prompt: tokens and mask [P·G, L+T]."""
+    group = tokens.shape[1]
+
+    def join(prompt, completion):
+        both = np.concatenate([np.repeat(prompt[:, None], group, 1), completion], axis=-1)
+        return both.reshape(-1, both.shape[-1])
+
+    return join(prompt_tokens, tokens), join(prompt_mask, mask)

@@ -229,7 +229,8 @@ def _check_target(folder: Path, source: Path) -> None:
 def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
     """Configurations and tokenizer; neither weights in other formats nor code."""
     for path in source.iterdir():
-        if path.is_file() and (path.suffix in _COPIED or path.name.upper().startswith("LICENSE")):
+        wanted = path.suffix in _COPIED or path.name.upper().startswith("LICENSE")
+        if path.is_file() and wanted and not path.name.endswith(".bin.index.json"):
             shutil.copyfile(path, work / path.name)
     if dtype is not None:
         raw = read_json(work / "config.json")

@@ -1,0 +1,308 @@
+"""Hugging Face folders: bit-equal round trips, what passes through, and one clear error for each flaw."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import tiny_models  # noqa: E402
+import torch_reference as reference  # noqa: E402
+import transformers  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from grpo_jax.errors import UserError  # noqa: E402
+from grpo_jax.models import hf  # noqa: E402
+from grpo_jax.models.decoder import make_policy  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def tensors(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same_tensors(folder, other):
+    got, expected = tensors(folder), tensors(other)
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    return tiny_models.causal_lm(tmp_path / "qwen", "qwen2")
+
+
+def edit_json(path, **changes):
+    content = json.loads(path.read_text())
+    content.update(changes)
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "param_dtype", "changes"),
+    [
+        ("qwen2", "float32", "float32", dict(tie_word_embeddings=True)),
+        ("qwen3", "bfloat16", "float32", dict(max_shard_size="20KB")),
+        ("llama", "float16", "float32", dict(attention_bias=True, mlp_bias=True)),
+        ("llama", "bfloat16", None, {}),
+        ("qwen2_vl", "bfloat16", "bfloat16", dict(tie_word_embeddings=True)),
+        ("qwen3_vl", "float32", "float32", {}),
+    ],
+)
+def test_round_trip_is_bit_equal(tmp_path, family, dtype, param_dtype, changes):
+    source = reference.folder(tmp_path / "source", family, dtype=DTYPES[dtype], **changes)
+    loaded = hf.load_folder(source, param_dtype=param_dtype, tokenizer=False)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.params)} == {param_dtype or dtype}
+    hf.save_folder(tmp_path / "export", source, loaded.config, loaded.params)
+    assert_same_tensors(tmp_path / "export", source)
+    assert ("lm_head" in loaded.params) == (not changes.get("tie_word_embeddings", False))
+    shards = sorted(path.name for path in source.glob("*.safetensors"))
+    assert shards == sorted(path.name for path in (tmp_path / "export").glob("*.safetensors"))
+    assert len(shards) > 1 or "max_shard_size" not in changes
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_vl"])
+def test_transformers_loads_a_changed_export_and_agrees(tmp_path, family):
+    """Trained weights, the source's tokenizer and ids, and for Qwen2-VL its vision tower as it was."""
+    if family == "qwen2":
+        source = tiny_models.causal_lm(tmp_path / "source", family, max_shard_size="20KB")
+    else:
+        source = tiny_models.qwen2_vl(tmp_path / "source")
+    loaded = hf.load_folder(source)
+    assert loaded.eos_ids == (258, 256) and loaded.pad_id == 256
+    changed = jax.tree.map(lambda leaf: leaf * 1.5 + 0.01, loaded.params)
+    hf.save_folder(tmp_path / "export", source, loaded.config, changed)
+
+    auto = {"qwen2": transformers.AutoModelForCausalLM, "qwen2_vl": transformers.AutoModelForImageTextToText}
+    model = auto[family].from_pretrained(tmp_path / "export", dtype="float32")
+    tokens = np.random.default_rng(0).integers(0, 250, (2, 7)).astype(np.int32)
+    policy = make_policy(loaded.config)
+    prefix = policy.prefill({"params": changed}, tokens, np.ones(tokens.shape, bool))
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor(tokens, dtype=torch.long)).logits[:, -1]
+    np.testing.assert_allclose(prefix.hidden @ policy.head({"params": changed}).T, expected, atol=1e-4)
+    assert model.generation_config.eos_token_id == [258, 256]
+    assert hf.load_tokenizer(tmp_path / "export").chat_template == loaded.tokenizer.chat_template
+
+    before, after = tensors(source), tensors(tmp_path / "export")
+    vision = [name for name in before if "visual" in name]
+    assert bool(vision) == (family == "qwen2_vl")
+    assert all(torch.equal(before[name], after[name]) for name in vision)
+    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_qwen2_vl_in_the_nested_naming(tmp_path):
+    """`model.language_model.*` and `model.visual.*`, as some newer folders name them."""
+    source = tiny_models.qwen2_vl(tmp_path / "source")
+    renamed = {}
+    for name, tensor in tensors(source).items():
+        name = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        renamed[f"model.{name}" if name.startswith("visual.") else name] = tensor
+    shutil.copytree(source, tmp_path / "nested")
+    save_file(renamed, tmp_path / "nested" / "model.safetensors", metadata={"format": "pt"})
+    flat, nested = (hf.load_folder(tmp_path / name, tokenizer=False) for name in ("source", "nested"))
+    jax.tree.map(np.testing.assert_array_equal, flat.params, nested.params)
+    hf.save_folder(tmp_path / "export", tmp_path / "nested", nested.config, nested.params)
+    assert_same_tensors(tmp_path / "export", tmp_path / "nested")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "export")
+    expected = transformers.AutoModelForImageTextToText.from_pretrained(source)
+    for got, want in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_export_in_another_dtype(tmp_path):
+    source = reference.folder(tmp_path / "source", "qwen2", dtype=torch.bfloat16)
+    loaded = hf.load_folder(source, tokenizer=False)
+    params = jax.tree.map(lambda leaf: leaf + 1e-5, loaded.params)
+    hf.save_folder(tmp_path / "export", source, loaded.config, params, dtype="float32")
+    assert {tensor.dtype for tensor in tensors(tmp_path / "export").values()} == {torch.float32}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert model.dtype == torch.float32
+    np.testing.assert_array_equal(model.model.norm.weight.detach(), params["norm"]["scale"])
+
+
+def test_a_repeated_tied_head_stays_tied(tmp_path, qwen):
+    """Some folders store the embedding a second time as lm_head."""
+    source = tiny_models.causal_lm(tmp_path / "tied", "qwen2", tie_word_embeddings=True)
+    stored = tensors(source)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    loaded = hf.load_folder(source)
+    hf.save_folder(tmp_path / "export", source, loaded.config, jax.tree.map(lambda x: x + 1, loaded.params))
+    exported = tensors(tmp_path / "export")
+    assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
+    stored["lm_head.weight"] += 1
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
+        hf.load_folder(source)
+
+
+def test_end_ids_fall_back_to_config_and_tokenizer(qwen):
+    edit_json(qwen / "generation_config.json", eos_token_id=9, pad_token_id=3)
+    loaded = hf.load_folder(qwen, tokenizer=False)
+    assert loaded.eos_ids == (9,) and loaded.pad_id == 3
+    (qwen / "generation_config.json").unlink()
+    edit_json(qwen / "config.json", eos_token_id=[11, 12, 99999], pad_token_id=None)
+    loaded = hf.load_folder(qwen, tokenizer=False)
+    assert loaded.eos_ids == (11, 12) and loaded.pad_id == 11
+    edit_json(qwen / "config.json", eos_token_id=None)
+    assert hf.load_folder(qwen).eos_ids == (258,)
+    with pytest.raises(UserError, match="eos_token_id"):
+        hf.load_folder(qwen, tokenizer=False)
+
+
+def test_an_export_replaces_an_older_one_and_nothing_else(tmp_path, qwen):
+    loaded = hf.load_folder(qwen)
+    target = tmp_path / "runs" / "policy"
+    hf.save_folder(target, qwen, loaded.config, loaded.params)
+    hf.save_folder(target, qwen, loaded.config, jax.tree.map(lambda x: x * 0, loaded.params))
+    assert not tensors(target)["model.norm.weight"].any()
+    assert [path.name for path in target.parent.iterdir()] == ["policy"]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match="not an exported policy"):
+        hf.save_folder(tmp_path / "notes", qwen, loaded.config, loaded.params)
+    with pytest.raises(UserError, match="made from"):
+        hf.save_folder(qwen, qwen, loaded.config, loaded.params)
+
+
+def test_a_failed_export_leaves_the_older_one(tmp_path, qwen, monkeypatch):
+    loaded = hf.load_folder(qwen)
+    hf.save_folder(tmp_path / "export", qwen, loaded.config, loaded.params)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("grpo_jax.models.weights.save_file", full)
+    with pytest.raises(UserError, match="No space left"):
+        hf.save_folder(tmp_path / "export", qwen, loaded.config, loaded.params)
+    assert_same_tensors(tmp_path / "export", qwen)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "qwen"]
+
+
+def test_code_and_other_weights_are_not_copied(tmp_path, qwen):
+    for name in ("modeling.py", "training.bin", "pytorch_model.bin.index.json", "LICENSE"):
+        (qwen / name).write_text("{}")
+    loaded = hf.load_folder(qwen)
+    hf.save_folder(tmp_path / "export", qwen, loaded.config, loaded.params)
+    names = {path.name for path in (tmp_path / "export").iterdir()}
+    assert {"LICENSE", "config.json", "tokenizer.json", "generation_config.json"} <= names
+    assert not names & {"modeling.py", "training.bin", "pytorch_model.bin.index.json"}
+
+
+def test_float16_overflow_is_refused(tmp_path):
+    source = reference.folder(tmp_path / "source", "llama", dtype=torch.float16)
+    loaded = hf.load_folder(source, tokenizer=False)
+    with pytest.raises(UserError, match="float16"):
+        hf.save_folder(
+            tmp_path / "export", source, loaded.config, jax.tree.map(lambda x: x * 1e6, loaded.params)
+        )
+    assert not (tmp_path / "export").exists()
+
+
+def test_params_of_another_model_are_refused(tmp_path, qwen):
+    loaded = hf.load_folder(qwen)
+    params = {**loaded.params, "norm": {"scale": jnp.ones(3)}, "extra": jnp.ones(1)}
+    with pytest.raises(ValueError, match=r"extra, norm\.scale"):
+        hf.save_folder(tmp_path / "export", qwen, loaded.config, params)
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def scramble(folder):
+    (folder / "model.safetensors").write_bytes(b"not safetensors at all")
+
+
+def only_pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def wrong_tensors(folder):
+    stored = tensors(folder)
+    stored["model.norm.weight"] = torch.ones(7)
+    stored["model.layers.0.mlp.up_proj.weight"] = stored["model.layers.0.mlp.up_proj.weight"].int()
+    stored["model.layers.9.mlp.up_proj.weight"] = stored.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(stored, folder / "model.safetensors")
+
+
+def missing_shard(folder):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def outside_shard(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+
+
+def unsupported(folder):
+    edit_json(folder / "config.json", model_type="mamba")
+
+
+def broken_config(folder):
+    (folder / "config.json").write_text("{")
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def no_tokenizer(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def broken_tokenizer(folder):
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "messages"),
+    [
+        (truncate, ["truncated", "model.safetensors"]),
+        (scramble, ["broken", "model.safetensors"]),
+        (only_pickle, ["pytorch_model.bin", "safetensors"]),
+        (no_weights, ["has no model.safetensors"]),
+        (
+            wrong_tensors,
+            [
+                "model.norm.weight has shape (7,), expected (32,)",
+                "model.layers.0.mlp.up_proj.weight has dtype I32",
+                "model.layers.1.mlp.up_proj.weight is missing",
+                "model.layers.9.mlp.up_proj.weight is unexpected",
+            ],
+        ),
+        (missing_shard, ["model-00001-of-00002.safetensors"]),
+        (outside_shard, ["../other.safetensors"]),
+        (unsupported, ["mamba", "qwen2"]),
+        (broken_config, ["config.json"]),
+        (no_config, ["config.json"]),
+        (no_tokenizer, ["tokenizer"]),
+        (broken_tokenizer, ["tokenizer"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_damaged_folders_give_one_clear_line(qwen, damage, messages):
+    damage(qwen)
+    with pytest.raises(UserError) as caught:
+        hf.load_folder(qwen)
+    assert all(message in str(caught.value) for message in [*messages, str(qwen)]), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_id_that_is_not_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("nobody/no-such-model", str(tmp_path / "nowhere")):
+        with pytest.raises(UserError, match="path of a local folder"):
+            hf.load_folder(name)

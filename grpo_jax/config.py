@@ -249,7 +249,7 @@ class RendererSection:
         eval_steps: Denoising steps in evaluation.
         eval_guidance: Guidance scale in evaluation.
         batch_size: Pictures drawn at once.
-        cache_images: Pictures kept by (prompt, seed).
+        cache_megabytes: Memory for pictures kept by (prompt, seed, settings); 0 keeps none.
     """
 
     path: str = "miniature"
@@ -261,7 +261,7 @@ class RendererSection:
     eval_steps: int = 10
     eval_guidance: float = 1.0
     batch_size: int = 32
-    cache_images: int = 4096
+    cache_megabytes: int = 256
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -269,7 +269,7 @@ class RendererSection:
             _require(getattr(self, name) >= 1, f"renderer.{name}", "a number >= 1", getattr(self, name))
         for name in ("guidance", "eval_guidance"):
             _require(getattr(self, name) >= 1, f"renderer.{name}", "a number >= 1", getattr(self, name))
-        for name in ("size", "cache_images"):
+        for name in ("size", "cache_megabytes"):
             _require(getattr(self, name) >= 0, f"renderer.{name}", "a number >= 0", getattr(self, name))
 
 

@@ -98,7 +98,7 @@ def collect_rewards(
         except Exception as error:  # a judge may raise anything
             if on_error == "raise":
                 raise RewardError(name, f"raised {type(error).__name__}: {error}") from error
-    return np.moveaxis(result, 0, -1).reshape(-1, group_size, len(functions))
+    return np.moveaxis(result, 0, -1).reshape(len(completions) // group_size, group_size, len(functions))
 
 
 def _wanted(function: Reward, columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""A run from its first line to its summary: begin or resume, iterate, validate, save, report.
+
+Host code only. Its state is a `TrainState` and a `Progress`; both are in every checkpoint, so that a run which was
+killed at any moment goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from typing import Any, NamedTuple
+
+from grpo_jax import config as configuration
+from grpo_jax.checkpoint import Checkpoints
+from grpo_jax.config import Config
+from grpo_jax.errors import UserError
+from grpo_jax.evaluate import Evaluation, evaluate_policy, evaluate_texts, oracle_texts, weighted_reward
+from grpo_jax.loop import Learner, run_iteration
+from grpo_jax.parts import Parts
+from grpo_jax.pipeline import StageError
+from grpo_jax.results import finish_run
+from grpo_jax.trainer import TrainState
+
+_RUN_FIELDS = ("run_dir", "resume", "debug", "report_to", "judge_timeout", "devices", "on_judge_error")
+
+
+class Progress(NamedTuple):
+    """What a checkpoint remembers beside the arrays; all of it JSON.
+
+    Attributes:
+        iteration: Iterations done.
+        before: Held-out measures of the start, by kind of text ("greedy", "sampled", "unchanged", "oracle").
+        best_score: Best validation score so far, or None.
+        best_iteration: Where it was reached.
+        seconds: Seconds by stage so far, "total" included.
+        fingerprint: Of the config's fields that change what is learned.
+    """
+
+    iteration: int
+    before: dict[str, dict[str, float]]
+    best_score: float | None
+    best_iteration: int
+    seconds: dict[str, float]
+    fingerprint: str
+
+
+class Run(NamedTuple):
+    """What every step of a run needs.
+
+    Attributes:
+        parts: Policy, data and judges.
+        learner: Compiled steps.
+        checkpoints: Where states are saved.
+        output: Console, metric files and the run directory.
+        clock: `time.monotonic()` at the start of this process's part of the run.
+    """
+
+    parts: Parts
+    learner: Learner
+    checkpoints: Checkpoints
+    output: Any
+    clock: float
+
+
+def fingerprint(config: Config) -> str:
+    """A hash of the config's fields that change what is learned; a resumed run must have the same."""
+    values = configuration.to_dict(config)
+    for name in _RUN_FIELDS:
+        values.pop(name)
+    for name in ("save_every", "keep_checkpoints"):
+        values["training"].pop(name)
+    values["evaluation"].pop("gallery")
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def execute(run: Run, stop: threading.Event) -> dict[str, Any]:
+    """Begins or resumes, trains, and finishes unless `stop` is set on the way.
+
+    Returns:
+        The summary, with "stopped".
+    """
+    state, progress = begin(run)
+    state, progress = train(run, state, progress, stop)
+    if progress.iteration < run.learner.iterations:
+        where = run.parts.config.run_dir
+        run.output.note(f"stopped and saved after iteration {progress.iteration}: --resume --run_dir {where} goes on")
+        return {"stopped": True, "iteration": progress.iteration}
+    return {**finish_run(run, state, progress), "stopped": False}
+
+
+def begin(run: Run) -> tuple[TrainState, Progress]:
+    """The state to start from: the last checkpoint's on --resume, else the policy's as loaded, measured."""
+    state, mark = run.learner.state, fingerprint(run.parts.config)
+    if run.parts.config.resume and run.checkpoints.latest_step() is not None:
+        restored, meta = run.checkpoints.restore("latest", state._asdict())
+        progress = Progress(**meta["progress"])
+        if progress.fingerprint != mark:
+            raise UserError(
+                f"--resume: the checkpoint in {run.checkpoints.folder} belongs to another configuration; resume with the "
+                "run's own config.yaml, or start a new run in another --run_dir"
+            )
+        run.output.truncate(progress.iteration)
+        run.output.note(f"resumed after iteration {progress.iteration}")
+        return TrainState(**restored), progress
+    run.output.truncate(0)
+    started = time.monotonic()
+    before = {kind: evaluation.measures for kind, evaluation in measure_start(run.parts, state).items()}
+    progress = Progress(0, before, None, 0, {"evaluate": time.monotonic() - started}, mark)
+    told = ", ".join(f"{name} {value:.3f}" for name, value in before["greedy"].items())
+    run.output.note(f"baseline on {len(run.parts.test_rows)} held-out prompts: {told}")
+    save(run, state, progress)
+    return state, progress
+
+
+def measure_start(parts: Parts, state: TrainState) -> dict[str, Evaluation]:
+    """Held-out measures before training: the policy, the unchanged prompts, and the oracle where there is one."""
+    rows = parts.test_rows
+    found = {"greedy": evaluate_policy(parts, state.variables, rows)}
+    if parts.config.evaluation.sampled:
+        found["sampled"] = evaluate_policy(parts, state.variables, rows, sampled=True)
+    if parts.config.task == "prompt_enhancement":
+        found["unchanged"] = evaluate_texts(parts, rows, [row.prompt for row in rows])
+    oracle = oracle_texts(rows)
+    if oracle is not None:
+        found["oracle"] = evaluate_texts(parts, rows, oracle)
+    return found
+
+
+def train(
+    run: Run, state: TrainState, progress: Progress, stop: threading.Event
+) -> tuple[TrainState, Progress]:
+    """Iterates to the end, or to the first iteration after `stop` is set; the last state is saved.
+
+    Raises:
+        UserError: A judge failed; the state before that iteration is saved.
+    """
+    training, iterations = run.parts.config.training, run.learner.iterations
+    run.output.start(iterations, progress.iteration)
+    while progress.iteration < iterations and not stop.is_set():
+        started = time.monotonic()
+        try:
+            result = run_iteration(run.parts, run.learner, state, progress.iteration)
+        except StageError as error:
+            save(run, state, progress, wait=True)
+            raise _judge_failed(run, error) from error
+        state = result.state
+        seconds = {**result.rollout.seconds, "total": time.monotonic() - started}
+        seconds["update"] = result.update_seconds
+        row = {**result.row, **_timings(seconds, result.row, run.parts)}
+        progress = progress._replace(iteration=progress.iteration + 1, seconds=_add(progress.seconds, seconds))
+        progress, row = validate(run, state, progress, row)
+        run.output.iteration(row, run.parts, result)
+        if training.save_every and progress.iteration % training.save_every == 0:
+            save(run, state, progress)
+    if progress.iteration % max(training.save_every, 1) or not training.save_every:
+        save(run, state, progress)
+    run.checkpoints.wait()
+    return state, progress
+
+
+def validate(run: Run, state: TrainState, progress: Progress, row: dict[str, float]) -> tuple[Progress, dict[str, float]]:
+    """Measures the validation prompts when it is time, and keeps the best policy."""
+    section = run.parts.config.evaluation
+    due = section.every and (progress.iteration % section.every == 0 or progress.iteration == run.learner.iterations)
+    if not due or not run.parts.validation_rows:
+        return progress, row
+    started = time.monotonic()
+    try:
+        measures = evaluate_policy(run.parts, state.variables, run.parts.validation_rows).measures
+    except StageError as error:
+        save(run, state, progress, wait=True)
+        raise _judge_failed(run, error) from error
+    score = weighted_reward(run.parts, measures)
+    progress = progress._replace(seconds=_add(progress.seconds, {"evaluate": time.monotonic() - started}))
+    row = {**row, **{f"validation/{name}": value for name, value in measures.items()}, "validation/score": score}
+    if progress.best_score is None or score > progress.best_score:
+        progress = progress._replace(best_score=score, best_iteration=progress.iteration)
+        run.checkpoints.save_best(progress.iteration, state._asdict(), {"progress": progress._asdict()})
+    return progress, row
+
+
+def save(run: Run, state: TrainState, progress: Progress, *, wait: bool = False) -> None:
+    """Writes a checkpoint in the background; at once if `wait`."""
+    run.checkpoints.save(progress.iteration, state._asdict(), {"progress": progress._asdict()}, wait=wait)
+
+
+def _judge_failed(run: Run, error: StageError) -> UserError:
+    # The text and rewards of the failing chunk are lost; the state before the iteration is not.
+    return UserError(
+        f"{error}. Saved; mend the judge and go on with --resume --run_dir {run.parts.config.run_dir}, or let such "
+        'completions go without a reward: --on_judge_error missing'
+    )
+
+
+def _add(total: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    return {name: total.get(name, 0.0) + more.get(name, 0.0) for name in {**total, **more}}
+
+
+def _timings(seconds: dict[str, float], row: dict[str, float], parts: Parts) -> dict[str, float]:
+    tokens = row["completion_tokens"] * parts.config.training.prompts_per_batch * parts.config.sampling.group_size
+    timings = {f"seconds/{name}": value for name, value in seconds.items()}
+    return {**timings, "tokens_per_second": tokens / max(seconds["sample"], 1e-9)}

@@ -1,0 +1,62 @@
+"""Writes the trained policy as a Hugging Face folder.
+
+    python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def export_policy(folder: str | Path, loaded: Any, variables: dict[str, Any], lora: Any, *, dtype: str | None = None) -> None:
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads (Qwen2-VL: `AutoModelForImageTextToText`).
+
+    Args:
+        folder: Where to; it appears at once, when complete.
+        loaded: The folder the policy came from, as read.
+        variables: Its variables; adapters are merged into the weights.
+        lora: The adapters' config, or None.
+        dtype: Type of the weights; None keeps the source folder's.
+
+    Raises:
+        UserError: The folder cannot be written.
+    """
+    from grpo_jax.models import hf
+    from grpo_jax.models.lora import merge
+
+    hf.save_folder(folder, loaded.folder, loaded.config, merge(variables, lora), dtype=dtype)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    from grpo_jax.parts import guarded
+
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_jax.export",
+        description="Restores a policy from a run directory and writes it as a Hugging Face folder.",
+    )
+    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="Folder to write.")
+    parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="Type of the weights (default: the source's)."
+    )
+    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: _export_run(options), debug=options.debug)
+
+
+def _export_run(options: argparse.Namespace) -> None:
+    from grpo_jax.parts import restore_policy
+
+    loaded, _, lora, variables, meta = restore_policy(options.run, options.checkpoint)
+    export_policy(options.out, loaded, variables, lora, dtype=options.dtype)
+    print(f"{options.out}: the policy of {options.run}, checkpoint {options.checkpoint} (step {meta.get('step')})")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

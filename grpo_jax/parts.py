@@ -1,0 +1,292 @@
+"""Makes the parts that a config names: policy, prompts, judges. Shared by the commands, which alone know them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.config import Config, LoraSection, RewardSection, from_dict
+from grpo_jax.errors import UserError
+from grpo_jax.judges import make_environment
+from grpo_jax.rollout import Environment
+from grpo_jax.sampling import SamplingParams, make_sampler
+
+Say = Callable[..., None]
+
+
+class Parts(NamedTuple):
+    """Everything a config names, loaded.
+
+    Attributes:
+        config: The config.
+        policy: The policy's pure functions.
+        loaded: Its folder as read: decoder config, tokenizer, special ids; the weights are in `variables`.
+        lora: Adapters' config, or None.
+        variables: The start, on the policy's device.
+        prompts: Train, validation and test rows.
+        environment: Encoding, rendering and scoring.
+        sampler: Training's sampler, G completions.
+        greedy_sampler: One greedy completion.
+        evaluation_sampler: One sampled completion.
+        allowed_tokens: bool [V], or None for all.
+        weights: Weight of each reward by name.
+        conditions: Conditions between rewards, by index.
+        key: The run's key.
+        timeout: Seconds a stage may spend on a chunk, or None.
+        devices: Name of the device of each part.
+    """
+
+    config: Config
+    policy: Any
+    loaded: Any
+    lora: Any
+    variables: dict[str, Any]
+    prompts: Any
+    environment: Environment
+    sampler: Callable[..., Any]
+    greedy_sampler: Callable[..., Any]
+    evaluation_sampler: Callable[..., Any]
+    allowed_tokens: np.ndarray | None
+    weights: dict[str, float]
+    conditions: tuple[Any, ...]
+    key: jax.Array
+    timeout: float | None
+    devices: dict[str, str]
+
+    @property
+    def test_rows(self) -> Sequence[Any]:
+        """The held-out prompts that results are reported on."""
+        count = self.config.evaluation.prompts
+        return self.prompts.test[: count or None]
+
+    @property
+    def validation_rows(self) -> Sequence[Any]:
+        """The held-out prompts that "best" is chosen on."""
+        return self.prompts.validation[: self.config.evaluation.validation_prompts]
+
+
+def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
+    """Runs a command: a user's mistake is one line and exit code 2, an interrupt 130.
+
+    Args:
+        function: The command; an int it returns is the exit code.
+        debug: Let tracebacks through.
+    """
+    try:
+        result = function()
+    except UserError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def run_config(run_dir: str | Path) -> Config:
+    """The config that a run directory was made with."""
+    import yaml
+
+    path = Path(run_dir) / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"{run_dir}: no config.yaml there; give the run directory of a training run")
+    try:
+        return from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def lora_config(section: LoraSection) -> Any:
+    """Adapters' config, or None for rank 0."""
+    from grpo_jax.models.lora import LoraConfig
+
+    if section.rank == 0:
+        return None
+    try:
+        return LoraConfig(section.rank, section.alpha, tuple(section.targets))
+    except ValueError as error:
+        raise UserError(f"policy.lora: {error}") from error
+
+
+def load_parts(
+    config: Config,
+    *,
+    say: Say,
+    prompts: Any = None,
+    rewards: Sequence[Callable[..., Any]] | None = None,
+) -> Parts:
+    """Loads everything, one line per part.
+
+    Args:
+        config: Names the parts.
+        say: say(name, detail) prints a line.
+        prompts: A `PromptSet` or a list of prompts/records in place of data.prompts.
+        rewards: Reward functions in place of those in the config, with weight 1 each.
+    """
+    placement = _place(config, say)
+    device = _policy_device(placement)
+    loaded, policy, lora, variables = _load_policy(config, device, say)
+    prompt_set = _load_prompts(config, prompts, say)
+    allowed = allowed_tokens(config, loaded)
+    environment, sections = make_environment(config, placement, loaded, prompt_set, rewards, own_bridges, say)
+
+    def sampler(group_size: int, temperature: float) -> Callable[..., Any]:
+        section = config.sampling
+        restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p} if temperature else {}
+        params = SamplingParams(group_size, section.max_new_tokens, temperature, **restrict)
+        return make_sampler(policy, params, eos_ids=loaded.eos_ids, pad_id=loaded.pad_id, allowed_tokens=allowed)
+
+    return Parts(
+        config=config,
+        policy=policy,
+        loaded=loaded,
+        lora=lora,
+        variables=variables,
+        prompts=prompt_set,
+        environment=environment,
+        sampler=sampler(config.sampling.group_size, config.sampling.temperature),
+        greedy_sampler=sampler(1, 0.0),
+        evaluation_sampler=sampler(1, config.sampling.temperature),
+        allowed_tokens=allowed,
+        weights={section.name: section.weight for section in sections},
+        conditions=_conditions(sections),
+        key=jax.random.key(config.seed),
+        timeout=config.judge_timeout or None,
+        devices={"policy": str(device)} if placement is None else dataclasses.asdict(placement),
+    )
+
+
+def _place(config: Config, say: Say) -> Any:
+    if config.task == "text":
+        say("devices", f"policy on {jax.devices()[0]}")
+        return None
+    bridges = own_bridges()
+    placement_module = bridges("placement")
+    section = config.devices
+    placement, notes = placement_module.place(section.policy, section.renderer, section.scorer)
+    placement_module.prepare_jax(placement)
+    for note in notes:
+        say("devices", note)
+    return placement
+
+
+def own_bridges() -> Callable[[str], Any]:
+    """Imports modules of this project's `bridges` package; another distribution installs one of the same name."""
+    import importlib
+
+    try:
+        package = importlib.import_module("bridges")
+    except ImportError as error:
+        raise UserError(f"the bridges package is missing ({error}); install grpo_jax again") from error
+    if not getattr(package, "__grpo_jax__", False):
+        raise UserError(
+            f"{getattr(package, '__file__', 'bridges')} is another package called `bridges`, not grpo_jax's; uninstall "
+            "it or put grpo_jax first on the path"
+        )
+
+    def load(name: str) -> Any:
+        try:
+            return importlib.import_module(f"bridges.{name}")
+        except ModuleNotFoundError as error:
+            raise UserError(f'{error.name} is not installed; run pip install "grpo_jax[diffusion]"') from error
+
+    return load
+
+
+def _policy_device(placement: Any) -> jax.Device:
+    """The JAX device of the policy: the only card JAX is shown, or the CPU."""
+    if placement is None or placement.policy != "cpu":
+        return jax.devices()[0]
+    return jax.devices("cpu")[0]
+
+
+def _load_policy(config: Config, device: jax.Device, say: Say) -> tuple[Any, Any, Any, dict[str, Any]]:
+    from grpo_jax.models import hf
+    from grpo_jax.models.decoder import make_policy
+    from grpo_jax.models.lora import init_adapters
+
+    section = config.policy
+    lora = lora_config(section.lora)
+    folder = own_bridges()("miniature").path("policy") if section.path == "miniature" else section.path
+    loaded = hf.load_folder(folder, param_dtype=section.frozen_dtype if lora else "float32")
+    policy = make_policy(loaded.config, compute_dtype=section.compute_dtype, remat=section.remat, lora=lora)
+    variables = {"params": jax.device_put(loaded.params, device)}
+    if lora is not None:
+        key = jax.random.fold_in(jax.random.key(config.seed), 2**30)
+        variables["lora"] = jax.device_put(init_adapters(variables["params"], key, lora), device)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
+    trained = f", LoRA rank {lora.rank}" if lora else ""
+    say("policy", f"{section.path}: {count:,} parameters, {section.compute_dtype}{trained}, on {device}")
+    return loaded._replace(params=None), policy, lora, variables
+
+
+def _load_prompts(config: Config, prompts: Any, say: Say) -> Any:
+    from grpo_jax.tasks import prompts as data
+
+    name = config.data.prompts
+    if prompts is not None:
+        name = "given"
+        if not isinstance(prompts, data.PromptSet):
+            records = [{"prompt": row} if isinstance(row, str) else dict(row) for row in prompts]
+            rows = data.make_prompt_set(records).train
+            prompts = data.split_rows(rows, held_out=config.data.held_out)
+    elif name == "miniature":
+        world = own_bridges()("miniature.world")
+        counts = (2048, config.evaluation.validation_prompts or 1, config.evaluation.prompts or 256)
+        splits = zip(data.SPLITS, counts, strict=True)
+        prompts = data.make_prompt_set(*(world.prompts(split, count) for split, count in splits))
+    else:
+        prompts = data.load_prompts(name, held_out=config.data.held_out)
+    sizes = f"{len(prompts.train)} train, {len(prompts.validation)} validation, {len(prompts.test)} test"
+    say("prompts", f"{name}: {sizes}")
+    # An early answer: too few prompts for one batch.
+    data.batches_per_epoch(len(prompts.train), config.training.prompts_per_batch)
+    return prompts
+
+
+def allowed_tokens(config: Config, loaded: Any) -> np.ndarray | None:
+    """The mask bool [V] that data.allowed_tokens names; None for every token."""
+    if config.data.allowed_tokens == "all":
+        return None
+    from grpo_jax.tasks import prompt_enhancement
+
+    return prompt_enhancement.allowed_tokens(loaded.tokenizer, config.data.allowed_tokens, vocab_size=loaded.config.vocab_size, eos_ids=loaded.eos_ids)
+
+
+def _conditions(sections: Sequence[RewardSection]) -> tuple[Any, ...]:
+    from grpo_jax.advantages import Condition
+
+    index = {section.name: position for position, section in enumerate(sections)}
+    return tuple(
+        Condition(index[section.name], index[section.condition_on], section.threshold)
+        for section in sections
+        if section.condition_on is not None
+    )
+
+
+def restore_variables(parts: Parts, run_dir: str | Path, checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The policy's variables of a checkpoint ("final", "best" or a step), on its device, and the checkpoint's meta."""
+    from grpo_jax.checkpoint import restore_params
+
+    which = int(checkpoint) if checkpoint.isdigit() else checkpoint
+    return restore_params(run_dir, which, parts.variables)
+
+
+def restore_policy(run_dir: str | Path, checkpoint: str) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
+    """A run's policy without its judges: (loaded folder, functions, LoRA config, variables, checkpoint's meta)."""
+    from grpo_jax.checkpoint import restore_params
+
+    config = run_config(run_dir)
+    loaded, policy, lora, variables = _load_policy(config, jax.devices()[0], lambda *_: None)
+    which = int(checkpoint) if checkpoint.isdigit() else checkpoint
+    restored, meta = restore_params(run_dir, which, variables)
+    return loaded, policy, lora, restored, meta

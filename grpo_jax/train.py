@@ -1,0 +1,101 @@
+"""The training command, a thin shell over `run`.
+
+    python -m grpo_jax.train [--config FILE] [--seed N] [--run_dir DIR] [--resume] [--section.field VALUE …]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_jax import config as configuration
+from grpo_jax.config import Config
+from grpo_jax.errors import UserError
+
+DEFAULT_CONFIG = "prompt_enhancement_miniature"
+
+
+def run(
+    config: Config,
+    *,
+    prompts: Any = None,
+    rewards: Sequence[Callable[..., Any]] | None = None,
+) -> dict[str, Any]:
+    """Trains a policy and leaves a run directory.
+
+    Args:
+        config: The run; config.run_dir must be set.
+        prompts: A list of prompts, or of records {"prompt": …, column: …}, or a `PromptSet`, in place of
+            data.prompts.
+        rewards: Reward functions in place of config.rewards, each with weight 1:
+            reward(prompts, completions, **columns) → P·G numbers, None for a missing one.
+
+    Returns:
+        What summary.json holds, and "stopped": whether a signal ended the run early.
+
+    Raises:
+        UserError: A mistake in the config or the files it names, or a judge that failed; checkpoints stay valid.
+    """
+    from grpo_jax.checkpoint import Checkpoints
+    from grpo_jax.experiment import Run, execute
+    from grpo_jax.loop import make_learner
+    from grpo_jax.parts import load_parts
+    from grpo_jax.reporting import RunOutput
+    from grpo_jax.signals import stop_requests
+
+    clock = time.monotonic()
+    if config.run_dir is None:
+        raise UserError("run_dir: expected a folder for the run, got null")
+    with RunOutput(config) as output, stop_requests() as stop:
+        parts = load_parts(config, say=output.part, prompts=prompts, rewards=rewards)
+        learner = make_learner(parts)
+        with Checkpoints(output.directory.checkpoints, keep=config.training.keep_checkpoints) as checkpoints:
+            return execute(Run(parts, learner, checkpoints, output, clock), stop)
+
+
+def arguments_with_defaults(arguments: Sequence[str]) -> list[str]:
+    """Fills in the config: that of the run directory on --resume, else the miniature's."""
+    arguments = list(arguments)
+    named = any(argument == "--config" or argument.startswith("--config=") for argument in arguments)
+    helping = any(argument in ("-h", "--help") for argument in arguments)
+    if named or helping:
+        return arguments
+    if any(argument in ("--resume", "--resume=true") for argument in arguments):
+        run_dir = _value_of(arguments, "--run_dir")
+        if run_dir is None:
+            raise UserError("--resume: say which run with --run_dir DIR")
+        saved = f"{run_dir}/config.yaml"
+        return [f"--config={saved}", *arguments]
+    return [f"--config={DEFAULT_CONFIG}", *arguments]
+
+
+def _value_of(arguments: Sequence[str], name: str) -> str | None:
+    for position, argument in enumerate(arguments):
+        if argument == name and position + 1 < len(arguments):
+            return arguments[position + 1]
+        if argument.startswith(f"{name}="):
+            return argument.removeprefix(f"{name}=")
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code: 0, also when stopped by a signal after saving; 2 for a user's mistake."""
+    from grpo_jax.parts import guarded
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
+
+    def command() -> int:
+        config = configuration.parse(arguments_with_defaults(given))
+        if config.run_dir is None:
+            config = dataclasses.replace(config, run_dir=f"runs/{config.task}-{time.strftime('%Y%m%d-%H%M%S')}")
+        run(config)
+        return 0
+
+    return guarded(command, debug="--debug" in given or "--debug=true" in given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -116,7 +116,7 @@ def _save_language_model(model, tokenizer, folder, max_shard_size: str) -> Path:
 
 
 def clip_tokenizer(window: int = 77) -> CLIPTokenizer:
-    """CLIP's tokenizer with single letters for words; the end token has the highest id, as in the real one."""
+    """CLIP's tokenizer with letters for words; the end token has the highest id, as in the real one."""
     pieces = list(LETTERS) + [letter + "</w>" for letter in LETTERS] + ["<|startoftext|>", "<|endoftext|>"]
     merges = [("r", "e"), ("re", "d</w>"), ("o", "f</w>"), ("d", "o"), ("do", "g</w>")]
     pieces[-2:-2] = ["".join(pair) for pair in merges]

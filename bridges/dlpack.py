@@ -1,0 +1,128 @@
+"""Arrays from JAX to torch and back, through dlpack: the same memory on one device, one copy across devices.
+
+What is handed over without a copy is lent, and read-only by contract: neither side may write to it while the
+other may still read, and it must not be given to a jitted function that donates it (a living torch view makes
+XLA copy instead of reusing the buffer). Where that cannot be promised, ask for `copy=True`.
+"""
+
+import jax
+import torch
+
+from bridges.loading import torch_device
+
+SHARED = {"bool", "uint8", "int8", "int16", "int32", "float16", "bfloat16", "float32"}
+WIDE = {"int64": torch.int32, "float64": torch.float32}  # JAX holds these only with jax_enable_x64
+
+
+def to_torch(
+    array: jax.Array, device: str | torch.device | None = None, *, copy: bool = False
+) -> torch.Tensor:
+    """The torch tensor of a JAX array.
+
+    Args:
+        array: any shape; on one device, or the same on all.
+        device: "cpu", "gpu:N" or a torch device; None stays where the array is. Between cards the copy is
+            direct, it does not pass through the host.
+        copy: return memory of its own, which may be written to, even on the same device.
+
+    Returns:
+        A tensor of the same dtype and shape. Without `copy`, on the same device, it is the array's memory,
+        valid also after the array is gone: do not write to it.
+
+    Raises:
+        TypeError: if `array` is no concrete JAX array, a typed PRNG key, or of a dtype torch does not share.
+        ValueError: if it is spread over several devices.
+    """
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        raise TypeError(f"array: expected a concrete jax.Array, got {type(array).__name__}")
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise TypeError("array: a typed PRNG key has no counterpart in torch; pass jax.random.key_data(key)")
+    if str(array.dtype) not in SHARED | set(WIDE):
+        raise TypeError(f"array: expected one of {_names(SHARED | set(WIDE))}, got {array.dtype}")
+    if len(array.sharding.device_set) > 1:
+        if not array.is_fully_replicated:
+            raise ValueError(
+                f"array: it is spread over {len(array.sharding.device_set)} devices; gather it first"
+            )
+        array = array.addressable_data(0)
+    (source,) = array.devices()
+    if source.platform != "cpu" and not torch.cuda.is_available():
+        # a torch without GPU support cannot name the card's memory: this copy to the host is the only way
+        array = jax.device_put(array, jax.local_devices(backend="cpu")[0])
+    if next(iter(array.devices())).platform == "cpu":
+        array.block_until_ready()  # on a card the streams are ordered by dlpack, on the CPU nothing waits
+    lent = torch.from_dlpack(array)
+    tensor = lent if device is None else lent.to(torch_device(device))
+    return tensor.clone() if copy and tensor is lent else tensor
+
+
+def to_jax(
+    tensor: torch.Tensor, device: jax.Device | None = None, *, copy: bool = False, convert: bool = False
+) -> jax.Array:
+    """The JAX array of a torch tensor.
+
+    Args:
+        tensor: any shape and strides; gradients stay behind.
+        device: the JAX device that is to hold it. None stays on the tensor's device if JAX sees it, and is
+            JAX's first device otherwise.
+        copy: take the values now: for a tensor that is written to afterwards.
+        convert: allow int64 and float64 to become int32 and float32.
+
+    Returns:
+        An array of the same shape. Without `copy`, on the same device, it is the tensor's own memory (on the
+        CPU if aligned to 64 bytes), valid also after the tensor is gone: do not write to the tensor, do not
+        donate the array. A tensor on a card that JAX does not see is first moved by torch, card to card.
+
+    Raises:
+        TypeError: if `tensor` is no dense tensor, or of a dtype JAX does not share; for int64 and float64
+            too, unless JAX runs with x64 or `convert` is set (JAX by itself would truncate without a word).
+        ValueError: if a converted integer does not fit.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        raise TypeError(
+            f"tensor: expected a dense torch.Tensor, got {getattr(tensor, 'layout', type(tensor))}"
+        )
+    lent = _narrowed(tensor.detach(), convert).contiguous()
+    if copy and lent.data_ptr() == tensor.data_ptr():
+        lent = lent.clone()  # from_dlpack(copy=True) does not copy where memory is aligned
+    target = _target(lent.device, device)
+    if target.platform == "cpu" or lent.device.type == "cpu":
+        if lent.device.type != "cpu":
+            lent = lent.cpu()
+        elif lent.is_pinned():
+            lent = lent.clone()  # dlpack presents pinned memory as a card's
+        array = jax.dlpack.from_dlpack(lent)
+        return array if target in array.devices() else jax.device_put(array, target)
+    return jax.dlpack.from_dlpack(lent.to(torch.device("cuda", target.local_hardware_id)))
+
+
+def _narrowed(tensor: torch.Tensor, convert: bool) -> torch.Tensor:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in SHARED or (name in WIDE and jax.config.jax_enable_x64):
+        return tensor
+    if name not in WIDE:
+        raise TypeError(f"tensor: expected one of {_names(SHARED | set(WIDE))}, got {name}")
+    if not convert:
+        raise TypeError(
+            f"tensor: {name} needs jax_enable_x64; pass convert=True for "
+            f"{str(WIDE[name]).removeprefix('torch.')}, or convert it before"
+        )
+    if name == "int64" and tensor.numel():
+        low, high = tensor.min().item(), tensor.max().item()
+        if low < -(2**31) or high >= 2**31:
+            raise ValueError(f"tensor: values from {low} to {high} do not fit into int32")
+    return tensor.to(WIDE[name])
+
+
+def _target(source: torch.device, device: jax.Device | None) -> jax.Device:
+    """The JAX device for a tensor on `source`. JAX numbers a card as torch does, by its local hardware id."""
+    if device is not None:
+        return device
+    if source.type == "cpu":
+        return jax.local_devices(backend="cpu")[0]
+    cards = {d.local_hardware_id: d for d in jax.local_devices() if d.platform == "gpu"}
+    return cards.get(source.index, jax.local_devices()[0])
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names))

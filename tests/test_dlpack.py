@@ -1,0 +1,203 @@
+"""Arrays handed from JAX to torch and back: values, memory, lifetime, refusals."""
+
+import gc
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bridges.dlpack import to_jax, to_torch  # noqa: E402 (only where torch is installed)
+
+DTYPES = ["float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8", "bool"]
+
+
+def pointer(array):
+    return array.unsafe_buffer_pointer()
+
+
+def aligned(values):
+    """A copy at an address that JAX takes on without copying."""
+    tensor = torch.empty(values.numel() + 64, dtype=values.dtype)
+    offset = -tensor.data_ptr() % 64 // tensor.element_size()
+    tensor = tensor[offset : offset + values.numel()].view(values.shape)
+    return tensor.copy_(values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_ways_share_memory_and_keep_values(dtype):
+    tensor = aligned((torch.arange(24).reshape(4, 6) % 5).to(getattr(torch, dtype)))
+    array = to_jax(tensor)
+    assert str(array.dtype) == dtype
+    assert pointer(array) == tensor.data_ptr()
+    np.testing.assert_array_equal(np.asarray(array, np.float32), tensor.float().numpy())
+    back = to_torch(array)
+    assert back.dtype == tensor.dtype
+    assert back.data_ptr() == tensor.data_ptr()
+    assert torch.equal(back, tensor)
+
+
+def test_array_computed_by_jax_arrives_complete():
+    # dispatch is asynchronous: the view must not be read before the computation has ended
+    square = jax.jit(lambda x: x @ x)
+    for seed in range(20):
+        x = jax.random.normal(jax.random.key(seed), (200, 200))
+        expected = np.asarray(x) @ np.asarray(x)
+        np.testing.assert_allclose(to_torch(square(x)).numpy(), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3, 4)])
+def test_shapes(shape):
+    tensor = torch.rand(shape)
+    assert to_jax(tensor).shape == shape
+    assert to_torch(jnp.ones(shape)).shape == shape
+    np.testing.assert_array_equal(np.asarray(to_jax(tensor)), tensor.numpy())
+
+
+def test_misaligned_memory_is_copied():
+    tensor = aligned(torch.arange(32.0))[1:]
+    array = to_jax(tensor)
+    assert pointer(array) != tensor.data_ptr()
+    np.testing.assert_array_equal(np.asarray(array), tensor.numpy())
+
+
+def test_strided_expanded_and_transposed_tensors():
+    base = torch.arange(12.0).reshape(3, 4)
+    for tensor in (base[:, ::2], base.T, base[:1].expand(5, 4), base.flip(0)):
+        np.testing.assert_array_equal(np.asarray(to_jax(tensor)), tensor.numpy())
+
+
+def test_gradients_stay_behind():
+    tensor = torch.ones(3, requires_grad=True)
+    array = to_jax(tensor * 2)
+    np.testing.assert_array_equal(np.asarray(array), [2, 2, 2])
+    assert not to_torch(array).requires_grad
+
+
+def test_inference_tensors_are_taken():
+    with torch.inference_mode():
+        tensor = torch.arange(4.0) + 1
+    np.testing.assert_array_equal(np.asarray(to_jax(tensor)), [1, 2, 3, 4])
+
+
+def test_memory_outlives_its_source():
+    tensor = torch.full((1000,), 7.0)
+    array = to_jax(tensor)
+    view = to_torch(jnp.full((1000,), 5.0))
+    del tensor
+    gc.collect()
+    junk = [torch.zeros(1000) for _ in range(50)] + [jnp.zeros(1000) for _ in range(50)]
+    assert np.all(np.asarray(array) == 7)
+    assert torch.all(view == 5)
+    assert len(junk) == 100
+
+
+def test_copies_are_independent():
+    tensor = aligned(torch.zeros(64))
+    array = to_jax(tensor, copy=True)
+    tensor.fill_(1)
+    assert not np.any(np.asarray(array))
+    source = jnp.zeros(64)
+    copied = to_torch(source, copy=True)
+    copied.fill_(1)
+    assert not np.any(np.asarray(source))
+
+
+def test_copy_of_a_strided_tensor_is_independent():
+    tensor = torch.zeros(8, 8)
+    array = to_jax(tensor.T, copy=True)
+    tensor.fill_(1)
+    assert not np.any(np.asarray(array))
+
+
+def test_a_living_view_is_not_overwritten_by_donation():
+    source = jnp.arange(256.0)
+    view = to_torch(source)
+    jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(source).block_until_ready()
+    assert torch.equal(view, torch.arange(256.0))
+
+
+def test_wide_dtypes_are_refused_not_truncated():
+    # jax.dlpack.from_dlpack turns 2^40 into 0 without a word
+    with pytest.raises(TypeError, match="int64"):
+        to_jax(torch.tensor([2**40]))
+    with pytest.raises(TypeError, match="float64"):
+        to_jax(torch.zeros(2, dtype=torch.float64))
+
+
+def test_wide_dtypes_are_converted_on_request():
+    assert to_jax(torch.tensor([3, -3]), convert=True).tolist() == [3, -3]
+    assert to_jax(torch.tensor([0.5], dtype=torch.float64), convert=True).dtype == jnp.float32
+    assert to_jax(torch.zeros(0, dtype=torch.int64), convert=True).dtype == jnp.int32
+    with pytest.raises(ValueError, match="do not fit"):
+        to_jax(torch.tensor([2**31]), convert=True)
+
+
+def test_wide_dtypes_with_x64(x64):
+    array = to_jax(torch.tensor([2**40]))
+    assert array.dtype == jnp.int64
+    assert array.tolist() == [2**40]
+    assert to_torch(jnp.zeros(2, jnp.float64)).dtype == torch.float64
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match="PRNG key"):
+        to_torch(jax.random.key(0))
+    with pytest.raises(TypeError, match=r"jax\.Array"):
+        to_torch(np.zeros(3))
+    with pytest.raises(TypeError, match=r"concrete jax\.Array"):
+        jax.jit(lambda x: to_torch(x))(jnp.zeros(3))
+    with pytest.raises(TypeError, match="complex64"):
+        to_torch(jnp.zeros(3, jnp.complex64))
+    with pytest.raises(TypeError, match=r"torch\.Tensor"):
+        to_jax(np.zeros(3))
+    with pytest.raises(TypeError, match="dense"):
+        to_jax(torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match="complex64"):
+        to_jax(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="device"):
+        to_torch(jnp.zeros(3), "npu:0")
+
+
+DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as Spec
+from bridges.dlpack import to_jax, to_torch
+devices = jax.devices()
+tensor = torch.arange(8.0)
+for device in devices:
+    array = to_jax(tensor, device)
+    assert array.devices() == {device}
+    assert torch.equal(to_torch(array, "cpu"), tensor)
+mesh = Mesh(np.array(devices), ("x",))
+same = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, Spec()))
+assert torch.equal(to_torch(same), tensor)
+spread = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, Spec("x")))
+try:
+    to_torch(spread)
+except ValueError as error:
+    assert "spread over 4 devices" in str(error)
+else:
+    raise SystemExit("a sharded array was taken")
+print("done")
+"""
+
+
+def test_several_devices():
+    flags = "--xla_force_host_platform_device_count=4"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", DEVICES], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "done", done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_tensor_reaches_jax_and_comes_back():
+    tensor = torch.arange(8.0, device="cuda:0")
+    array = to_jax(tensor)
+    np.testing.assert_array_equal(np.asarray(array), np.arange(8.0))
+    assert torch.equal(to_torch(array, "gpu:0"), tensor)

@@ -1,0 +1,125 @@
+"""Devices for the parts: the rules for every number of cards, and what JAX is told before it starts."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bridges.placement import Placement, place, policy_device, prepare_jax, resolve  # noqa: E402
+from grpo_jax.errors import UserError  # noqa: E402
+
+AUTO = Placement()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected", "note"),
+    [
+        (0, ("cpu", "cpu", "cpu"), "policy, renderer and scorer share the CPU (no GPU found)"),
+        (1, ("gpu:0", "gpu:0", "gpu:0"), "policy, renderer and scorer share gpu:0 (1 GPU found)"),
+        (2, ("gpu:0", "gpu:1", "gpu:1"), "policy on gpu:0; renderer and scorer share gpu:1 (2 GPUs found)"),
+        (3, ("gpu:0", "gpu:1", "gpu:2"), None),
+        (8, ("gpu:0", "gpu:1", "gpu:2"), None),
+    ],
+)
+def test_default_places(gpus, expected, note):
+    placement, notes = resolve(AUTO, gpus)
+    assert (placement.policy, placement.renderer, placement.scorer) == expected
+    assert notes == ([note] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("request_", "gpus", "expected"),
+    [
+        (Placement(policy="gpu:1"), 3, ("gpu:1", "gpu:0", "gpu:2")),  # the named card is not taken twice
+        (Placement(renderer="gpu:0"), 3, ("gpu:1", "gpu:0", "gpu:2")),
+        (Placement(scorer="cpu"), 2, ("gpu:0", "gpu:1", "cpu")),
+        (Placement(policy="cpu"), 1, ("cpu", "gpu:0", "gpu:0")),
+        (Placement(policy="gpu:0,gpu:1"), 4, ("gpu:0,gpu:1", "gpu:2", "gpu:3")),
+        (Placement("cuda:0", "gpu", "cuda"), 1, ("gpu:0", "gpu:0", "gpu:0")),
+    ],
+)
+def test_named_devices(request_, gpus, expected):
+    placement, _ = resolve(request_, gpus)
+    assert (placement.policy, placement.renderer, placement.scorer) == expected
+
+
+def test_named_devices_are_not_remarked_upon():
+    assert resolve(Placement("gpu:0", "gpu:0", "gpu:0"), 3)[1] == []
+    assert resolve(Placement("cpu", "cpu", "cpu"), 0)[1] == []
+
+
+def test_device_that_does_not_exist():
+    with pytest.raises(UserError, match=r"placement\.renderer: there is no gpu:5 .* has cpu, gpu:0, gpu:1$"):
+        resolve(Placement(renderer="gpu:5"), 2)
+    with pytest.raises(UserError, match=r"has cpu$"):
+        resolve(Placement(policy="gpu:0"), 0)
+
+
+@pytest.mark.parametrize("value", ["gpu:x", "tpu:0", "", "0", "gpu:0,gpu:1", "gpu:-1"])
+def test_misspelt_devices(value):
+    with pytest.raises(UserError, match=r"placement\.scorer: expected"):
+        resolve(Placement(scorer=value), 4)
+
+
+def test_library_without_gpu_support():
+    placement, notes = resolve(AUTO, 2, jax_gpus=False)
+    assert (placement.policy, placement.renderer, placement.scorer) == ("cpu", "gpu:1", "gpu:0")
+    assert len(notes) == 1 and "jax cannot use GPUs" in notes[0]
+    placement, _ = resolve(AUTO, 2, torch_gpus=False)
+    assert (placement.policy, placement.renderer, placement.scorer) == ("gpu:0", "cpu", "cpu")
+    with pytest.raises(UserError, match="installed jax cannot use gpu:0"):
+        resolve(Placement(policy="gpu:0"), 1, jax_gpus=False)
+
+
+def test_place_asks_this_machine():
+    placement, notes = place("cpu", "cpu", "cpu")
+    assert placement == Placement("cpu", "cpu", "cpu")
+    assert notes == []
+    with pytest.raises(UserError, match="no gpu:99"):
+        place(scorer="gpu:99")
+
+
+def test_started_backend_is_left_alone_and_said():
+    jax.devices()
+    assert prepare_jax(Placement("cpu", "cpu", "cpu")) == []
+    (note,) = prepare_jax(Placement("gpu:7", "cpu", "cpu"))
+    assert "already started" in note
+
+
+def test_policy_device_is_a_device_of_jax():
+    assert policy_device(Placement("cpu", "cpu", "cpu")).platform == "cpu"
+    assert policy_device(Placement("gpu:7", "cpu", "cpu")) in jax.devices()
+
+
+def in_fresh_process(code: str, **variables: str) -> str:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | variables
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+PREPARE = """
+import os, jax
+from bridges.placement import Placement, prepare_jax, _jax_has_started
+assert prepare_jax(Placement({placement})) == []
+assert not _jax_has_started()
+print(jax.config.read("jax_cuda_visible_devices"), os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("placement", "variables", "expected"),
+    [
+        ("'gpu:2', 'gpu:0', 'gpu:1'", {}, "2 None"),
+        ("'gpu:0', 'gpu:0', 'cpu'", {}, "0 false"),
+        ("'gpu:0,gpu:1', 'gpu:2', 'gpu:1'", {}, "0,1 false"),
+        ("'gpu:0', 'gpu:0', 'cpu'", {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, "0 true"),
+        ("'cpu', 'gpu:0', 'gpu:0'", {}, "all None"),
+    ],
+)
+def test_jax_is_shown_the_policys_cards_only(placement, variables, expected):
+    assert in_fresh_process(PREPARE.format(placement=placement), **variables) == expected

@@ -1,0 +1,283 @@
+"""The renderer against diffusers itself: same pictures, same window, and errors that help."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+
+import tiny_models  # noqa: E402
+from diffusers import StableDiffusion3Pipeline  # noqa: E402
+
+from bridges.diffusion import RenderError, RenderSettings, load_renderer  # noqa: E402
+from bridges.dlpack import to_jax  # noqa: E402
+from grpo_jax.errors import UserError  # noqa: E402
+
+PROMPTS = ["a red dog", "two cats", "a dog of red"]
+SEEDS = [3, 2**40, 5]
+SETTINGS = RenderSettings(steps=2, guidance=3.0, size=16, batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_models.stable_diffusion_3(tmp_path_factory.mktemp("sd3"))
+
+
+@pytest.fixture(scope="module")
+def folder_without_t5(tmp_path_factory):
+    return tiny_models.stable_diffusion_3(tmp_path_factory.mktemp("sd3"), t5=False)
+
+
+@pytest.fixture(scope="module")
+def renderer(folder):
+    return load_renderer(folder)
+
+
+@pytest.fixture
+def counted(renderer, monkeypatch):
+    """The prompts of each call of the pipeline, on an empty cache."""
+    calls = []
+    pipeline = renderer.pipeline
+
+    def record(**kwargs):
+        calls.append(kwargs["prompt"])
+        return pipeline(**kwargs)
+
+    for name in ("text_encoder_3", "transformer", "vae_scale_factor", "encode_prompt"):
+        setattr(record, name, getattr(pipeline, name))
+    monkeypatch.setattr(renderer, "pipeline", record)
+    monkeypatch.setattr(renderer, "_cache", type(renderer._cache)(2**20))
+    return calls
+
+
+def from_diffusers(folder, prompts, seeds, *, guidance, **kwargs):
+    parts = {} if kwargs.pop("t5", True) else {"text_encoder_3": None, "tokenizer_3": None}
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder, **parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(
+        prompts,
+        negative_prompt="",
+        guidance_scale=guidance,
+        num_inference_steps=2,
+        height=16,
+        width=16,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        output_type="pt",
+        **kwargs,
+    ).images
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_pictures_are_those_of_diffusers(folder, renderer, guidance):
+    settings = RenderSettings(steps=2, guidance=guidance, size=16, batch_size=3)
+    images = renderer.render(PROMPTS, SEEDS, settings)
+    expected = from_diffusers(folder, PROMPTS, SEEDS, guidance=guidance)
+    assert images.shape == (3, 3, 16, 16)
+    assert images.dtype == torch.float32
+    assert images.min() >= 0 and images.max() <= 1
+    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+    assert (images[0] - images[2]).abs().max() > 1e-3  # or the comparison would show nothing
+
+
+def test_without_t5_the_empty_sequence_is_short(folder_without_t5):
+    renderer = load_renderer(folder_without_t5)
+    images = renderer.render(PROMPTS, SEEDS, SETTINGS)
+    expected = from_diffusers(
+        folder_without_t5, PROMPTS, SEEDS, guidance=3.0, t5=False, max_sequence_length=1
+    )
+    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+
+
+def test_t5_can_be_left_out(folder):
+    renderer = load_renderer(folder, use_t5=False)
+    assert renderer.pipeline.text_encoder_3 is None
+    expected = from_diffusers(folder, PROMPTS, SEEDS, guidance=3.0, t5=False, max_sequence_length=1)
+    torch.testing.assert_close(renderer.render(PROMPTS, SEEDS, SETTINGS), expected, atol=1e-5, rtol=0)
+
+
+def test_window_and_token_counts(folder, renderer, folder_without_t5):
+    assert renderer.window == 256
+    clip_only = load_renderer(folder, use_t5=False)
+    assert clip_only.window == 77
+    texts = ["", "red dog", "x y z", "q " * 100]
+    assert clip_only.count_tokens(texts) == [2, 4, 5, 102]  # start and end included
+    assert renderer.count_tokens(texts) == [1, 7, 4, 101]  # T5: letters and the end
+    assert clip_only.count_tokens([]) == []
+
+
+def test_words_beyond_the_window_do_not_reach_the_picture(folder):
+    renderer = load_renderer(folder, use_t5=False)
+    inside = " ".join("a" * 75)
+    assert renderer.count_tokens([inside]) == [77]
+    prompts = [inside, inside + " red dog", inside[:-1] + "b"]
+    images = renderer.render(prompts, [1, 1, 1], SETTINGS)
+    assert torch.equal(images[0], images[1])
+    assert not torch.equal(images[0], images[2])
+
+
+def test_a_picture_does_not_depend_on_its_company(folder):
+    renderer = load_renderer(folder, cache_bytes=0)
+    settings = RenderSettings(steps=2, guidance=3.0, size=16, batch_size=4)
+    prompts = [f"dog {letter}" for letter in "abcdefg"]
+    together = renderer.render(prompts, list(range(7)), settings)
+    order = [4, 0, 6, 2, 5, 1, 3]
+    shuffled = renderer.render([prompts[i] for i in order], order, settings)
+    assert torch.equal(shuffled, together[order])
+    assert torch.equal(renderer.render(prompts[5:6], [5], settings), together[5:6])
+
+
+def test_seed_alone_makes_the_noise(renderer):
+    images = renderer.render(["dog", "dog", "cat"], [1, 2, 1], SETTINGS)
+    assert not torch.equal(images[0], images[1])
+    assert not torch.equal(images[0], images[2])
+    torch.manual_seed(99)
+    again = renderer.render(["dog"], [1], RenderSettings(steps=2, guidance=3.0, size=16, batch_size=3))
+    assert torch.equal(again[0], images[0])
+
+
+def test_duplicates_are_drawn_once_and_batches_padded(renderer, counted):
+    settings = RenderSettings(steps=1, guidance=1.0, size=16, batch_size=2)
+    images = renderer.render(["a", "b", "a", "c", "a"], [0, 0, 0, 0, 1], settings)
+    assert counted == [["a", "b"], ["c", "a"]]
+    assert torch.equal(images[0], images[2])
+    assert not torch.equal(images[0], images[4])
+    renderer.render(["d"], [0], settings)
+    assert counted[2] == ["d", "d"]
+
+
+def test_cache_returns_the_same_picture_and_keys_on_everything(renderer, counted):
+    first = renderer.render(["a"], [0], SETTINGS)
+    first_copy = first.clone()
+    first.zero_()  # what a caller does to his pictures must not reach the cache
+    assert torch.equal(renderer.render(["a"], [0], SETTINGS), first_copy)
+    assert len(counted) == 1
+    renderer.render(["a"], [1], SETTINGS)
+    renderer.render(["b"], [0], SETTINGS)
+    assert len(counted) == 3
+    for change in ({"steps": 3}, {"guidance": 4.0}, {"size": 32}, {"max_sequence_length": 9}):
+        renderer.render(["a"], [0], RenderSettings(**(vars(SETTINGS) | change)))
+    assert len(counted) == 7
+
+
+def test_cache_forgets_the_least_recently_used(renderer, counted):
+    renderer._cache.max_bytes = 2 * 3 * 16 * 16 * 4
+    for prompt in ("a", "b", "a", "c"):
+        renderer.render([prompt], [0], SETTINGS)
+    assert len(counted) == 3
+    renderer.render(["a"], [0], SETTINGS)
+    assert len(counted) == 3
+    renderer.render(["b"], [0], SETTINGS)
+    assert len(counted) == 4
+    assert renderer._cache.bytes <= renderer._cache.max_bytes
+
+
+def test_pictures_go_to_jax(renderer):
+    images = renderer.render(PROMPTS, SEEDS, SETTINGS)
+    array = to_jax(images)
+    assert array.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(array), images.numpy())
+
+
+def test_half_precision(folder):
+    images = load_renderer(folder, dtype="bfloat16").render(PROMPTS, SEEDS, SETTINGS)
+    assert images.dtype == torch.float32
+    assert torch.isfinite(images).all()
+
+
+def test_nothing_to_draw(renderer):
+    assert renderer.render([], [], SETTINGS).shape == (0, 3, 16, 16)
+
+
+def test_loading_and_drawing_print_nothing(folder, capfd):
+    load_renderer(folder).render(["a " * 300], [0], SETTINGS)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err == ""
+
+
+def test_pictures_that_are_not_finite_stop_the_run(folder):
+    renderer = load_renderer(folder)
+    with torch.no_grad():
+        renderer.pipeline.vae.decoder.conv_out.bias.fill_(float("nan"))
+    with pytest.raises(
+        RenderError, match=r"picture of 'a red dog' \(seed 3\) has values that are not finite"
+    ):
+        renderer.render(PROMPTS, SEEDS, SETTINGS)
+
+
+def test_a_pipeline_that_raises_is_named(renderer, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("CUDA out of memory\nand much more")
+
+    monkeypatch.setattr(renderer.pipeline.vae, "decode", fail)
+    with pytest.raises(RenderError, match=r"failed: RuntimeError: CUDA out of memory$"):
+        renderer.render(["never drawn before"], [0], SETTINGS)
+
+
+@pytest.mark.parametrize("size", [17, 2, 128])
+def test_sizes_the_model_cannot_draw(renderer, size):
+    with pytest.raises(UserError, match=f"picture size {size}: this renderer draws multiples of 4 up to 64"):
+        renderer.render(["a"], [0], RenderSettings(steps=1, guidance=1.0, size=size))
+
+
+def test_settings_are_checked():
+    good = {"steps": 1, "guidance": 1.0, "size": 16}
+    for field, value in (("steps", 0), ("guidance", 0.5), ("size", 0), ("max_sequence_length", 513)):
+        with pytest.raises(ValueError, match=f"{field}: expected"):
+            RenderSettings(**(good | {field: value}))
+    with pytest.raises(ValueError, match="batch_size: expected"):
+        RenderSettings(**good, batch_size=0)
+
+
+def test_prompts_and_seeds_must_match(renderer):
+    with pytest.raises(ValueError, match="expected one for each of 3 prompts, got 1"):
+        renderer.render(PROMPTS, [0], SETTINGS)
+
+
+def test_folders_that_are_missing_or_other(tmp_path, folder):
+    with pytest.raises(UserError, match="no such folder"):
+        load_renderer(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"model_index\.json"):
+        load_renderer(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    with pytest.raises(UserError, match="holds a FluxPipeline"):
+        load_renderer(other)
+    with pytest.raises(ValueError, match="dtype"):
+        load_renderer(folder, dtype="float64")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+@pytest.mark.parametrize("part", ["text_encoder", "transformer", "vae"])
+def test_broken_weights(tmp_path, folder, part, damage):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (weights,) = (copy / part).glob("*.safetensors")
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    else:
+        weights.unlink()
+    with pytest.raises(UserError, match="cannot load the renderer from") as caught:
+        load_renderer(copy)
+    assert "\n" not in str(caught.value)
+
+
+def test_pickled_weights_are_not_read(tmp_path, folder):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (weights,) = (copy / "transformer").glob("*.safetensors")
+    from safetensors.torch import load_file
+
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    with pytest.raises(UserError, match="cannot load the renderer"):
+        load_renderer(copy)
+
+
+def test_weights_that_need_a_login():
+    with pytest.raises(UserError, match="hf auth login") as caught:
+        load_renderer("stabilityai/stable-diffusion-3-medium-diffusers")
+    assert "\n" not in str(caught.value)

@@ -56,9 +56,11 @@ def local_folder(path: str) -> Path | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, for a message of one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    """What an error says, in one line: its first, and the next one too where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 @contextmanager

@@ -1,0 +1,302 @@
+"""The scorer against open_clip itself: same features, same preprocessing, and errors that help."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+open_clip = pytest.importorskip("open_clip")
+
+import tiny_models  # noqa: E402
+from PIL import Image  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from bridges.clip import Preprocess, ScoreError, load_quality_head, load_scorer  # noqa: E402
+from grpo_jax.errors import UserError  # noqa: E402
+
+TEXTS = ["a red dog", "two cats", "", "dog"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_models.clip(tmp_path_factory.mktemp("clip"))
+
+
+@pytest.fixture(scope="module")
+def scorer(folder):
+    return load_scorer(folder, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    name = f"local-dir:{folder}"
+    model, transform = open_clip.create_model_from_pretrained(name)
+    return model.eval(), transform, open_clip.get_tokenizer(name)
+
+
+def pictures(count, height=40, width=40, seed=0):
+    """Smooth pictures in 256 steps, so that the same ones can be given as 8-bit images."""
+    coarse = torch.rand((count, 3, 6, 6), generator=torch.Generator().manual_seed(seed))
+    fine = functional.interpolate(coarse, (height, width), mode="bilinear")
+    return (fine * 255).round() / 255
+
+
+def to_pil(image):
+    return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
+
+
+def test_features_and_similarities_are_those_of_open_clip(scorer, reference):
+    model, transform, tokenizer = reference
+    images = pictures(4, 24, 24)  # the tower's own size: no resizing, so nothing is rounded
+    with torch.no_grad():
+        image = model.encode_image(torch.stack([transform(to_pil(x)) for x in images]), normalize=True)
+        text = model.encode_text(tokenizer(TEXTS), normalize=True)
+    torch.testing.assert_close(scorer.image_features(images), image, atol=1e-5, rtol=0)
+    torch.testing.assert_close(scorer.text_features(TEXTS), text, atol=1e-5, rtol=0)
+    torch.testing.assert_close(scorer.image_text(images, TEXTS), (image * text).sum(1), atol=1e-5, rtol=0)
+    pairs = scorer.text_text(TEXTS, TEXTS[::-1])
+    torch.testing.assert_close(pairs, (text * text.flip(0)).sum(1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(scorer.text_text(TEXTS, TEXTS), torch.ones(4))
+    assert scorer.image_text(images, TEXTS).std() > 1e-4  # or the comparisons would show nothing
+
+
+@pytest.mark.parametrize("resize_mode", ["shortest", "longest", "squash"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("shape", [(40, 40), (50, 33), (33, 50), (16, 16), (24, 30)])
+def test_preprocessing_matches_open_clips_on_pictures(resize_mode, interpolation, shape):
+    from open_clip.transform import image_transform
+
+    mean, std = (0.48, 0.45, 0.4), (0.27, 0.26, 0.28)
+    theirs = image_transform(
+        24, False, mean, std, resize_mode=resize_mode, interpolation=interpolation, fill_color=128
+    )
+    ours = Preprocess((24, 24), mean, std, interpolation, resize_mode, fill=128)
+    images = pictures(3, *shape)
+    expected = torch.stack([theirs(to_pil(image)) for image in images])
+    found = ours(images)
+    assert found.shape == (3, 3, 24, 24)
+    # PIL rounds to 8 bits after each of two passes; a level is 1/255/0.26 = 0.015
+    assert (found - expected).abs().max() < 0.04
+    assert (found - expected).abs().mean() < 0.006
+
+
+def test_preprocessing_of_a_tower_that_is_not_square():
+    from open_clip.transform import image_transform
+
+    theirs = image_transform((24, 16), False, (0.5,) * 3, (0.5,) * 3)
+    images = pictures(2, 50, 33)
+    expected = torch.stack([theirs(to_pil(image)) for image in images])
+    found = Preprocess((24, 16), (0.5,) * 3, (0.5,) * 3)(images)
+    assert (found - expected).abs().max() < 0.02
+
+
+def test_preprocessing_is_read_from_the_folder(tmp_path):
+    overrides = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "resize_mode": "squash"}
+    scorer = load_scorer(tiny_models.clip(tmp_path, preprocess=overrides))
+    assert scorer._preprocess == Preprocess(
+        (24, 24), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7), "bicubic", "squash", 0
+    )
+
+
+def test_scores_do_not_depend_on_their_company(folder):
+    images = pictures(11)
+    texts = [f"dog {letter}" for letter in "abcdefghijk"]
+    whole = load_scorer(folder, batch_size=4)
+    together = whole.image_text(images, texts)
+    order = [7, 2, 10, 0, 5, 1, 9, 3, 8, 6, 4]
+    fresh = load_scorer(folder, batch_size=4)
+    assert torch.equal(fresh.image_text(images[order], [texts[i] for i in order]), together[order])
+    assert torch.equal(load_scorer(folder, batch_size=4).image_text(images[3:4], texts[3:4]), together[3:4])
+
+
+def test_texts_are_encoded_once(folder, monkeypatch):
+    scorer = load_scorer(folder, batch_size=2, text_cache=3)
+    encoded = []
+    tower = scorer.model.encode_text
+    monkeypatch.setattr(scorer.model, "encode_text", lambda x: encoded.append(len(x)) or tower(x))
+    first = scorer.text_features(["a", "b", "a"])
+    assert encoded == [2]
+    assert torch.equal(first[0], first[2])
+    first.zero_()
+    assert torch.equal(scorer.text_features(["b", "a"]).norm(dim=1).round(), torch.ones(2))
+    assert encoded == [2]
+    scorer.text_features(["c", "d"])  # with "a", the last seen: "b" must go
+    scorer.text_features(["a"])
+    assert encoded == [2, 2]
+    scorer.text_features(["b"])
+    assert encoded == [2, 2, 2]
+    assert scorer.text_features(list("abcdefgh")).shape == (8, scorer.width)  # more than the cache holds
+    assert len(scorer._texts) == 3
+
+
+def test_window_and_token_counts(scorer):
+    assert scorer.window == 77
+    assert scorer.count_tokens(["", "red dog", "x y z", "q " * 100]) == [2, 4, 5, 102]
+    long = " ".join("a" * 75)
+    features = scorer.text_features([long, long + " dog"])
+    assert torch.equal(features[0], features[1])
+
+
+def test_token_counts_of_open_clips_own_tokenizer():
+    from bridges.clip import Scorer
+
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    texts = ["a photo of a cat", "Unbelievably long-winded, isn't it?"]
+    expected = [(row != 0).sum().item() for row in tokenizer(texts)]
+    stand_in = Scorer.__new__(Scorer)
+    stand_in._tokenizer = tokenizer
+    assert stand_in.count_tokens(texts) == expected
+
+
+def test_half_precision_is_close(folder, scorer):
+    half = load_scorer(folder, dtype="bfloat16")
+    scores = half.image_text(pictures(4), TEXTS)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, scorer.image_text(pictures(4), TEXTS), atol=0.03, rtol=0)
+
+
+def test_folder_may_be_named_in_open_clips_way(folder, scorer):
+    again = load_scorer(f"local-dir:{folder}", batch_size=8)
+    assert torch.equal(again.text_features(TEXTS), scorer.text_features(TEXTS))
+
+
+def test_nothing_to_score(scorer):
+    assert scorer.image_text(torch.zeros(0, 3, 8, 8), []).shape == (0,)
+    assert scorer.text_text([], []).shape == (0,)
+
+
+def test_wrong_inputs(scorer):
+    with pytest.raises(ValueError, match="images: expected float"):
+        scorer.image_features(torch.zeros(3, 24, 24))
+    with pytest.raises(ValueError, match=r"uint8"):
+        scorer.image_features(torch.zeros(1, 3, 24, 24, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="texts: expected one for each of 2 images, got 1"):
+        scorer.image_text(torch.zeros(2, 3, 24, 24), ["a"])
+    with pytest.raises(ValueError, match="b: expected one"):
+        scorer.text_text(["a"], [])
+
+
+def test_scores_that_are_not_finite_stop_the_run(folder):
+    images = pictures(3, 24, 24)
+    images[1, 0, 0, 0] = float("nan")
+    scorer = load_scorer(folder)
+    with pytest.raises(ScoreError, match="picture 1 is not finite"):
+        scorer.image_features(images)
+    with torch.no_grad():
+        scorer.model.text_projection.fill_(float("inf"))
+    with pytest.raises(ScoreError, match="text 'never seen' is not finite"):
+        scorer.text_features(["never seen"])
+
+
+def test_loading_and_scoring_print_nothing(folder, capfd):
+    load_scorer(folder).image_text(pictures(1), ["a " * 300])
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "pretrained", "message"),
+    [
+        ("ViT-Z-99", None, "neither a folder nor a model"),
+        ("ViT-B-32", None, "say which weights"),
+        ("ViT-B/32", "nowhere", "'nowhere' is neither a safetensors file nor one of openai"),
+        ("local-dir:/nowhere/at/all", None, "no such folder"),
+        ("laion/some-model", None, "hf-hub:laion/some-model"),
+    ],
+)
+def test_models_that_do_not_exist(model, pretrained, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load_scorer(model, pretrained=pretrained)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_here():
+    with pytest.raises(UserError, match=r"cannot load the scorer ViT-B-32 \(laion2b_s34b_b79k\)") as caught:
+        load_scorer("ViT-B-32", pretrained="laion2b_s34b_b79k")
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_folders(tmp_path, folder):
+    with pytest.raises(UserError, match=r"no open_clip_config\.json"):
+        load_scorer(tmp_path)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    weights = copy / "open_clip_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="cannot load the scorer"):
+        load_scorer(copy)
+    torch.save({}, copy / "open_clip_pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(UserError, match="no safetensors file"):
+        load_scorer(copy)
+
+
+def test_weights_of_another_model_are_refused(tmp_path, folder):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "open_clip_config.json").read_text())
+    config["model_cfg"]["vision_cfg"]["layers"] = 3
+    (copy / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="cannot load the scorer .* Missing key"):
+        load_scorer(copy)
+
+
+def test_quality_heads(tmp_path, scorer):
+    features = scorer.image_features(pictures(5))
+    rng = np.random.default_rng(0)
+    sizes = [(7, 16), (3, 7), (1, 3)]
+    layers = [
+        (rng.normal(size=s).astype(np.float32), rng.normal(size=s[0]).astype(np.float32)) for s in sizes
+    ]
+    names = ("layers.0", "layers.2", "layers.10")  # 10 after 2: by number, not by name
+    tensors = {
+        f"{name}.{kind}": torch.from_numpy(value)
+        for name, layer in zip(names, layers, strict=True)
+        for kind, value in zip(("weight", "bias"), layer, strict=True)
+    }
+    for activation in ("none", "relu"):
+        save_file(tensors, tmp_path / "head.safetensors", metadata={"activation": activation})
+        expected = features.numpy()
+        for i, (weight, bias) in enumerate(layers):
+            expected = (np.maximum(expected, 0) if i and activation == "relu" else expected) @ weight.T + bias
+        scores = load_quality_head(tmp_path / "head.safetensors", scorer.width)(features)
+        np.testing.assert_allclose(scores.numpy(), expected[:, 0], atol=1e-5)
+
+
+def test_one_linear_layer_is_a_quality_head(tmp_path):
+    save_file({"weight": torch.ones(1, 4), "bias": torch.tensor([2.0])}, tmp_path / "head.safetensors")
+    head = load_quality_head(tmp_path / "head.safetensors", 4)
+    assert head(torch.eye(4)[:2]).tolist() == [3.0, 3.0]
+    with pytest.raises(ScoreError, match="quality of picture 0"):
+        head(torch.full((1, 4), float("inf")))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"weight": torch.ones(1, 5), "bias": torch.ones(1)},
+        {"weight": torch.ones(2, 4), "bias": torch.ones(2)},
+        {"weight": torch.ones(1, 4)},
+        {
+            "0.weight": torch.ones(3, 4),
+            "0.bias": torch.ones(3),
+            "1.weight": torch.ones(1, 2),
+            "1.bias": torch.ones(1),
+        },
+        {"scale": torch.ones(4)},
+    ],
+)
+def test_quality_heads_that_do_not_fit(tmp_path, tensors):
+    save_file(tensors, tmp_path / "head.safetensors")
+    with pytest.raises(UserError, match="do not lead from 4 numbers to 1"):
+        load_quality_head(tmp_path / "head.safetensors", 4)
+
+
+def test_missing_or_broken_quality_heads(tmp_path):
+    with pytest.raises(UserError, match="cannot read the quality head"):
+        load_quality_head(tmp_path / "none.safetensors", 4)
+    (tmp_path / "bad.safetensors").write_bytes(b"1234567890")
+    with pytest.raises(UserError, match="cannot read the quality head"):
+        load_quality_head(tmp_path / "bad.safetensors", 4)

@@ -1,12 +1,10 @@
 """A causal language model as pure functions: prefill, decode, forward_group, head.
 
-One scanned decoder serves Llama, Qwen2, Qwen2.5, Qwen3 and the language models of Qwen-VL. It runs up
-to two streams at once: prompts [P, L] and, for each, a group of completions [P, G, T] that read the
-prompt's keys and values where they are.
+One scanned decoder serves Llama, Qwen2, Qwen2.5, Qwen3 and the language models of Qwen-VL. It runs prompts
+[P, L] and, for each, a group of completions [P, G, T] that read the prompt's keys and values where they are.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -84,31 +82,25 @@ class Decoder(nn.Module):
 
     def __call__(
         self,
-        prompt: jax.Array | None,
-        completion: jax.Array | None,
+        tokens: jax.Array,
         context: Context,
         prefix: tuple[jax.Array, jax.Array] | None = None,
         cache: tuple[jax.Array, jax.Array] | None = None,
-    ) -> tuple[tuple[jax.Array | None, jax.Array | None], tuple[jax.Array, jax.Array] | None]:
-        """Run the streams that are given.
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Run tokens through all layers.
 
         Args:
-            prompt: tokens i32 [P, L], or None.
-            completion: tokens i32 [P, G, T], or None.
-            context: their positions and masks.
+            tokens: i32 [P, S], the prompts' unless ``prefix`` is given, then the completions'.
+            context: their rotations, positions and masks.
             prefix: the prompts' keys and values [layers, P, K, L, E] when the prompts do not run.
             cache: the completions' keys and values so far [layers, P, K, G, T, E].
 
         Returns:
-            Final states of the streams, and the new keys and values of every layer (see ``Block``).
+            Final states [P, S, D], and the new keys and values of every layer (see ``Block``).
         """
-        streams = tuple(None if tokens is None else self._embed(tokens) for tokens in (prompt, completion))
-        given = LayerInput(self._windows(), prefix, cache)
-        streams, fresh = self.layers(streams, given, context)
-        return tuple(None if x is None else self.norm(x) for x in streams), fresh
-
-    def _embed(self, tokens: jax.Array) -> jax.Array:
-        return jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
+        x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
+        x, fresh = self.layers(x, LayerInput(self._windows(), prefix, cache), context)
+        return self.norm(x), fresh
 
     def _windows(self) -> jax.Array | None:
         """Window per layer i32 [layers]; None when no layer has one."""
@@ -146,25 +138,18 @@ def make_policy(
 
     def prefill(variables: Variables, tokens: jax.Array, mask: jax.Array) -> Prefix:
         _check_tokens("tokens", tokens, mask, 2)
-        prompt, lengths = _prompt_tokens(config, mask)
-        (hidden, _), (keys, values) = apply(
-            variables, jnp.where(mask, tokens, 0), None, Context(prompt, None)
-        )
+        prompt, lengths = _prompt(mask)
+        context = Context(*rotation(config.rope, config.head_dim, prompt.positions), prompt)
+        hidden, (keys, values) = apply(variables, jnp.where(mask, tokens, 0), context)
         return Prefix(hidden[:, -1], keys, values, mask, prompt.positions, lengths)
 
     def decode(
         variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        context = _decode_context(config, prefix, cache)
-        (_, hidden), fresh = apply(
-            variables,
-            None,
-            tokens[:, :, None],
-            context,
-            prefix=(prefix.keys, prefix.values),
-            cache=(cache.keys, cache.values),
-        )
-        return hidden[:, :, 0], caches.append(cache, *fresh)
+        context = _decode_context(config, prefix, cache, tokens.shape[1])
+        remembered = (prefix.keys, prefix.values), (cache.keys, cache.values)
+        hidden, fresh = apply(variables, tokens, context, *remembered)
+        return hidden, caches.append(cache, *fresh)
 
     def init_cache(prompts: int, group: int, length: int, dtype: Any = None) -> Cache:
         shape = (config.num_layers, prompts, config.num_kv_heads, group, length, config.head_dim)
@@ -179,16 +164,19 @@ def make_policy(
     ) -> jax.Array:
         _check_tokens("prompt_tokens", prompt_tokens, prompt_mask, 2)
         _check_tokens("tokens", tokens, mask, 3)
-        prompt, lengths = _prompt_tokens(config, prompt_mask)
-        prompt_tokens = jnp.where(prompt_mask, prompt_tokens, 0)
-        steps = tokens.shape[2] - 1  # the last token predicts nothing
-        completion, inputs = None, None
-        if steps:
-            completion = _completion_tokens(config, lengths, jnp.arange(steps, dtype=jnp.int32))
-            inputs = jnp.where(mask, tokens, 0)[:, :, :-1]
-        (first, rest), _ = apply(variables, prompt_tokens, inputs, Context(prompt, completion))
-        first = jnp.broadcast_to(first[:, None, -1:], (*tokens.shape[:2], 1, config.hidden_size))
-        return first if rest is None else jnp.concatenate([first, rest], axis=2)
+        prompt, lengths = _prompt(prompt_mask)
+        context = _group_context(config, prompt, lengths, tokens.shape)
+        inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
+        row = jnp.concatenate(
+            [jnp.where(prompt_mask, prompt_tokens, 0), inputs.reshape(len(inputs), inputs[0].size)], 1
+        )
+        hidden, _ = apply(variables, row, context)
+        length = prompt_mask.shape[1]
+        first = jnp.broadcast_to(
+            hidden[:, None, length - 1 : length], (*tokens.shape[:2], 1, hidden.shape[-1])
+        )
+        rest = hidden[:, length:].reshape(*inputs.shape, hidden.shape[-1])
+        return jnp.concatenate([first, rest], axis=2)
 
     def head(variables: Variables) -> jax.Array:
         name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
@@ -209,9 +197,9 @@ def init_variables(
     The forward pass is traced for its shapes only. Under ``jax.eval_shape`` nothing is allocated.
     """
     decoder = Decoder(config, param_dtype=_dtype(param_dtype, "param_dtype"), remat=False)
-    context = Context(_prompt_tokens(config, jnp.ones((1, 1), bool))[0], None)
-    trace = partial(decoder.init, prompt=jnp.zeros((1, 1), jnp.int32), completion=None, context=context)
-    shapes = jax.eval_shape(trace, key)["params"]
+    prompt, _ = _prompt(jnp.ones((1, 1), bool))
+    context = Context(*rotation(config.rope, config.head_dim, prompt.positions), prompt)
+    shapes = jax.eval_shape(decoder.init, key, prompt.positions, context)["params"]
     weights_key, adapters_key = jax.random.split(key)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(weights_key, len(leaves))
@@ -233,28 +221,39 @@ def _draw(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, stddev: float) 
     return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev).astype(leaf.dtype)
 
 
-def _prompt_tokens(config: DecoderConfig, mask: jax.Array) -> tuple[Tokens, jax.Array]:
+def _prompt(mask: jax.Array) -> tuple[Tokens, jax.Array]:
     """Positions counted from the first real token; and how many real tokens there are, i32 [P]."""
     count = jnp.cumsum(mask.astype(jnp.int32), axis=1)
-    positions = jnp.maximum(count - 1, 0)
-    return Tokens(positions, mask, *rotation(config.rope, config.head_dim, positions)), count[:, -1]
+    return Tokens(jnp.maximum(count - 1, 0), mask), count[:, -1]
 
 
-def _completion_tokens(config: DecoderConfig, lengths: jax.Array, steps: jax.Array) -> Tokens:
+def _continuation(lengths: jax.Array, steps: jax.Array) -> Tokens:
     """Positions that continue each prompt: i32 [P, T] for steps i32 [T]."""
     positions = lengths[:, None] + steps[None, :]
-    cos, sin = rotation(config.rope, config.head_dim, positions)
-    return Tokens(positions, jnp.ones(positions.shape, bool), cos, sin)
+    return Tokens(positions, jnp.ones(positions.shape, bool))
 
 
-def _decode_context(config: DecoderConfig, prefix: Prefix, cache: Cache) -> Context:
+def _group_context(
+    config: DecoderConfig, prompt: Tokens, lengths: jax.Array, shape: tuple[int, int, int]
+) -> Context:
+    """Prompts followed by groups of completions of ``shape`` [P, G, T], each without its last token."""
+    prompts, group, steps = shape
+    if steps == 1:
+        return Context(*rotation(config.rope, config.head_dim, prompt.positions), prompt)
+    completion = _continuation(lengths, jnp.arange(steps - 1, dtype=jnp.int32))
+    repeated = jnp.broadcast_to(completion.positions[:, None], (prompts, group, steps - 1))
+    positions = jnp.concatenate([prompt.positions, repeated.reshape(prompts, -1)], axis=1)
+    return Context(*rotation(config.rope, config.head_dim, positions), prompt, completion)
+
+
+def _decode_context(config: DecoderConfig, prefix: Prefix, cache: Cache, group: int) -> Context:
     """The token being decoded, the prompts it reads, and the slots of the cache that are written."""
-    completion = _completion_tokens(config, prefix.lengths, cache.length[None])
-    empty = jnp.zeros((), jnp.float32)  # remembered keys are rotated already
-    prompt = Tokens(prefix.positions, prefix.mask, empty, empty)
+    completion = _continuation(prefix.lengths, cache.length[None])
+    positions = jnp.broadcast_to(completion.positions, (len(prefix.lengths), group))
     slots = jnp.arange(cache.keys.shape[4], dtype=jnp.int32)[None]
-    written = Tokens(prefix.lengths[:, None] + slots, slots < cache.length, empty, empty)
-    return Context(prompt, completion, written)
+    written = Tokens(prefix.lengths[:, None] + slots, slots < cache.length)
+    prompt = Tokens(prefix.positions, prefix.mask)
+    return Context(*rotation(config.rope, config.head_dim, positions), prompt, completion, written)
 
 
 def _dtype(name: str, argument: str) -> jnp.dtype:

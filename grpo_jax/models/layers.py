@@ -30,14 +30,10 @@ class Tokens(NamedTuple):
     Attributes:
         positions: i32 [P, S].
         mask: bool [P, S], False on padding.
-        cos: float32 [P, S, E/2], rotation of each position.
-        sin: float32 [P, S, E/2].
     """
 
     positions: jax.Array
     mask: jax.Array
-    cos: jax.Array
-    sin: jax.Array
 
 
 class Memory(NamedTuple):
@@ -55,16 +51,20 @@ class Memory(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What every layer is told about the tokens; a stream that does not run is None.
+    """What every layer is told about the tokens.
 
     Attributes:
+        cos: float32 [P, S, E/2], rotations of the S tokens that run (see ``Block``).
+        sin: float32 [P, S, E/2].
         prompt: the prompts' tokens [P, L], running or remembered.
-        completion: the completions' tokens [P, T], alike for the group.
+        completion: the completions' tokens [P, T], alike for the group; None if there are none.
         cached: decoding only: positions and validity of the cache's slots.
     """
 
-    prompt: Tokens | None
-    completion: Tokens | None
+    cos: jax.Array
+    sin: jax.Array
+    prompt: Tokens
+    completion: Tokens | None = None
     cached: Tokens | None = None
 
 
@@ -164,8 +164,11 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. Prompts [P, L, D] and completions [P, G, T, D] pass through the same weights;
-    completions read the prompts' keys and values and their own.
+    """One layer over prompts and completions at once.
+
+    The S tokens of a prompt's row are its L prompt tokens followed by the G·T of its completions, so
+    every weight is applied in one product; only attention knows them apart. The prompts are absent
+    (L = 0) when their keys and values are remembered, the completions when there are none.
     """
 
     config: DecoderConfig
@@ -195,64 +198,61 @@ class Block(nn.Module):
         return Projection(features, use_bias, self.dtype, self.param_dtype, stddev, scale)
 
     def __call__(
-        self,
-        streams: tuple[jax.Array | None, jax.Array | None],
-        given: LayerInput,
-        context: Context,
-    ) -> tuple[tuple[jax.Array | None, jax.Array | None], tuple[jax.Array, jax.Array] | None]:
-        """Pass the streams that run through the layer.
+        self, x: jax.Array, given: LayerInput, context: Context
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Pass the tokens that run through the layer.
 
         Args:
-            streams: prompts [P, L, D] and completions [P, G, T, D]; None for one that does not run.
+            x: states [P, S, D].
             given: this layer's window and remembered keys and values.
-            context: positions and masks.
+            context: rotations, positions and masks.
 
         Returns:
-            The streams, and new keys and values to remember: the prompts' [P, K, L, E] when they run
-            alone, the completions' [P, K, G, T, E] when they do, None when both run.
+            The states, and new keys and values to remember: the prompts' [P, K, L, E] when they run
+            alone, the completions' [P, K, G, T, E] when those do, None when both run.
         """
-        prompt, completion = streams
-        fresh, prefix = None, given.prefix
-        if prompt is not None:
-            query, key, value = self._heads(prompt[:, None], context.prompt)
-            prefix = fresh = (key[:, :, 0], value[:, :, 0])
-            mask = visible(context.prompt, context.prompt, given.window)
-            prompt = self._finish(prompt[:, None], attend(query, [Memory(*prefix, mask)]))[:, 0]
-        if completion is not None:
-            query, key, value = self._heads(completion, context.completion)
-            fresh = (key, value) if prompt is None else None
+        query, key, value = self._heads(self.input_layernorm(x), context)
+        mixed, fresh, prefix, length = [], None, given.prefix, 0
+        if prefix is None:
+            length = context.prompt.positions.shape[1]
+            prefix = fresh = tuple(part[:, :length].transpose(0, 2, 1, 3) for part in (key, value))
+            memory = Memory(*prefix, visible(context.prompt, context.prompt, given.window))
+            mixed.append(self._attend(query[:, :length], length, [memory]))
+        if context.completion is not None:
+            steps = context.completion.positions.shape[1]
+            own = tuple(
+                _split_group(part[:, length:], steps).transpose(0, 3, 1, 2, 4) for part in (key, value)
+            )
+            fresh = own if fresh is None else None
             memories = [Memory(*prefix, visible(context.completion, context.prompt, given.window))]
             if given.cache is not None:
                 mask = visible(context.completion, context.cached, given.window)
                 memories.append(Memory(*given.cache, mask))
-            own = visible(context.completion, context.completion, given.window)
-            memories.append(Memory(key, value, own))
-            completion = self._finish(completion, attend(query, memories))
-        return (prompt, completion), fresh
+            memories.append(Memory(*own, visible(context.completion, context.completion, given.window)))
+            mixed.append(self._attend(query[:, length:], steps, memories))
+        x = x + self.o_proj(mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1))
+        y = self.post_attention_layernorm(x)
+        gate = _ACTIVATIONS[self.config.activation](self.gate_proj(y))
+        return x + self.down_proj(gate * self.up_proj(y)), fresh
 
-    def _heads(self, x: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [P, K, G, R, S, E], keys and values [P, K, G, S, E] of states [P, G, S, D]."""
+    def _heads(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""
         c = self.config
-        x = self.input_layernorm(x)
-        heads = (c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
-        query = self.q_proj(x).reshape(*x.shape[:-1], *heads)
+        query = self.q_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, -1, c.head_dim)
         key = self.k_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
         value = self.v_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
         if c.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = tokens.cos[:, None, :, None], tokens.sin[:, None, :, None]
-        query = rotate(query, cos[..., None, :], sin[..., None, :])
-        key = rotate(key, cos, sin)
-        return (
-            query.transpose(0, 3, 1, 4, 2, 5),
-            key.transpose(0, 3, 1, 2, 4),
-            value.transpose(0, 3, 1, 2, 4),
-        )
+        cos, sin = context.cos[:, :, None], context.sin[:, :, None]
+        return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
 
-    def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
-        """Output projection, residual, MLP: states [P, G, S, D], attention [P, K, G, R, S, E]."""
-        mixed = mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*x.shape[:-1], -1)
-        x = x + self.o_proj(mixed)
-        y = self.post_attention_layernorm(x)
-        gate = _ACTIVATIONS[self.config.activation](self.gate_proj(y))
-        return x + self.down_proj(gate * self.up_proj(y))
+    @staticmethod
+    def _attend(query: jax.Array, steps: int, memories: Sequence[Memory]) -> jax.Array:
+        """Queries [P, G·steps, K, R, E] to what they read, [P, G·steps, H·E]."""
+        mixed = attend(_split_group(query, steps).transpose(0, 3, 1, 4, 2, 5), memories)
+        return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
+
+
+def _split_group(x: jax.Array, steps: int) -> jax.Array:
+    """[P, G·T, ...] to [P, G, T, ...]."""
+    return x.reshape(x.shape[0], -1, steps, *x.shape[2:])

@@ -239,7 +239,7 @@ def test_weights_of_another_model_are_refused(tmp_path, folder):
     config = json.loads((copy / "open_clip_config.json").read_text())
     config["model_cfg"]["vision_cfg"]["layers"] = 3
     (copy / "open_clip_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="cannot load the scorer .* Missing key"):
+    with pytest.raises(UserError, match=r"cannot load the scorer .* Missing key"):
         load_scorer(copy)
 
 

@@ -1,0 +1,241 @@
+"""Chunked log-probabilities against the plain formula, and their claim on memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from grpo_jax.logprobs import token_logprobs
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+VOCABULARY, WIDTH = 11, 6
+CHUNKED = jax.jit(token_logprobs, static_argnames="chunk_size")
+ALLOWED = np.arange(VOCABULARY) % 4 != 3
+
+
+def inputs(seed=0, shape=(2, 3, 5), dtype=np.float32, allowed=None):
+    random = np.random.default_rng(seed)
+    hidden = random.normal(size=(*shape, WIDTH)).astype(dtype)
+    head = random.normal(size=(VOCABULARY, WIDTH)).astype(dtype)
+    choices = np.arange(VOCABULARY) if allowed is None else np.flatnonzero(allowed)
+    return hidden, head, random.choice(choices, size=shape).astype(np.int32)
+
+
+def loop(hidden, head, tokens, temperature=1.0, allowed=None):
+    """One token at a time, in float64, over the allowed tokens alone."""
+    kept = [v for v in range(len(head)) if allowed is None or allowed[v]]
+    logprobs, entropy = np.zeros(tokens.shape), np.zeros(tokens.shape)
+    for place in np.ndindex(tokens.shape):
+        logits = {v: float(hidden[place].astype(float) @ head[v].astype(float)) / temperature for v in kept}
+        total = sum(np.exp(x) for x in logits.values())
+        logprobs[place] = logits[tokens[place]] - np.log(total)
+        entropy[place] = -sum(np.exp(x) / total * (x - np.log(total)) for x in logits.values())
+    return logprobs, entropy
+
+
+def plain(hidden, head, tokens, temperature=1.0, allowed=None):
+    """The same with all logits at once, by automatic differentiation."""
+    logits = jnp.einsum("...d,vd->...v", hidden, head) / temperature
+    logs = jax.nn.log_softmax(logits if allowed is None else jnp.where(allowed, logits, -1e30))
+    chosen = jnp.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+
+
+def mixed(function, hidden, head, tokens, **options):
+    """A scalar that pulls on every logprob and every entropy differently."""
+    logprobs, entropy = function(hidden, head, tokens, **options)
+    pulls = jnp.cos(jnp.arange(tokens.size, dtype=logprobs.dtype)).reshape(tokens.shape)
+    return jnp.sum(pulls * logprobs) + jnp.sum(jnp.sin(entropy))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2])
+@pytest.mark.parametrize("allowed", [None, ALLOWED], ids=["all", "allowed"])
+def test_values_are_the_loop(temperature, allowed):
+    data = inputs(allowed=allowed)
+    got = token_logprobs(*data, temperature=temperature, allowed_tokens=allowed, chunk_size=7)
+    for part, expected in zip(got, loop(*data, temperature, allowed), strict=True):
+        assert part.dtype == jnp.float32
+        np.testing.assert_allclose(part, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("allowed", [None, ALLOWED], ids=["all", "allowed"])
+@pytest.mark.parametrize("temperature", [1.0, 1.3])
+def test_gradients_are_those_of_the_plain_formula(allowed, temperature, x64):
+    hidden, head, tokens = inputs(1, dtype=np.float64, allowed=allowed)
+    expected = jax.grad(functools.partial(mixed, plain), (0, 1))(
+        hidden, head, tokens, temperature=temperature, allowed=allowed
+    )
+    for chunk in (1, 7, 1024):
+        got = jax.jit(
+            jax.grad(
+                lambda h, w, c=chunk: mixed(
+                    token_logprobs, h, w, tokens,
+                    temperature=temperature, allowed_tokens=allowed, chunk_size=c,
+                ),
+                (0, 1),
+            )
+        )(hidden, head)  # fmt: skip
+        for part, plain_part in zip(got, expected, strict=True):
+            assert part.dtype == jnp.float64
+            np.testing.assert_allclose(part, plain_part, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_are_the_slopes(x64):
+    hidden, head, tokens = inputs(2, (1, 4), np.float64)
+    function = jax.jit(lambda h, w: token_logprobs(h, w, tokens, temperature=0.8, chunk_size=3))
+    check_grads(function, (hidden, head), order=1, modes=["rev"])
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 29, 30, 31, 1024])
+@given(seed=st.integers(0, 100))
+def test_chunk_size_changes_nothing(chunk, seed):
+    data = inputs(seed)  # 30 tokens
+    for got, expected in zip(CHUNKED(*data, chunk_size=chunk), loop(*data), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_temperature_zero_counts_as_one():
+    data = inputs(3)
+    for got, expected in zip(
+        token_logprobs(*data, temperature=0.0), token_logprobs(*data, temperature=1.0), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_only_allowed_tokens_have_probability():
+    hidden, head, _ = inputs(4, (1, 1))
+    every = np.arange(VOCABULARY, dtype=np.int32)[None]
+    hidden = np.repeat(hidden, VOCABULARY, axis=1)
+    logprobs, entropy = token_logprobs(hidden, head, every, allowed_tokens=ALLOWED)
+    assert np.isneginf(np.asarray(logprobs)[0, ~ALLOWED]).all()
+    np.testing.assert_allclose(np.exp(logprobs).sum(), 1, rtol=1e-5)
+    assert np.isfinite(entropy).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_masked_state_has_no_influence_whatever_it_holds(bad):
+    """0 · NaN is NaN: one bad state in the padding would spoil the head's whole gradient."""
+    hidden, head, tokens = inputs(5)
+    mask = np.random.default_rng(0).random(tokens.shape) < 0.5
+    dirty = np.where(mask[..., None], hidden, np.float32(bad))
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def slopes(hidden, head):
+        logprobs, entropy = token_logprobs(hidden, head, tokens, chunk_size=4)
+        return jnp.sum(jnp.where(mask, logprobs * 2 + entropy, 0))
+
+    for got, expected in zip(slopes(dirty, head), slopes(hidden, head), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_is_accumulated_in_float32(dtype):
+    """Rounding of the inputs apart, log-probabilities are as good as float32's; gradients come in their types."""
+    hidden, head, tokens = inputs(6)
+    low = jnp.asarray(hidden, dtype), jnp.asarray(head, dtype)
+    rounded = tuple(x.astype(jnp.float32) for x in low)
+    for got, expected in zip(token_logprobs(*low, tokens), token_logprobs(*rounded, tokens), strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    slopes = jax.jit(jax.grad(lambda h, w: mixed(token_logprobs, h, w, tokens, chunk_size=4), (0, 1)))
+    for got, expected in zip(slopes(*low), slopes(*rounded), strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=0.03, atol=0.03)
+
+
+def test_a_float32_head_under_bfloat16_states_keeps_a_float32_gradient():
+    hidden, head, tokens = inputs(7)
+    slope = jax.grad(lambda w: mixed(token_logprobs, jnp.asarray(hidden, jnp.bfloat16), w, tokens))(head)
+    assert slope.dtype == jnp.float32
+    expected = jax.grad(lambda w: mixed(token_logprobs, hidden, w, tokens))(head)
+    np.testing.assert_allclose(slope, expected, rtol=0.1, atol=0.1)
+
+
+def test_large_logits_are_safe():
+    hidden, head, tokens = inputs(8)
+    logprobs, entropy = token_logprobs(hidden * np.float32(1e4), head, tokens)
+    assert np.isfinite(logprobs).all()
+    np.testing.assert_allclose(entropy, 0, atol=0.05)
+    slope = jax.grad(lambda h: mixed(token_logprobs, h, head, tokens))(hidden * np.float32(1e4))
+    assert np.isfinite(slope).all()
+
+
+def test_vmap_and_no_tokens():
+    hidden, head, tokens = inputs(9)
+    mapped = jax.vmap(lambda h, t: token_logprobs(h, head, t, chunk_size=4))(hidden, tokens)
+    for got, expected in zip(mapped, token_logprobs(hidden, head, tokens), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    assert token_logprobs(hidden[:, :, :0], head, tokens[:, :, :0])[0].shape == (2, 3, 0)
+
+
+def temporaries(length, trained, vocabulary=2048, width=16, chunk=64):
+    """Bytes of temporary memory of a compiled gradient."""
+
+    def loss(hidden, head, tokens):
+        logprobs, entropy = token_logprobs(hidden, head, tokens, chunk_size=chunk)
+        return jnp.sum(logprobs) + jnp.sum(entropy)
+
+    shapes = (
+        jax.ShapeDtypeStruct((1, length, width), jnp.float32),
+        jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
+        jax.ShapeDtypeStruct((1, length), jnp.int32),
+    )
+    compiled = jax.jit(jax.grad(loss, trained)).lower(*shapes).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("trained", [(0,), (0, 1)], ids=["hidden", "hidden and head"])
+def test_memory_does_not_grow_with_tokens_times_vocabulary(trained):
+    short, long = temporaries(256, trained), temporaries(4096, trained)
+    all_logits = 4096 * 2048 * 4
+    chunk_of_logits = 64 * 2048 * 4
+    assert long < all_logits / 8
+    assert long - short < chunk_of_logits  # what grows is a few numbers per token
+
+
+def test_a_frozen_head_costs_no_gradient():
+    """With LoRA the head is not trained: neither its [V, D] accumulator nor its product may remain."""
+    saved = temporaries(256, (0, 1), width=256) - temporaries(256, (0,), width=256)
+    assert saved >= 0.9 * 2048 * 256 * 4
+
+
+H, W, T = np.zeros((2, 3, 4), np.float32), np.zeros((5, 4), np.float32), np.zeros((2, 3), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: token_logprobs(H.astype(int), W, T), TypeError, "hidden must be of a floating type, got int"),
+        (lambda: token_logprobs(H, W.astype(int), T), TypeError, "head must be of a floating type, got int"),
+        (lambda: token_logprobs(H, W, T.astype(np.float32)), TypeError, "tokens must be of an integer type"),
+        (lambda: token_logprobs(H, W, T[:, :2]), ValueError, r"got \(2, 3, 4\) and \(2, 2\)"),
+        (lambda: token_logprobs(H[0, 0], W, T[0, 0]), ValueError, r"hidden must be \[.., T, D\]"),
+        (lambda: token_logprobs(H, W.T, T), ValueError, r"head must have shape \(V, 4\), got \(4, 5\)"),
+        (lambda: token_logprobs(H, W, T, temperature=-1.0), ValueError, "temperature must be finite and at least"),
+        (lambda: token_logprobs(H, W, T, temperature=np.inf), ValueError, "temperature must be finite"),
+        (lambda: token_logprobs(H, W, T, temperature=np.nan), ValueError, "temperature must be finite"),
+        (lambda: token_logprobs(H, W, T, temperature="1"), TypeError, "temperature must be a number, got str"),
+        (lambda: token_logprobs(H, W, T, chunk_size=0), ValueError, "chunk_size must be at least 1, got 0"),
+        (lambda: token_logprobs(H, W, T, chunk_size=1.5), TypeError, "chunk_size must be an integer, got 1.5"),
+        (
+            lambda: token_logprobs(H, W, T, allowed_tokens=np.ones(4, bool)),
+            ValueError,
+            r"allowed_tokens must have shape \(5,\), got \(4,\)",
+        ),
+        (
+            lambda: token_logprobs(H, W, T, allowed_tokens=np.ones(5)),
+            TypeError,
+            "allowed_tokens must be of type bool",
+        ),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

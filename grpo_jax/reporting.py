@@ -3,15 +3,32 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from grpo_jax.metric_writers import MetricWriter, open_writers
 from grpo_jax.run_directory import GalleryEntry, RunDirectory, disk_errors
 
-__all__ = ["Console", "GalleryEntry", "Progress", "RunDirectory", "RunOutput", "status"]
+__all__ = [
+    "Console",
+    "GalleryEntry",
+    "Progress",
+    "RunDirectory",
+    "RunOutput",
+    "result_lines",
+    "status",
+    "versions",
+    "write_run_report",
+]
+
+_PACKAGES = (
+    "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "torch",
+    "diffusers", "open_clip_torch",
+)  # fmt: skip
 
 _SHOWN = (("loss", "loss"), ("kl", "kl"), ("entropy", "entropy"), ("watch/pixel_accuracy/mean", "pixels"))
 
@@ -125,7 +142,7 @@ class Progress:
 def status(metrics: Mapping[str, float]) -> str:
     """The figures of a metrics row in one line: rewards with deviation, loss, KL, tokens per second."""
     total = metrics.get("reward/total/mean")
-    parts = []
+    parts: list[str] = []
     if total is not None:
         parts.append(f"reward {total:.3f} ±{metrics.get('reward/total/std', float('nan')):.3f}")
     singles = [name for name in metrics if name.startswith("reward/") and name.endswith("/mean")]
@@ -139,7 +156,7 @@ def status(metrics: Mapping[str, float]) -> str:
 
 
 class RunOutput:
-    """Everything a training run writes but its checkpoints: folder, terminal, log, metrics, report."""
+    """Everything a training run writes but its checkpoints: folder, terminal, log, metrics, completions."""
 
     def __init__(self, config: Any, *, stream: TextIO | None = None):
         """Makes or opens the run directory and writes config.yaml.
@@ -154,57 +171,61 @@ class RunOutput:
         import yaml
 
         self._config = config
-        self.config_text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
         self.directory = RunDirectory.open(config.run_dir, resume=config.resume)
-        self.directory.write_config(self.config_text)
+        if not config.resume:
+            text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+            self.directory.write_config(text)
         self.console = Console(self.directory.log, stream=stream)
         self.say, self.part, self.note = self.console.say, self.console.part, self.console.note
         self._writers: list[MetricWriter] = []
+        self._progress: Progress | None = None
+        self._open_bar = ExitStack()
 
-    def start(self, resume_step: int | None = None) -> None:
-        """Opens the metric writers; with `resume_step`, everything written after that step is cut off.
+    def truncate(self, step: int) -> None:
+        """Cuts off what was written after a step (0 for a new run) and opens the metric writers.
 
-        A resumed run that was killed before its first checkpoint gives 0.
+        Raises:
+          UserError: a writer that was asked for is missing or cannot write.
         """
         self._writers, notes = open_writers(
             self.directory,
             self._config.report_to,
-            resume_step=resume_step,
+            resume_step=step if self._config.resume else None,
             config=dataclasses.asdict(self._config),
         )
         for note in notes:
             self.note(note)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one row of numbers to every writer."""
+    def start(self, total: int, done: int = 0) -> None:
+        """Starts the progress bar of `total` iterations, `done` of them before a resume."""
+        self._progress = self._open_bar.enter_context(self.console.progress(total, done=done))
+
+    def iteration(self, row: Mapping[str, Any], parts: Any, result: Any) -> None:
+        """Writes and shows one iteration.
+
+        Args:
+          row: its metrics, with "step".
+          parts: the run's parts; `environment` names the rewards.
+          result: an `Iteration`: its rollout and advantages.
+        """
+        step = int(row["step"])
+        self.directory.write_completions(step, _completion_columns(parts.environment, result))
         for writer in self._writers:
-            writer.write(step, metrics)
+            writer.write(step, row)
+        if self._progress is not None:
+            self._progress.update(step, row)
 
-    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Writes the completions of one iteration."""
-        self.directory.write_completions(step, columns)
-
-    def finish(
-        self, *, title: str, summary: Mapping[str, Any], gallery: Sequence[GalleryEntry] = (), tables=()
-    ) -> None:
-        """Writes summary.json, images/ and report.html."""
-        from grpo_jax.metric_writers import read_metrics
-        from grpo_jax.report_page import write_report
-
-        self.directory.write_summary(summary)
-        self.directory.write_images(gallery)
-        write_report(
-            self.directory.report,
-            title=title,
-            summary=summary,
-            metrics_rows=read_metrics(self.directory.metrics),
-            gallery=gallery,
-            tables=tables,
-            config_text=self.config_text,
-        )
+    def result(self, summary: Mapping[str, Any]) -> None:
+        """Prints the end of a run: measures before, after and at best, the improvement, where the report is."""
+        self._end_bar()
+        self.say()
+        for line in result_lines(summary):
+            self.say(line)
+        self.say(f"report: {self.directory.report}", style="bold green")
 
     def close(self) -> None:
-        """Closes writers and log."""
+        """Closes bar, writers and log."""
+        self._end_bar()
         for writer in self._writers:
             writer.close()
         self._writers = []
@@ -217,3 +238,106 @@ class RunOutput:
     def __exit__(self, *_: object) -> None:
         """Closes."""
         self.close()
+
+    def _end_bar(self):
+        self._open_bar.close()
+        self._progress = None
+
+
+def result_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The table of a summary, and its improvement in one line."""
+
+    def cell(value):
+        return f"{value:>9.3f}" if isinstance(value, int | float) else f"{'–':>9}"
+
+    measures = summary["evaluation"]
+    width = max([*map(len, measures), 16])
+    lines = [f"{'held-out prompts':<{width}} {'before':>9} {'after':>9} {'oracle':>9}"]
+    for name, values in measures.items():
+        lines.append(f"{name:<{width}} " + " ".join(cell(values.get(k)) for k in ("before", "after", "oracle")))
+    if summary.get("improvement") is not None:
+        baseline, reward = summary["baseline_reward"], summary["reward"]
+        relative = summary.get("relative_improvement")
+        share = "" if relative is None else f", {relative:+.0%}"
+        lines.append(
+            f"baseline reward {baseline:.3f}, reward after training {reward:.3f}:"
+            f" improvement {summary['improvement']:+.3f}{share}"
+        )
+    return lines
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what a run computes, where installed."""
+    import platform
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_run_report(
+    directory: RunDirectory,
+    *,
+    summary: Mapping[str, Any],
+    gallery: Sequence[Mapping[str, Any]] = (),
+    added_words: Sequence[tuple[str, float]] = (),
+    table: Sequence[Mapping[str, Any]] = (),
+    config_text: str = "",
+) -> None:
+    """Writes images/ and report.html of a finished run.
+
+    Args:
+      directory: of the run; its metrics.jsonl gives the curves.
+      summary: what summary.json holds.
+      gallery: fields of `GalleryEntry`.
+      added_words: (word, share of rewrites that add it), most frequent first: words that rewrites have and prompts lack.
+      table: one row per held-out prompt.
+      config_text: the configuration as YAML.
+    """
+    from grpo_jax.metric_writers import read_metrics
+    from grpo_jax.report_page import Table, write_report
+
+    entries = [GalleryEntry(**entry) for entry in gallery]
+    directory.write_images(entries)
+    tables = []
+    if table:
+        columns = tuple(table[0])
+        tables.append(Table("Held-out prompts after training", columns, [[row[c] for c in columns] for row in table]))
+    if added_words:
+        note = "Words that rewrites have and prompts lack. A word that appears everywhere may be gaming a judge."
+        tables.append(Table("Most added words", ("word", "share of rewrites"), [list(pair) for pair in added_words], note))
+    write_report(
+        directory.report,
+        title=directory.path.name,
+        summary=summary,
+        metrics_rows=read_metrics(directory.metrics),
+        gallery=entries,
+        tables=tables,
+        config_text=config_text,
+    )
+
+
+def _completion_columns(environment, result) -> dict[str, Any]:
+    """One entry per completion, groups one after another."""
+    rollout = result.rollout
+    group = len(rollout.completions[0])
+    columns = {
+        "prompt": [row.prompt for row in rollout.rows for _ in range(group)],
+        "completion": [text for texts in rollout.completions for text in texts],
+        "text": [text for texts in rollout.texts for text in texts],
+    }
+    judged = (("reward", environment.reward_names, rollout.judgement.rewards),
+              ("watch", environment.watch_names, rollout.judgement.watched))  # fmt: skip
+    for kind, names, values in judged:
+        columns |= {f"{kind}/{name}": np.ravel(values[..., n]) for n, name in enumerate(names)}
+    return columns | {
+        "advantage": np.ravel(result.advantages),
+        "length": np.ravel(np.asarray(rollout.samples.mask).sum(-1)),
+        "truncated": np.ravel(np.asarray(rollout.samples.truncated)),
+        "usable": np.ravel(rollout.usable),
+    }

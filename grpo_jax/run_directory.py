@@ -67,6 +67,7 @@ class GalleryEntry(NamedTuple):
     before: np.ndarray | None = None
     after: np.ndarray | None = None
     scores: Mapping[str, tuple[float | None, float | None]] = {}  # name → (before, after)
+    seed: int | None = None  # of the noise that both pictures were drawn from
 
 
 class RunDirectory:

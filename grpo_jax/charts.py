@@ -1,0 +1,142 @@
+"""Line charts as inline SVG: no scripts, no outside resources, colours from the page's style sheet."""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_WIDTH, _HEIGHT = 460, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 30
+_MAX_POINTS = 600
+SERIES_COLOURS = 6  # the style sheet defines --series-1 … --series-6
+
+
+class Series(NamedTuple):
+    """One line: its name and (step, value) points; sparse ones are drawn with dots."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    sparse: bool = False
+
+
+def series_of(rows: Sequence[Mapping[str, Any]], key: str, name: str, *, sparse: bool = False) -> Series:
+    """Collects a metric over steps, leaving out rows that lack it."""
+    points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    return Series(name, [point for point in points if math.isfinite(point[1])], sparse)
+
+
+def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About `count` round numbers that enclose [low, high]; a step is 1, 2 or 5 times a power of ten."""
+    if not (math.isfinite(low) and math.isfinite(high)) or low > high:
+        raise ValueError(f"low, high: expected finite numbers in order, got {low}, {high}")
+    if high - low < 1e-12 * max(1.0, abs(low)):
+        margin = abs(low) * 0.1 or 1.0
+        low, high = low - margin, high + margin
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
+    """Exponential moving average without the bias of its start."""
+    out, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        out.append(total / norm)
+    return out
+
+
+def line_chart(title: str, series: Sequence[Series], *, note: str = "") -> str:
+    """An HTML figure: legend, axes and lines; noisy series are drawn faint with a smooth line over them.
+
+    Args:
+      title: heading of the figure.
+      series: up to six lines; empty ones are left out. With none left the result is empty.
+      note: a line under the heading.
+    """
+    series = [line for line in series if line.points][:SERIES_COLOURS]
+    if not series:
+        return ""
+    xs = [x for line in series for x, _ in line.points]
+    ys = [y for line in series for _, y in line.points]
+    y_ticks = nice_ticks(min(ys), max(ys))
+    x_ticks = [tick for tick in nice_ticks(min(xs), max(xs), 5) if min(xs) <= tick <= max(xs)]
+    to_x = _scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
+    to_y = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
+    marks = [_axis(x_ticks, y_ticks, to_x, to_y)]
+    marks += [_line(line, index, to_x, to_y) for index, line in enumerate(series, 1)]
+    note = f"<p class='note'>{html.escape(note)}</p>" if note else ""
+    return (
+        f"<figure class='chart'><figcaption>{html.escape(title)}</figcaption>{note}{_legend(series)}"
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='{html.escape(title, quote=True)}'>"
+        f"{''.join(marks)}</svg></figure>"
+    )
+
+
+def number(value: float | None) -> str:
+    """A number for people: three significant digits, no exponent where that is readable."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == int(value) and abs(value) < 1e5:
+        return str(int(value))
+    if 1e-3 <= abs(value) < 1e5:
+        digits = max(0, 2 - math.floor(math.log10(abs(value))))
+        text = f"{value:.{digits}f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def _scale(low, high, start, end):
+    span = (high - low) or 1.0
+    return lambda value: start + (value - low) / span * (end - start)
+
+
+def _axis(x_ticks, y_ticks, to_x, to_y):
+    parts = []
+    for tick in y_ticks:
+        y = to_y(tick)
+        zero = " zero" if tick == 0 else ""
+        parts.append(f"<line class='grid{zero}' x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
+        parts.append(f"<text class='tick' x='{_LEFT - 6}' y='{y + 3.5:.1f}' text-anchor='end'>{number(tick)}</text>")
+    for tick in x_ticks:
+        y = _HEIGHT - _BOTTOM + 14
+        parts.append(f"<text class='tick' x='{to_x(tick):.1f}' y='{y}' text-anchor='middle'>{number(tick)}</text>")
+    centre = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(f"<text class='tick' x='{centre}' y='{_HEIGHT - 3}' text-anchor='middle'>iteration</text>")
+    return "".join(parts)
+
+
+def _line(line, index, to_x, to_y):
+    stride = -(-len(line.points) // _MAX_POINTS)
+    points = list(line.points)
+    style = f"style='stroke: var(--series-{index})'"
+    label = f"<title>{html.escape(line.name)}</title>"
+    if line.sparse or len(points) < 12:
+        dots = "".join(
+            f"<circle cx='{to_x(x):.1f}' cy='{to_y(y):.1f}' r='3' style='fill: var(--series-{index})'>"
+            f"<title>{html.escape(line.name)}, iteration {number(x)}: {number(y)}</title></circle>"
+            for x, y in points[::stride]
+        )
+        return f"<path class='smooth' {style} d='{_path(points[::stride], to_x, to_y)}'>{label}</path>{dots}"
+    trend = list(zip([x for x, _ in points], smoothed([y for _, y in points]), strict=True))
+    return (
+        f"<path class='raw' {style} d='{_path(points[::stride], to_x, to_y)}'/>"
+        f"<path class='smooth' {style} d='{_path(trend[::stride], to_x, to_y)}'>{label}</path>"
+    )
+
+
+def _path(points, to_x, to_y):
+    return "M" + "L".join(f"{to_x(x):.1f} {to_y(y):.1f}" for x, y in points)
+
+
+def _legend(series):
+    """Names with the last value (smoothed for noisy lines); the figure's only labels of identity."""
+    items = []
+    for index, line in enumerate(series, 1):
+        values = [y for _, y in line.points]
+        last = values[-1] if line.sparse else smoothed(values)[-1]
+        swatch = f"<i style='background: var(--series-{index})'></i>"
+        items.append(f"<span>{swatch}{html.escape(line.name)} <b>{number(last)}</b></span>")
+    return f"<div class='legend'>{''.join(items)}</div>"

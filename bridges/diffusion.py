@@ -191,8 +191,7 @@ class Renderer:
         if size % multiple or size > largest:
             nearest = min(max(round(size / multiple), 1) * multiple, largest)
             raise UserError(
-                f"picture size {size}: this renderer draws multiples of {multiple} up to {largest}; "
-                f"try {nearest}"
+                f"picture size {size}: this renderer draws multiples of {multiple} up to {largest}; try {nearest}"
             )
 
 
@@ -248,9 +247,17 @@ def load_renderer(
             pipeline.to(dtype=torch_type)
         pipeline.to(target)
     pipeline.set_progress_bar_config(disable=True)
-    # what falls outside the window is counted by `count_tokens`; a log line per batch tells nothing more
-    logging.getLogger("diffusers.pipelines.stable_diffusion_3").setLevel(logging.ERROR)
+    _silence_truncation(pipeline)
     return Renderer(pipeline, target, cache_bytes)
+
+
+def _silence_truncation(pipeline) -> None:
+    # What falls outside the window is counted by `count_tokens`; log lines in the progress bar say no more. The
+    # pipeline has a line for every cut prompt, the tokenizers one for the first: they remember it in this dict.
+    logging.getLogger("diffusers.pipelines.stable_diffusion_3").setLevel(logging.ERROR)
+    for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2, pipeline.tokenizer_3):
+        if tokenizer is not None:
+            tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
 
 
 def _model_index(source: str | Path) -> dict:

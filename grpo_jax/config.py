@@ -302,7 +302,8 @@ class RewardSection:
         name: alignment, alignment_gain, faithfulness, length, quality, or package.module:function or
             file.py:function.
         weight: Its weight among the objectives.
-        condition_on: Count this reward only where the named one reaches the threshold.
+        condition_on: Count this reward only where the named one (of an import path, the function) reaches the
+            threshold.
         threshold: The threshold of condition_on.
         options: Keyword options of a built-in reward.
     """
@@ -317,6 +318,11 @@ class RewardSection:
         """Checks the ranges."""
         _require(bool(self.name), "rewards.name", "a name", self.name)
         _require(math.isfinite(self.weight), "rewards.weight", "a finite number", self.weight)
+
+    @property
+    def label(self) -> str:
+        """What metrics call it: its name, of an import path the function alone."""
+        return self.name.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
@@ -412,11 +418,13 @@ class Config:
         """Checks what no section can check alone."""
         _require(0 <= self.seed < 2**63, "seed", "a number in [0, 2^63)", self.seed)
         _require(self.judge_timeout >= 0, "judge_timeout", "a number >= 0", self.judge_timeout)
-        names = [reward.name for reward in self.rewards]
-        _require(len(set(names)) == len(names), "rewards", "each reward once", names)
+        labels = [reward.label for reward in self.rewards]
+        _require(len(set(labels)) == len(labels), "rewards", "each reward once, no two of one function name", labels)
         for reward in self.rewards:
-            target = reward.condition_on
-            _require(target is None or target in names, f"rewards.{reward.name}.condition_on", f"one of {names}", target)
+            target, others = reward.condition_on, [label for label in labels if label != reward.label]
+            _require(
+                target is None or target in others, f"rewards.{reward.label}.condition_on", f"one of {others}", target
+            )
         chunk = self.training.chunk_prompts
         _require(
             chunk == 0 or self.training.prompts_per_batch % chunk == 0,
@@ -432,7 +440,7 @@ def find_config(name: str) -> Path:
     Raises:
         UserError: No such file; the message lists the configs that ship with the package.
     """
-    if Path(name).is_file():
+    if Path(name).exists() and not Path(name).is_dir():
         return Path(name)
     package = Path(__file__).parent
     folders = [package / "configs", package.parent / "configs"]
@@ -500,9 +508,7 @@ def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> C
 def from_dict(values: dict[str, Any]) -> Config:
     """Builds a `Config` from nested plain values (as `to_dict` gives them); unknown fields are errors."""
     sections = {
-        name: kind
-        for name, kind in _SECTIONS.items()
-        if name in values and not dataclasses.is_dataclass(values[name])
+        name: kind for name, kind in _SECTIONS.items() if name in values and not dataclasses.is_dataclass(values[name])
     }
     built = dict(values)
     for name, kind in sections.items():

@@ -1,6 +1,6 @@
 """Held-out measurement, and the command that repeats it from a checkpoint.
 
-    python -m grpo_jax.evaluate --run DIR [--checkpoint best]
+python -m grpo_jax.evaluate --run DIR [--checkpoint best]
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import hashlib
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from grpo_jax import config as configuration
@@ -85,7 +87,7 @@ def execute(run: Run, stop: threading.Event) -> dict[str, Any]:
     state, progress = train(run, state, progress, stop)
     if progress.iteration < run.learner.iterations:
         where = run.parts.config.run_dir
-        run.output.note(f"stopped and saved after iteration {progress.iteration}: --resume --run_dir {where} goes on")
+        run.output.say(f"stopped and saved after iteration {progress.iteration}: --resume --run_dir {where} goes on")
         return {"stopped": True, "iteration": progress.iteration}
     return {**finish_run(run, state, progress), "stopped": False}
 
@@ -98,18 +100,18 @@ def begin(run: Run) -> tuple[TrainState, Progress]:
         progress = Progress(**meta["progress"])
         if progress.fingerprint != mark:
             raise UserError(
-                f"--resume: the checkpoint in {run.checkpoints.folder} belongs to another configuration; resume with the "
-                "run's own config.yaml, or start a new run in another --run_dir"
+                f"--resume: the checkpoint in {run.checkpoints.folder} belongs to another configuration; resume with "
+                "the run's own config.yaml, or start a new run in another --run_dir"
             )
         run.output.truncate(progress.iteration)
-        run.output.note(f"resumed after iteration {progress.iteration}")
+        run.output.say(f"resumed after iteration {progress.iteration} of {run.learner.iterations}")
         return TrainState(**restored), progress
     run.output.truncate(0)
     started = time.monotonic()
     before = {kind: evaluation.measures for kind, evaluation in measure_start(run.parts, state).items()}
     progress = Progress(0, before, None, 0, {"evaluate": time.monotonic() - started}, mark)
-    told = ", ".join(f"{name} {value:.3f}" for name, value in before["greedy"].items())
-    run.output.note(f"baseline on {len(run.parts.test_rows)} held-out prompts: {told}")
+    told = "  ".join(f"{name} {value:.3f}" for name, value in before["greedy"].items())
+    run.output.say(f"baseline on {len(run.parts.test_rows)} held-out prompts: {told}")
     save(run, state, progress)
     return state, progress
 
@@ -128,70 +130,69 @@ def measure_start(parts: Parts, state: TrainState) -> dict[str, Evaluation]:
     return found
 
 
-def train(
-    run: Run, state: TrainState, progress: Progress, stop: threading.Event
-) -> tuple[TrainState, Progress]:
+def train(run: Run, state: TrainState, progress: Progress, stop: threading.Event) -> tuple[TrainState, Progress]:
     """Iterates to the end, or to the first iteration after `stop` is set; the last state is saved.
 
     Raises:
         UserError: A judge failed; the state before that iteration is saved.
     """
-    training, iterations = run.parts.config.training, run.learner.iterations
+    every, iterations = run.parts.config.training.save_every, run.learner.iterations
     run.output.start(iterations, progress.iteration)
     while progress.iteration < iterations and not stop.is_set():
-        started = time.monotonic()
-        try:
-            result = run_iteration(run.parts, run.learner, state, progress.iteration)
-        except StageError as error:
-            save(run, state, progress, wait=True)
-            raise _judge_failed(run, error) from error
-        state = result.state
-        seconds = {**result.rollout.seconds, "total": time.monotonic() - started}
-        seconds["update"] = result.update_seconds
-        row = {**result.row, **_timings(seconds, result.row, run.parts)}
-        progress = progress._replace(iteration=progress.iteration + 1, seconds=_add(progress.seconds, seconds))
-        progress, row = validate(run, state, progress, row)
-        run.output.iteration(row, run.parts, result)
-        if training.save_every and progress.iteration % training.save_every == 0:
+        state, progress = step(run, state, progress)
+        if every and progress.iteration % every == 0:
             save(run, state, progress)
-    if progress.iteration % max(training.save_every, 1) or not training.save_every:
-        save(run, state, progress)
-    run.checkpoints.wait()
+    save(run, state, progress, wait=True)
     return state, progress
 
 
-def validate(run: Run, state: TrainState, progress: Progress, row: dict[str, float]) -> tuple[Progress, dict[str, float]]:
-    """Measures the validation prompts when it is time, and keeps the best policy."""
+def step(run: Run, state: TrainState, progress: Progress) -> tuple[TrainState, Progress]:
+    """One iteration with its validation and its records."""
+    started = time.monotonic()
+    with _judges_may_fail(run, state, progress):
+        result = run_iteration(run.parts, run.learner, state, progress.iteration)
+    state = result.state
+    seconds = {**result.rollout.seconds, "update": result.update_seconds, "total": time.monotonic() - started}
+    row = {**result.row, **_timings(seconds, result.row, run.parts)}
+    progress = progress._replace(iteration=progress.iteration + 1, seconds=_add(progress.seconds, seconds))
+    with _judges_may_fail(run, state, progress):
+        progress, validation = validate(run, state, progress)
+    run.output.iteration({**row, **validation}, run.parts, result)
+    return state, progress
+
+
+@contextmanager
+def _judges_may_fail(run: Run, state: TrainState, progress: Progress) -> Iterator[None]:
+    """A failing judge ends the run with one line, after the state before it is saved."""
+    try:
+        yield
+    except StageError as error:
+        save(run, state, progress, wait=True)
+        raise UserError(
+            f"{error}. Saved after iteration {progress.iteration}; mend the judge and go on with --resume --run_dir "
+            f"{run.parts.config.run_dir}, or give such completions no reward: --on_judge_error missing"
+        ) from error
+
+
+def validate(run: Run, state: TrainState, progress: Progress) -> tuple[Progress, dict[str, float]]:
+    """Measures the validation prompts when it is time, and keeps the best policy; gives the measures."""
     section = run.parts.config.evaluation
     due = section.every and (progress.iteration % section.every == 0 or progress.iteration == run.learner.iterations)
     if not due or not run.parts.validation_rows:
-        return progress, row
+        return progress, {}
     started = time.monotonic()
-    try:
-        measures = evaluate_policy(run.parts, state.variables, run.parts.validation_rows).measures
-    except StageError as error:
-        save(run, state, progress, wait=True)
-        raise _judge_failed(run, error) from error
+    measures = evaluate_policy(run.parts, state.variables, run.parts.validation_rows).measures
     score = weighted_reward(run.parts, measures)
     progress = progress._replace(seconds=_add(progress.seconds, {"evaluate": time.monotonic() - started}))
-    row = {**row, **{f"validation/{name}": value for name, value in measures.items()}, "validation/score": score}
     if progress.best_score is None or score > progress.best_score:
         progress = progress._replace(best_score=score, best_iteration=progress.iteration)
         run.checkpoints.save_best(progress.iteration, state._asdict(), {"progress": progress._asdict()})
-    return progress, row
+    return progress, {f"validation/{name}": value for name, value in measures.items()} | {"validation/score": score}
 
 
 def save(run: Run, state: TrainState, progress: Progress, *, wait: bool = False) -> None:
     """Writes a checkpoint in the background; at once if `wait`."""
     run.checkpoints.save(progress.iteration, state._asdict(), {"progress": progress._asdict()}, wait=wait)
-
-
-def _judge_failed(run: Run, error: StageError) -> UserError:
-    # The text and rewards of the failing chunk are lost; the state before the iteration is not.
-    return UserError(
-        f"{error}. Saved; mend the judge and go on with --resume --run_dir {run.parts.config.run_dir}, or let such "
-        'completions go without a reward: --on_judge_error missing'
-    )
 
 
 def _add(total: dict[str, float], more: dict[str, float]) -> dict[str, float]:

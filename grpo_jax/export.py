@@ -1,6 +1,6 @@
 """Writes the trained policy as a Hugging Face folder.
 
-    python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best]
+python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best]
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 
-def export_policy(folder: str | Path, loaded: Any, variables: dict[str, Any], lora: Any, *, dtype: str | None = None) -> None:
+def export_policy(
+    folder: str | Path, loaded: Any, variables: dict[str, Any], lora: Any, *, dtype: str | None = None
+) -> None:
     """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads (Qwen2-VL: `AutoModelForImageTextToText`).
 
     Args:

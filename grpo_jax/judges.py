@@ -66,18 +66,22 @@ def make_environment(
         wanted = any(_takes(function, "baseline_images") for function in (*functions, *watch))
         render = make_render(renderer, scorer.device, config, baselines=wanted)
     score = make_score(
-        [section.name for section in sections], functions, watch_names, watch, missing=config.on_judge_error == "missing"
+        [section.label for section in sections],
+        functions,
+        watch_names,
+        watch,
+        missing=config.on_judge_error == "missing",
     )
     encode = make_encode(loaded.tokenizer, config, loaded.pad_id, [row for part in prompt_set for row in part])
     decode = make_decode(loaded.tokenizer, config)
     say("rewards", ", ".join(_describe(section) for section in sections))
-    names = tuple(section.name for section in sections)
+    names = tuple(section.label for section in sections)
     return Environment(encode, decode, render, score, names, tuple(watch_names)), sections
 
 
 def _describe(section: RewardSection) -> str:
     condition = f" where {section.condition_on} ≥ {section.threshold:g}" if section.condition_on else ""
-    return f"{section.name} × {section.weight:g}{condition}"
+    return f"{section.label} × {section.weight:g}{condition}"
 
 
 def _load_renderer(config: Config, placement: Any, bridges: Bridges, say: Callable[..., None]) -> Any:
@@ -207,7 +211,12 @@ def make_render(renderer: Any, device: Any, config: Config, *, baselines: bool) 
 
 
 def make_score(
-    names: Sequence[str], functions: Sequence[Reward], watch_names: Sequence[str], watch: Sequence[Reward], *, missing: bool
+    names: Sequence[str],
+    functions: Sequence[Reward],
+    watch_names: Sequence[str],
+    watch: Sequence[Reward],
+    *,
+    missing: bool,
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     """score(rows, texts [P][G], pictures) → rewards f32 [P, G, N], watched f32 [P, G, W]."""
     on_error = "missing" if missing else "raise"

@@ -157,7 +157,7 @@ def load_parts(
         greedy_sampler=sampler(1, 0.0),
         evaluation_sampler=sampler(1, config.sampling.temperature),
         allowed_tokens=allowed,
-        weights={section.name: section.weight for section in sections},
+        weights={section.label: section.weight for section in sections},
         conditions=_conditions(sections),
         key=jax.random.key(config.seed),
         timeout=config.judge_timeout or None,
@@ -173,8 +173,7 @@ def _place(config: Config, say: Say) -> Any:
     placement_module = bridges("placement")
     section = config.devices
     placement, notes = placement_module.place(section.policy, section.renderer, section.scorer)
-    placement_module.prepare_jax(placement)
-    for note in notes:
+    for note in [*notes, *placement_module.prepare_jax(placement)]:
         say("devices", note)
     return placement
 
@@ -203,10 +202,8 @@ def own_bridges() -> Callable[[str], Any]:
 
 
 def _policy_device(placement: Any) -> jax.Device:
-    """The JAX device of the policy: the only card JAX is shown, or the CPU."""
-    if placement is None or placement.policy != "cpu":
-        return jax.devices()[0]
-    return jax.devices("cpu")[0]
+    """The JAX device of the policy."""
+    return jax.devices()[0] if placement is None else own_bridges()("placement").policy_device(placement)
 
 
 def _load_policy(config: Config, device: jax.Device, say: Say) -> tuple[Any, Any, Any, dict[str, Any]]:
@@ -259,15 +256,17 @@ def allowed_tokens(config: Config, loaded: Any) -> np.ndarray | None:
         return None
     from grpo_jax.tasks import prompt_enhancement
 
-    return prompt_enhancement.allowed_tokens(loaded.tokenizer, config.data.allowed_tokens, vocab_size=loaded.config.vocab_size, eos_ids=loaded.eos_ids)
+    return prompt_enhancement.allowed_tokens(
+        loaded.tokenizer, config.data.allowed_tokens, vocab_size=loaded.config.vocab_size, eos_ids=loaded.eos_ids
+    )
 
 
 def _conditions(sections: Sequence[RewardSection]) -> tuple[Any, ...]:
     from grpo_jax.advantages import Condition
 
-    index = {section.name: position for position, section in enumerate(sections)}
+    index = {section.label: position for position, section in enumerate(sections)}
     return tuple(
-        Condition(index[section.name], index[section.condition_on], section.threshold)
+        Condition(index[section.label], index[section.condition_on], section.threshold)
         for section in sections
         if section.condition_on is not None
     )

@@ -1,8 +1,8 @@
 """A trained policy as a function from prompt to prompt.
 
-    from grpo_jax.predict import load_rewriter
-    rewrite = load_rewriter("runs/miniature")
-    rewrite("a huge crimson disc")
+from grpo_jax.predict import load_rewriter
+rewrite = load_rewriter("runs/miniature")
+rewrite("a huge crimson disc")
 """
 
 from __future__ import annotations

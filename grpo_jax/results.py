@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_jax import config as configuration
+from grpo_jax import reporting
 from grpo_jax.evaluate import Evaluation, evaluate_policy, weighted_reward
 from grpo_jax.export import export_policy
 from grpo_jax.parts import Parts
@@ -25,8 +26,6 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     Returns:
         What summary.json holds.
     """
-    from grpo_jax import reporting
-
     parts, output = run.parts, run.output
     started = time.monotonic()
     after = {"greedy": evaluate_policy(parts, state.variables, parts.test_rows)}
@@ -42,19 +41,19 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     words = most_added_words([row.prompt for row in parts.test_rows], texts)
     output.directory.write_summary(summary)
     reporting.write_run_report(
-        output.directory, summary=summary, gallery=gallery, added_words=words, table=rewards_by_prompt(parts, after["greedy"]),
+        output.directory,
+        summary=summary,
+        gallery=gallery,
+        added_words=words,
+        table=rewards_by_prompt(parts, after["greedy"]),
         config_text=configuration.to_yaml(parts.config),
     )
     output.result(summary)
     return summary
 
 
-def summarise(
-    run: Run, progress: Progress, after: dict[str, Evaluation], seconds: dict[str, float]
-) -> dict[str, Any]:
+def summarise(run: Run, progress: Progress, after: dict[str, Evaluation], seconds: dict[str, float]) -> dict[str, Any]:
     """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, versions, devices."""
-    from grpo_jax import reporting
-
     parts, before = run.parts, progress.before
     oracle, unchanged = before.get("oracle", {}), before.get("unchanged", {})
     evaluation = {
@@ -98,18 +97,14 @@ def make_gallery(parts: Parts, state: TrainState, after: Evaluation) -> list[dic
     rewritten = parts.environment.render(rows, [[text] for text in texts], 0, True)
     before, later = (to_uint8(pictures.images) for pictures in (unchanged, rewritten))
     names = parts.environment.reward_names + parts.environment.watch_names
-    scores = {"before": scores_of(parts, rows, [row.prompt for row in rows], unchanged), "after": scores_of(parts, rows, texts, rewritten)}
-    return [
-        {
-            "prompt": row.prompt,
-            "rewrite": texts[index],
-            "before": before[index],
-            "after": later[index],
-            "scores": {name: (float(scores["before"][index, n]), float(scores["after"][index, n])) for n, name in enumerate(names)},
-            "seed": unchanged.seeds[index],
-        }
-        for index, row in enumerate(rows)
-    ]
+    first = scores_of(parts, rows, [row.prompt for row in rows], unchanged)
+    second = scores_of(parts, rows, texts, rewritten)
+    entries = []
+    for index, row in enumerate(rows):
+        scores = {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(names)}
+        entry = {"prompt": row.prompt, "rewrite": texts[index], "before": before[index], "after": later[index]}
+        entries.append({**entry, "scores": scores})
+    return entries
 
 
 def scores_of(parts: Parts, rows: Sequence[Any], texts: Sequence[str], pictures: Any) -> np.ndarray:

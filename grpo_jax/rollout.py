@@ -187,10 +187,7 @@ def _judges(environment: Environment, iteration: int, evaluation: bool) -> list[
 def _read(environment: Environment, chunk: _Chunk) -> _Chunk:
     """Turns a chunk's tokens into text."""
     read = [
-        [
-            environment.decode(tokens[mask], row.prompt)
-            for tokens, mask in zip(row_tokens, row_mask, strict=True)
-        ]
+        [environment.decode(tokens[mask], row.prompt) for tokens, mask in zip(row_tokens, row_mask, strict=True)]
         for row, row_tokens, row_mask in zip(chunk.rows, chunk.samples.tokens, chunk.samples.mask, strict=True)
     ]
     return chunk._replace(

@@ -1,6 +1,6 @@
 """The training command, a thin shell over `run`.
 
-    python -m grpo_jax.train [--config FILE] [--seed N] [--run_dir DIR] [--resume] [--section.field VALUE …]
+python -m grpo_jax.train [--config FILE] [--seed N] [--run_dir DIR] [--resume] [--section.field VALUE …]
 """
 
 from __future__ import annotations

@@ -118,7 +118,9 @@ def reference_variables(state: TrainState) -> dict[str, Tree]:
         return {**state.variables, name: state.reference}
     if name == "lora":
         return {"params": state.variables["params"]}
-    raise ValueError("state.reference: expected the reference weights, got None; pass keep_reference=True to init_state")
+    raise ValueError(
+        "state.reference: expected the reference weights, got None; pass keep_reference=True to init_state"
+    )
 
 
 def refresh_reference(state: TrainState) -> TrainState:
@@ -151,7 +153,9 @@ def loss_options(section: AlgorithmSection) -> dict[str, Any]:
             )
         options["surrogate"] = dataclasses.replace(surrogate, **given)
     if section.kl_coef > 0:
-        options["kl"] = losses.KLPenalty(section.kl_coef, estimator=section.kl_estimator, corrected=section.kl_corrected)
+        options["kl"] = losses.KLPenalty(
+            section.kl_coef, estimator=section.kl_estimator, corrected=section.kl_corrected
+        )
     options["entropy_coef"] = section.entropy_coef
     return options
 
@@ -264,7 +268,9 @@ def make_logprob_step(
         if accumulation == 1:
             return part(batch)
         prompts = batch.tokens.shape[0]
-        split = jax.tree.map(lambda array: array.reshape(accumulation, prompts // accumulation, *array.shape[1:]), batch)
+        split = jax.tree.map(
+            lambda array: array.reshape(accumulation, prompts // accumulation, *array.shape[1:]), batch
+        )
         return jax.lax.map(part, split).reshape(batch.tokens.shape)
 
     return jax.jit(step)

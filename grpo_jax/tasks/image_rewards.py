@@ -31,7 +31,7 @@ def alignment(scorer: Any) -> Reward:
 def alignment_gain(scorer: Any) -> Reward:
     """How much better the rewrite's picture is than the unchanged prompt's from the same noise.
 
-        r = cos(image, prompt) - cos(baseline image, prompt)
+    r = cos(image, prompt) - cos(baseline image, prompt)
     """
 
     def reward(
@@ -61,9 +61,7 @@ def faithfulness(scorer: Any, *, threshold: float = 0.7) -> Reward:
     return reward
 
 
-def length(
-    count_tokens: Callable[[list[str]], list[int]], window: int, *, target: float | None = None
-) -> Reward:
+def length(count_tokens: Callable[[list[str]], list[int]], window: int, *, target: float | None = None) -> Reward:
     """Whether the rewrite fits what the renderer reads.
 
         r = -max(tokens - target, 0) / window, at least -1

@@ -129,5 +129,7 @@ def _as_numbers(name: str, values: Any, count: int, *, strict: bool) -> np.ndarr
     broken = ~np.isfinite(numbers) & ~absent
     if strict and broken.any():
         where = int(np.flatnonzero(broken)[0])
-        raise RewardError(name, f"returned {values[where]} for completion {where}: return None where there is no reward")
+        raise RewardError(
+            name, f"returned {values[where]} for completion {where}: return None where there is no reward"
+        )
     return np.where(broken, np.nan, numbers)

@@ -1,133 +1,264 @@
-"""Prompt enhancement as text: what the policy is asked, how its answer is read, and what it may say.
+"""Prompt enhancement: what the policy is asked, and how its answer becomes a prompt.
 
-Two forms. *rewrite*: the policy is asked, through its chat template, for a better prompt and answers with it.
-*append*: the policy continues the user's prompt token by token, and the reward comes at the end.
+Three forms. *rewrite* asks a chat policy for a better prompt and reads its answer. *append* lets the policy continue
+the user's prompt token by token; the prompt with its continuation is what is rendered. *text* judges the completion
+as it is written (the `text` task). An answer that cannot be used never reaches the renderer: the user's prompt does.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from grpo_jax.errors import UserError
 
-FORMS = ("rewrite", "append")
-_THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
-_LABEL = re.compile(r"^(?:here(?:'s| is)[^:\n]{0,60}|(?:rewritten |enhanced |improved |new )?prompt)\s*:\s*", re.I)
-_QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "«": "»", "`": "`"}
+Form = Literal["rewrite", "append", "text"]
+
+INSTRUCTION = (
+    "Rewrite this prompt for a text-to-image model so that the picture shows exactly what it asks for. Keep every "
+    "object, colour, number and relation; add only what helps to see them. Answer with the new prompt alone, on one "
+    "line.\n\nPrompt: {prompt}"
+)
+"""What a chat policy is told in the rewrite form."""
+
+_NAME = r"(?:(?:the|an?|my|your|new|final|better|improved|enhanced|rewritten|revised|refined|optimi[sz]ed|updated|image)\s+)*"
+_LABEL = re.compile(rf"^{_NAME}(?:prompt|rewrite|output|answer|result)\s*:\s*", re.IGNORECASE)
+_PREAMBLE = re.compile(r"^(?:sure|certainly|of course|okay|ok|here\b|here's|here’s|absolutely|great)\b.*:$", re.IGNORECASE)
+_REFUSAL = re.compile(
+    r"^(?:i[’']?m sorry|i am sorry|sorry[,.]|i can(?:no|[’'])t\b|i can not\b|as an ai\b|i am unable|i[’']?m unable)",
+    re.IGNORECASE,
+)
+_BULLET = re.compile(r"^(?:[-*•]\s+|\d{1,2}[.)]\s+|#+\s+|>\s+)")
+_QUOTES = {'"': '"', "“": "”", "«": "»", "'": "'", "‘": "’", "`": "`"}
 
 
 class Rewrite(NamedTuple):
-    """What is rendered: the rewrite, or the user's prompt where it is unusable."""
+    """A prompt to render, and whether the policy wrote it (or the user's stands in, unchanged)."""
 
     text: str
     usable: bool
 
 
-def format_prompt(tokenizer: Any, prompt: str, *, form: str = "rewrite", instruction: str = "") -> list[int]:
-    """Token ids of what the policy is asked.
+# ---------------------------------------------------------------------------------------------------- asking
+
+
+def format_prompt(tokenizer: Any, prompt: str, *, form: Form = "rewrite", instruction: str = "") -> list[int]:
+    """The tokens a completion of this prompt starts from.
 
     Args:
-        tokenizer: The policy's; its chat template is used in the rewrite form where it has one.
-        prompt: The user's.
-        form: "rewrite" or "append".
-        instruction: Template of the user's turn with {prompt}; empty for the prompt alone.
+        tokenizer: A Hugging Face tokenizer.
+        prompt: What the user wrote.
+        form: In "append" the prompt itself is continued. Otherwise the user's turn of the tokenizer's chat template,
+            with the answer left open; a tokenizer without a chat template gets the instruction as plain text.
+        instruction: What the user's turn says; "{prompt}" stands for the prompt (other braces mean nothing).
+            Empty: the prompt alone.
 
     Raises:
-        UserError: The instruction does not contain {prompt}.
+        UserError: If a non-empty instruction does not say where the prompt goes.
     """
     if form == "append":
-        return _special_start(tokenizer) + tokenizer.encode(prompt, add_special_tokens=False)
+        return list(tokenizer(prompt)["input_ids"])
     if instruction and "{prompt}" not in instruction:
-        raise UserError(f"data.instruction: expected {{prompt}} to stand somewhere in it, got {instruction!r}")
-    # str.replace, since an instruction may hold other braces.
-    turn = instruction.replace("{prompt}", prompt) if instruction else prompt
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": turn}], tokenize=False, add_generation_prompt=True
-        )
-        return tokenizer.encode(text, add_special_tokens=False)
-    return _special_start(tokenizer) + tokenizer.encode(turn + "\n", add_special_tokens=False)
+        raise UserError("data.instruction must contain {prompt}, the place of the user's prompt")
+    content = instruction.replace("{prompt}", prompt) if instruction else prompt
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer(content)["input_ids"])
+    # Templates that know no thinking ignore the switch; a thinking block would eat the tokens of the answer.
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _special_start(tokenizer: Any) -> list[int]:
-    return [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-
-
-def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of unequal length as i32 [P, width], padded on the left, and the mask bool [P, width]."""
-    tokens = np.full((len(encoded), width), pad_id, np.int32)
-    mask = np.zeros((len(encoded), width), bool)
-    for row, ids in enumerate(encoded):
-        if not 0 < len(ids) <= width:
-            raise ValueError(f"encoded[{row}]: expected 1 to {width} tokens, got {len(ids)}")
-        tokens[row, width - len(ids) :] = ids
-        mask[row, width - len(ids) :] = True
-    return tokens, mask
-
-
-def parse_rewrite(written: str, form: str, prompt: str) -> Rewrite:
-    """Reads what the policy wrote.
-
-    In the rewrite form, thinking blocks, a label such as "Prompt:" and quotes around the whole are taken off, and the
-    first line that holds a letter or digit is the rewrite. In the append form the text is the prompt with the
-    continuation. What holds no letter or digit is unusable, and the user's prompt stands in.
-    """
-    if form not in FORMS:
-        raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
-    if form == "append":
-        continuation = " ".join(written.split())
-        if not continuation:
-            return Rewrite(prompt, False)
-        # Many tokenizers lose the space before a completion's first word; punctuation needs none.
-        joint = "" if continuation[0] in ",.;:!?" else " "
-        return Rewrite(prompt + joint + continuation, True)
-    text = _THINKING.sub("", written).strip()
-    for line in text.splitlines():
-        candidate = _unquote(_LABEL.sub("", line.strip()))
-        if any(character.isalnum() for character in candidate):
-            return Rewrite(" ".join(candidate.split()), True)
-    return Rewrite(prompt, False)
-
-
-def _unquote(text: str) -> str:
-    text = text.strip().strip("*").strip()
-    if len(text) >= 2 and _QUOTES.get(text[0]) == text[-1]:
-        return text[1:-1].strip()
-    return text
-
-
-def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Sequence[int] = ()) -> np.ndarray:
-    """Which tokens may be sampled: bool [V].
+def tokenize_prompts(
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    max_length: int,
+    form: Form = "rewrite",
+    instruction: str = "",
+    length: int | None = None,
+    ids: Sequence[int] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as the sampler takes them.
 
     Args:
-        tokenizer: The policy's.
-        rule: "english": tokens whose text is printable ASCII.
-        vocab_size: V of the model, which may be more than the tokenizer has.
-        eos_ids: Always allowed.
+        tokenizer: A Hugging Face tokenizer.
+        prompts: P texts.
+        max_length: The longest prompt allowed, in tokens, instruction included.
+        form: See `format_prompt`.
+        instruction: See `format_prompt`.
+        length: L; by default the longest of these prompts.
+        ids: Names of the prompts in errors (lines of the file); by default their place here, from 1.
+
+    Returns:
+        Tokens i32[P, L], left-padded, and their mask bool[P, L].
+
+    Raises:
+        UserError: If prompts are longer than `max_length`, or have no tokens. Nothing is cut: a policy that sees
+            half a prompt learns to answer another one.
     """
-    if rule != "english":
-        raise ValueError(f"rule: expected 'english', got {rule!r}")
-    allowed = np.zeros(vocab_size, bool)
+    encoded = [format_prompt(tokenizer, prompt, form=form, instruction=instruction) for prompt in prompts]
+    names = list(ids) if ids is not None else list(range(1, len(prompts) + 1))
+    limit = min(max_length, length) if length is not None else max_length
+    problems = [
+        f"prompt {name} ({_shorten(prompt)!r}) has {len(tokens)} tokens" + ("" if tokens else ": nothing to start from")
+        for name, prompt, tokens in zip(names, prompts, encoded, strict=True)
+        if not 0 < len(tokens) <= limit
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise UserError(
+            "; ".join(problems[:3]) + f"{more}, and the window is {limit}: shorten it or raise data.max_prompt_tokens"
+        )
+    width = length if length is not None else max((len(tokens) for tokens in encoded), default=0)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    array = np.full((len(encoded), width), pad, np.int32)
+    mask = np.zeros((len(encoded), width), bool)
+    for i, tokens in enumerate(encoded):
+        array[i, width - len(tokens) :] = tokens
+        mask[i, width - len(tokens) :] = True
+    return array, mask
+
+
+def _shorten(text: str, width: int = 40) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray | None:
+    """The tokens a policy may write.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        rule: "all"; "ascii": tokens whose text is printable ASCII; "english": ASCII letters, digits, spaces and the
+            marks of plain sentences.
+        vocab_size: V, the model's, which may exceed the tokenizer's; the excess is never allowed.
+        eos_ids: Tokens that end a completion: always allowed. Other special tokens never are.
+
+    Returns:
+        bool[V], or None for "all".
+
+    Raises:
+        UserError: If the rule leaves nothing to write.
+        ValueError: If the rule is unknown.
+    """
+    if rule == "all":
+        return None
+    patterns = {"ascii": r"[ -~]+", "english": r"[A-Za-z0-9 .,;:!?'\"()-]+"}
+    if rule not in patterns:
+        raise ValueError(f"rule must be all, {', '.join(patterns)}, got {rule!r}")
+    pattern = re.compile(patterns[rule])
     special = set(tokenizer.all_special_ids)
-    known = min(vocab_size, len(tokenizer))
-    for token, text in enumerate(tokenizer.batch_decode([[token] for token in range(known)])):
-        allowed[token] = token not in special and text != "" and text.isascii() and text.isprintable()
+    known = min(len(tokenizer), vocab_size)
+    texts = tokenizer.batch_decode([[i] for i in range(known)], clean_up_tokenization_spaces=False)
+    allowed = np.zeros(vocab_size, bool)
+    allowed[:known] = [i not in special and bool(pattern.fullmatch(text)) for i, text in enumerate(texts)]
+    if not allowed.any():
+        raise UserError(f"data.allowed_tokens = {rule}: no token of this tokenizer is allowed by it")
     allowed[list(eos_ids)] = True
     return allowed
 
 
-def most_added_words(prompts: Sequence[str], rewrites: Sequence[str], count: int = 10) -> list[tuple[str, float]]:
-    """Words that rewrites add to their prompts, with the share of rewrites that add them: a watch on reward hacking."""
-    added: Counter[str] = Counter()
-    for prompt, rewrite in zip(prompts, rewrites, strict=True):
-        added.update(_words(rewrite) - _words(prompt))
-    return [(word, number / max(len(rewrites), 1)) for word, number in added.most_common(count)]
+# --------------------------------------------------------------------------------------------------- reading
 
 
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"[\w'-]+", text.lower()))
+def decode_completion(tokenizer: Any, tokens: Sequence[int] | np.ndarray, prompt: str, *, form: Form) -> tuple[str, Rewrite]:
+    """What a completion's tokens say (special tokens apart), and the prompt it makes."""
+    ids = [int(token) for token in tokens]
+    if form == "append":
+        # Decoded behind the prompt: a tokenizer drops the space before a text's first word, and here it is needed.
+        start = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        head, whole = _decode(tokenizer, start), _decode(tokenizer, start + ids)
+        written = whole[len(head) :] if whole.startswith(head) else _decode(tokenizer, ids)
+    else:
+        written = _decode(tokenizer, ids)
+    return written, parse_rewrite(written, form, prompt)
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def parse_rewrite(text: str, form: Form, prompt: str) -> Rewrite:
+    """Reads a completion.
+
+    In "rewrite": thinking blocks, code fences, opening remarks ("Sure, here is …:"), labels ("Prompt:"), list marks,
+    bold marks and enclosing quotes go; the first line that is left is the prompt. In "append": the prompt and the
+    first line of its continuation. In "text": the completion as it is.
+
+    Args:
+        text: The completion, decoded.
+        form: How it was asked for.
+        prompt: What the user wrote.
+
+    Returns:
+        The prompt to render. Without a letter or digit, or with a refusal, it is the user's, and not `usable`.
+    """
+    if form == "text":
+        return Rewrite(text, True)
+    if form == "append":
+        line = " ".join(_first_line(text))
+        if not _has_words(line):
+            return Rewrite(prompt, False)
+        return Rewrite(_one_line(f"{prompt}{line}"), True)
+    answer = _clean(_answer_line(_without_thinking(text)))
+    if not _has_words(answer) or _REFUSAL.match(answer):
+        return Rewrite(prompt, False)
+    return Rewrite(answer, True)
+
+
+def _first_line(text: str) -> list[str]:
+    lines = text.split("\n", 1)
+    return lines[:1]
+
+
+def _without_thinking(text: str) -> str:
+    """The text behind thinking; a block that never closes leaves nothing behind it."""
+    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def _answer_line(text: str) -> str:
+    """The first line that says something; opening remarks, bare labels and code fences do not."""
+    for line in text.splitlines():
+        bare = line.replace("**", "").strip()
+        if bare.startswith("```") or _PREAMBLE.match(bare) or not _has_words(_LABEL.sub("", bare)):
+            continue
+        return bare
+    return ""
+
+
+def _clean(line: str) -> str:
+    """Takes off list marks, labels and quotes, as often as there are any."""
+    while True:
+        cleaned = _unquote(_LABEL.sub("", _BULLET.sub("", _one_line(line))))
+        if cleaned == line:
+            return cleaned
+        line = cleaned
+
+
+def _unquote(line: str) -> str:
+    """Without quotes that enclose all of it, or an opening one that was never closed (a truncated answer)."""
+    if not line or line[0] not in _QUOTES:
+        return line
+    opening, closing = line[0], _QUOTES[line[0]]
+    inner = line[1:]
+    if closing not in inner:
+        return inner
+    end = inner.index(closing)
+    # An apostrophe is no closing quote: 'a dog's life'.
+    if closing in "'’" and end < len(inner) - 1:
+        end = inner.rindex(closing) if opening not in inner[:end] and inner[end + 1].isalpha() else end
+    rest = inner[end + 1 :].strip()
+    return inner[:end] + rest if not rest.strip(".,;") else line
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _has_words(text: str) -> bool:
+    return any(character.isalnum() for character in text)

@@ -1,13 +1,18 @@
-"""Rewards as functions: loading the user's, calling them all, and saying which one failed."""
+"""Calling rewards: by name or import path, flat as TRL calls them, stacked and never silently 0.
+
+A reward is a function ``reward(prompts, completions, **columns) -> list[float | None]`` (or an array). It is called
+flat, with each prompt repeated for its G completions; None is a reward that does not apply.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,48 +21,13 @@ from grpo_jax.errors import UserError
 Reward = Callable[..., Any]
 
 
-class RewardError(RuntimeError):
-    """A reward raised, or returned something that is not one number per completion. Has `name`."""
+class RewardError(UserError):
+    """A reward that failed. ``reward`` is its name; what it raised is the cause."""
 
-    def __init__(self, name: str, reason: str):
-        """Say which reward failed and why."""
-        super().__init__(f"reward {name!r} {reason}")
-        self.name = name
-
-
-def load_reward(path: str) -> Reward:
-    """A reward by import path.
-
-    Args:
-        path: "package.module:function" or "folder/file.py:function".
-
-    Raises:
-        UserError: There is no such file, module or function, or it cannot be called as a reward.
-    """
-    source, _, name = path.rpartition(":")
-    if not source or not name:
-        raise UserError(f"reward {path!r}: expected package.module:function or file.py:function")
-    try:
-        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise UserError(f"reward {path!r}: importing {source} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        names = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise UserError(f"reward {path!r}: {source} has no function {name!r} (functions there: {names})")
-    return function
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"reward file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    def __init__(self, reward: str, reason: str):
+        """Names the reward and says what it did."""
+        super().__init__(f"reward {reward}: {reason}")
+        self.reward = reward
 
 
 def collect_rewards(
@@ -68,68 +38,150 @@ def collect_rewards(
     columns: Mapping[str, Any],
     group_size: int,
     *,
-    on_error: str = "raise",
+    on_error: Literal["stop", "missing"] = "stop",
 ) -> np.ndarray:
-    """Calls every reward on the flat batch and keeps the objectives apart.
+    """Calls every reward once.
 
     Args:
-        functions: N rewards, reward(prompts, completions, **columns) → P·G numbers or None for a missing one. A
-            reward that does not take **columns gets those it names.
-        names: N names.
-        prompts: P·G prompts, each repeated for its group.
+        functions: N rewards. One without ``**columns`` receives those of its arguments that exist.
+        names: N names, for errors.
+        prompts: P·G texts, each prompt repeated.
         completions: P·G texts.
-        columns: The rows' columns and the pictures.
+        columns: P·G values for each of the rewards' other arguments (pictures too).
         group_size: G.
-        on_error: "raise", or "missing": what a failed reward or a value that is not finite becomes.
+        on_error: What a reward that raises, returns the wrong number of values, or a value that is no finite number
+            does: "stop" raises; "missing" makes the values missing, all of them in the first two cases.
 
     Returns:
-        f32 [P, G, N]; NaN is missing.
+        f32[P, G, N]; NaN where a reward is missing.
 
     Raises:
-        RewardError: A reward raised, or returned another number of values, text, or values that are not finite.
+        RewardError: As `on_error` says.
+        ValueError: If the arguments do not fit each other.
     """
-    result = np.full((len(functions), len(completions)), np.nan, np.float32)
-    for index, (function, name) in enumerate(zip(functions, names, strict=True)):
-        try:
-            values = function(list(prompts), list(completions), **_wanted(function, columns))
-            result[index] = _as_numbers(name, values, len(completions), strict=on_error == "raise")
-        except RewardError:
-            raise
-        except Exception as error:  # a judge may raise anything
-            if on_error == "raise":
-                raise RewardError(name, f"raised {type(error).__name__}: {error}") from error
-    return np.moveaxis(result, 0, -1).reshape(len(completions) // group_size, group_size, len(functions))
-
-
-def _wanted(function: Reward, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns a reward takes: all with **columns, else those it names."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return dict(columns)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(columns)
-    named = {parameter.name for parameter in parameters}
-    return {name: value for name, value in columns.items() if name in named}
-
-
-def _as_numbers(name: str, values: Any, count: int, *, strict: bool) -> np.ndarray:
-    """A reward's answer as f32 [count]; None is missing, anything else must be a finite number if `strict`."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
-    if values is None or isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
-        raise RewardError(name, f"must return {count} numbers, got {type(values).__name__}")
-    if len(values) != count:
-        raise RewardError(name, f"must return {count} numbers, one per completion, got {len(values)}")
-    absent = np.array([value is None for value in values])
-    try:
-        numbers = np.array([np.nan if value is None else float(value) for value in values], np.float32)
-    except (TypeError, ValueError) as error:
-        raise RewardError(name, f"must return numbers: {error}") from error
-    broken = ~np.isfinite(numbers) & ~absent
-    if strict and broken.any():
-        where = int(np.flatnonzero(broken)[0])
-        raise RewardError(
-            name, f"returned {values[where]} for completion {where}: return None where there is no reward"
+    count = len(completions)
+    if len(prompts) != count or group_size < 1 or count % group_size:
+        raise ValueError(
+            f"prompts and completions must both have P·G texts with G = {group_size}, got {len(prompts)} and {count}"
         )
-    return np.where(broken, np.nan, numbers)
+    if len(functions) != len(names):
+        raise ValueError(f"names must name {len(functions)} functions, got {list(names)}")
+    for name, values in columns.items():
+        if len(values) != count:
+            raise ValueError(f"column {name!r} must have {count} values, got {len(values)}")
+    if on_error not in ("stop", "missing"):
+        raise ValueError(f'on_error must be "stop" or "missing", got {on_error!r}')
+    arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
+    result = np.full((count, len(functions)), np.nan, np.float32)
+    for n, (function, name) in enumerate(zip(functions, names, strict=True)):
+        result[:, n] = _call(function, name, arguments, count, on_error)
+    return result.reshape(count // group_size, group_size, len(functions))
+
+
+def _call(function: Reward, name: str, arguments: dict[str, Any], count: int, on_error: str) -> np.ndarray:
+    """One reward's values, f64[count]."""
+    try:
+        returned = function(**_accepted(function, arguments))
+        values = _as_list(returned)
+    except Exception as error:
+        if on_error == "missing":
+            return np.full(count, np.nan)
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise RewardError(name, f"it raised {type(error).__name__}: {first}") from error
+    if len(values) != count:
+        if on_error == "missing":
+            return np.full(count, np.nan)
+        raise RewardError(name, f"it must return one value for each of {count} completions, got {len(values)}")
+    numbers = np.full(count, np.nan)
+    for i, value in enumerate(values):
+        if value is None:
+            continue
+        number = _as_number(value)
+        if number is not None:
+            numbers[i] = number
+        elif on_error == "stop":
+            text = arguments["completions"][i]
+            raise RewardError(name, f"it returned {value!r} for completion {i} ({text[:60]!r}), not a finite number or None")
+    return numbers
+
+
+def _accepted(function: Reward, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments a reward takes."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _as_list(returned: Any) -> list[Any]:
+    """Values from a list, a NumPy, JAX or torch array of one axis."""
+    if hasattr(returned, "detach"):
+        returned = returned.detach().cpu()
+    if hasattr(returned, "shape") and len(returned.shape) != 1:
+        raise TypeError(f"a reward returns a list or an array with one axis, got shape {tuple(returned.shape)}")
+    if hasattr(returned, "tolist"):
+        return returned.tolist()
+    if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Sequence):
+        raise TypeError(f"a reward returns a list or an array with one axis, got {type(returned).__name__}")
+    return list(returned)
+
+
+def _as_number(value: Any) -> float | None:
+    """A finite float, or None for whatever else."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    # Compared as stored: what overflows float32 is not finite there.
+    return number if abs(number) <= float(np.finfo(np.float32).max) else None
+
+
+def load_reward(path: str) -> Reward:
+    """Finds a user's reward.
+
+    Args:
+        path: "package.module:function", or "file.py:function" (relative to the working directory).
+
+    Raises:
+        UserError: If there is no such module, file or function, or importing it fails.
+    """
+    place, colon, name = path.rpartition(":")
+    if not colon or not place or not name:
+        raise UserError(f"reward {path!r}: write package.module:function or file.py:function")
+    is_file = place.endswith(".py")
+    try:
+        module = _load_file(Path(place)) if is_file else importlib.import_module(place)
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        if not is_file and error.name and (place == error.name or place.startswith(error.name + ".")):
+            raise UserError(f"reward {path!r}: no module {place}; a file is written as file.py:function") from None
+        raise UserError(f"reward {path!r}: {place} needs the module {error.name}, which is not installed") from error
+    except Exception as error:
+        raise UserError(f"reward {path!r}: importing {place} raised {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        have = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise UserError(f"reward {path!r}: {place} has no {name} (its functions: {', '.join(have) or 'none'})")
+    if not callable(function):
+        raise UserError(f"reward {path!r}: {name} is a {type(function).__name__}, not a function")
+    return function
+
+
+def _load_file(path: Path) -> Any:
+    """Imports a file under a name of its own."""
+    if not path.is_file():
+        raise UserError(f"reward file {path} does not exist")
+    name = f"grpo_jax_reward_{path.stem}_{abs(hash(str(path.resolve()))):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a .py file has a loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,1 @@
+"""Tasks: data and pure rewards. Judges (renderers, scorers, checkers) come as arguments."""

@@ -10,9 +10,9 @@ for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import jax
-import pytest
-from hypothesis import settings
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 settings.register_profile("grpo_jax", max_examples=25, deadline=None, derandomize=True, database=None)
 settings.load_profile("grpo_jax")

@@ -90,9 +90,7 @@ def groups_dead(rewards):
 @given(rewards=pairs)
 def test_group_is_the_loop(scale, rewards):
     expected = loop_group(rewards, scale, 1e-2)
-    np.testing.assert_allclose(
-        group_advantages(rewards, scale=scale, eps=1e-2), expected, rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(group_advantages(rewards, scale=scale, eps=1e-2), expected, rtol=1e-5, atol=1e-5)
 
 
 @given(pairs)
@@ -122,21 +120,15 @@ def test_tutorial_examples():
     for rewards, gdpo in ((one, half), (both, root)):
         grpo = group_advantages(sum_rewards(rewards), eps=0.0)
         np.testing.assert_allclose(grpo, [[-half, half]], atol=5e-5)
-        np.testing.assert_allclose(
-            gdpo_advantages(rewards, eps=0.0, whiten=None), [[-gdpo, gdpo]], atol=5e-5
-        )
+        np.testing.assert_allclose(gdpo_advantages(rewards, eps=0.0, whiten=None), [[-gdpo, gdpo]], atol=5e-5)
 
 
 @given(pairs, st.integers(-16, 16), st.integers(1, 8))
 def test_shift_and_scale_of_the_rewards(rewards, shift, factor):
     other = rewards * factor + np.float32(shift)
     close = dict(rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(
-        group_advantages(other, eps=0.0), group_advantages(rewards, eps=0.0), **close
-    )
-    np.testing.assert_allclose(
-        leave_one_out_advantages(other), factor * leave_one_out_advantages(rewards), **close
-    )
+    np.testing.assert_allclose(group_advantages(other, eps=0.0), group_advantages(rewards, eps=0.0), **close)
+    np.testing.assert_allclose(leave_one_out_advantages(other), factor * leave_one_out_advantages(rewards), **close)
     np.testing.assert_allclose(
         gdpo_advantages(other[..., None], eps=0.0), gdpo_advantages(rewards[..., None], eps=0.0), **close
     )
@@ -146,9 +138,7 @@ def test_shift_and_scale_of_the_rewards(rewards, shift, factor):
 def test_order_of_prompts_and_completions_does_not_matter(rewards, mask, prompts, group):
     for whiten in ("sequence", "token", None):
         advantages = gdpo_advantages(rewards, whiten=whiten, mask=mask)
-        moved = gdpo_advantages(
-            rewards[prompts][:, group], whiten=whiten, mask=mask[prompts][:, group]
-        )
+        moved = gdpo_advantages(rewards[prompts][:, group], whiten=whiten, mask=mask[prompts][:, group])
         np.testing.assert_allclose(moved, advantages[jnp.array(prompts)][:, jnp.array(group)], atol=1e-4)
 
 
@@ -173,15 +163,19 @@ def test_padding_with_missing_rewards_changes_nothing(rewards, mask):
         )
 
 
-@given(triples, token_masks)
-def test_jit_changes_nothing(rewards, mask):
-    for function in (
-        lambda r: group_advantages(r[..., 0]),
-        lambda r: leave_one_out_advantages(r[..., 0]),
-        lambda r: gdpo_advantages(r, whiten="token", mask=mask, weights=(0.3, 1.7)),
-        lambda r: condition_rewards(r, [Condition(0, 1, 0.5)]),
-    ):
-        np.testing.assert_allclose(jax.jit(function)(rewards), function(rewards), rtol=1e-5, atol=1e-6)
+EVERYTHING = {
+    "group": lambda r, m: group_advantages(r[..., 0]),
+    "leave one out": lambda r, m: leave_one_out_advantages(r[..., 0]),
+    "gdpo": lambda r, m: gdpo_advantages(r, whiten="token", mask=m, weights=(0.3, 1.7)),
+    "conditions": lambda r, m: condition_rewards(r, [Condition(0, 1, 0.5)]),
+}
+JITTED = {name: jax.jit(function) for name, function in EVERYTHING.items()}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+@given(rewards=triples, mask=token_masks)
+def test_jit_changes_nothing(name, rewards, mask):
+    np.testing.assert_allclose(JITTED[name](rewards, mask), EVERYTHING[name](rewards, mask), rtol=1e-5, atol=1e-6)
 
 
 @given(pairs)
@@ -231,9 +225,7 @@ def test_dead_group_stays_zero_after_token_whitening():
 
 def test_unjudged_row_is_outside_the_whitening():
     rewards = jnp.array([[[0.0], [1.0], [jnp.nan]]])
-    np.testing.assert_allclose(
-        gdpo_advantages(rewards, eps=0.0), [[-(0.5**0.5), 0.5**0.5, 0.0]], rtol=1e-5
-    )
+    np.testing.assert_allclose(gdpo_advantages(rewards, eps=0.0), [[-(0.5**0.5), 0.5**0.5, 0.0]], rtol=1e-5)
 
 
 def test_sum_of_rewards():

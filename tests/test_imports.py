@@ -124,9 +124,7 @@ def test_only_models_know_flax(name):
 @pytest.mark.parametrize("name", OURS)
 def test_torch_and_bridges_are_for_the_commands_and_lazy(name):
     heavy = TORCH | {"bridges"}
-    refuse(
-        name, OURS[name], lambda found: within(found.module, heavy) and not (found.lazy and name in COMMANDS)
-    )
+    refuse(name, OURS[name], lambda found: within(found.module, heavy) and not (found.lazy and name in COMMANDS))
 
 
 @pytest.mark.parametrize("name", OURS)

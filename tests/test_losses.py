@@ -190,9 +190,9 @@ def test_gradients_are_the_slopes(choices, x64):
 
 @pytest.mark.parametrize("name", PRESETS)
 @given(seed=st.integers(0, 1000))
-def test_parts_of_a_batch_add_up_to_the_batch(name, seed, parts_of=3):
+def test_parts_of_a_batch_add_up_to_the_batch(name, seed):
     """Loss scale must not change with gradient accumulation, micro-batch count or devices."""
-    parts = batch(seed)
+    parts, parts_of = batch(seed), 3
     normaliser = loss_normaliser(parts["mask"], PRESETS[name]["aggregation"])
     (loss, metrics), gradient = evaluate(parts, PRESETS[name], **EXTRAS)
     pieces = []
@@ -284,9 +284,7 @@ def test_an_overflowing_ratio_behind_a_bound_keeps_gradients_finite(surrogate):
         if surrogate == SURROGATES["clip"] and advantage < 0:
             continue  # without a dual clip that loss is infinite, and should look so
         loss, gradient = jax.value_and_grad(
-            lambda x, a=advantage: grpo_loss(
-                x, old, np.float32([a]), np.ones((1, 2), bool), surrogate=surrogate
-            )[0]
+            lambda x, a=advantage: grpo_loss(x, old, np.float32([a]), np.ones((1, 2), bool), surrogate=surrogate)[0]
         )(logprobs)
         assert np.isfinite(loss)
         assert np.isfinite(gradient).all()
@@ -304,18 +302,14 @@ def test_clip_stops_the_gradient_where_it_says():
         call = lambda x: grpo_loss(x, 0 * logs, np.float32([advantage]), mask, surrogate=surrogate)  # noqa: B023, E731
         gradient, metrics = jax.grad(call, has_aux=True)(logs)
         np.testing.assert_array_equal(gradient[0] != 0, np.array(alive, bool))
-        np.testing.assert_allclose(
-            metrics.clip_low.value() + metrics.clip_high.value(), 1 - np.mean(alive), rtol=1e-6
-        )
+        np.testing.assert_allclose(metrics.clip_low.value() + metrics.clip_high.value(), 1 - np.mean(alive), rtol=1e-6)
 
 
 def test_capped_weight_keeps_every_token():
     """What CISPO is for: a token beyond the cap still has a gradient, of bounded weight."""
     logs = np.log(np.array([[0.5, 2.0, 50.0]], np.float32))
     gradient = jax.grad(
-        lambda x: grpo_loss(
-            x, 0 * logs, np.float32([1.0]), np.ones((1, 3), bool), surrogate=CappedWeight(5.0)
-        )[0]
+        lambda x: grpo_loss(x, 0 * logs, np.float32([1.0]), np.ones((1, 3), bool), surrogate=CappedWeight(5.0))[0]
     )(logs)
     np.testing.assert_allclose(gradient, [[-0.5 / 3, -2.0 / 3, -5.0 / 3]], rtol=1e-5)
 
@@ -430,9 +424,7 @@ def expected_slope(estimator, corrected, logits, reference):
 def test_which_kl_gradients_are_right(x64):
     """k1 as a loss teaches nothing in expectation; k3's gradient is biased; the corrected forms are exact."""
     logits, reference = categorical()
-    true = jax.grad(
-        lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - reference))
-    )(logits)
+    true = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - reference)))(logits)
     slope = functools.partial(expected_slope, logits=logits, reference=reference)
     np.testing.assert_allclose(slope("k1", False), 0, atol=1e-12)
     np.testing.assert_allclose(slope("k2", False), true, atol=1e-12)
@@ -459,9 +451,7 @@ def test_sft_is_the_mean_over_tokens():
     np.testing.assert_allclose(gradient, -(parts["mask"] / parts["mask"].sum()), rtol=1e-6)
     whole = loss_normaliser(parts["mask"], "token")
     for normaliser in (whole, whole.tokens):
-        halves = [
-            sft_loss(dirty[i::2], parts["mask"][i::2], normaliser=normaliser)[0] for i in range(2)
-        ]
+        halves = [sft_loss(dirty[i::2], parts["mask"][i::2], normaliser=normaliser)[0] for i in range(2)]
         np.testing.assert_allclose(sum(halves), loss, rtol=1e-6)
     empty, slope = jax.value_and_grad(lambda x: sft_loss(x, np.zeros(x.shape, bool))[0])(dirty)
     assert empty == 0

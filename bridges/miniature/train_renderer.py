@@ -8,6 +8,7 @@ would otherwise be learned last.
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from pathlib import Path
 
@@ -84,8 +85,7 @@ class Captions:
         """Tokenise the form once and remember where each attribute's word stands."""
         form = world.CANONICAL_FORM.split()
         self.slots = [form.index("{" + name + "}") + 1 for name in world.ATTRIBUTES]
-        encode = lambda text: tokenizer(text, padding="max_length", max_length=WINDOW).input_ids  # noqa: E731
-        self.form = np.array(encode(" ".join("a" if word.startswith("{") else word for word in form)))
+            self.form = np.array(encode(" ".join("a" if word.startswith("{") else word for word in form)))
         self.empty = np.array(encode(""))
         self.words = [np.array([encode(word)[1] for word in world.VALUES[name]]) for name in world.ATTRIBUTES]
 
@@ -116,7 +116,7 @@ def sample(model: Renderer, ids: torch.Tensor, steps: int, seed: int) -> np.ndar
     noise = torch.Generator().manual_seed(seed)
     x = torch.randn(len(ids), 3, world.SIZE, world.SIZE, generator=noise)
     sigmas = [*np.linspace(1.0, 1 / 1000, steps), 0.0]
-    for now, then in zip(sigmas[:-1], sigmas[1:], strict=True):
+    for now, then in itertools.pairwise(sigmas):
         x = x + (then - now) * model(x, torch.full((len(x),), now, dtype=torch.float32), ids)
     return (x / 2 + 0.5).clamp(0, 1).numpy()
 
@@ -166,8 +166,8 @@ def _report(model: Renderer, captions: Captions, step: int, log: Path | None) ->
     return figures[8]
 
 
-def train(folder: Path, *, steps: int, seed: int = 0, batch_size: int = 64, learning_rate: float = 2e-3,
-          report_every: int = 500, log: Path | None = None) -> None:  # fmt: skip
+def train(folder: Path, *, steps: int = 3000, seed: int = 0, batch_size: int = 64, learning_rate: float = 2e-3,
+          report_every: int = 300, log: Path | None = None) -> None:  # fmt: skip
     """Train from nothing and write the pipeline to ``folder`` at every report."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)

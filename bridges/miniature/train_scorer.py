@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,20 +44,13 @@ def model_config(vocab_size: int) -> dict:
     }
 
 
-def _build(vocab_size: int) -> CLIP:
-    config = model_config(vocab_size)
-    return CLIP(**config)
-
-
 def _scenes(rng: np.random.Generator, size: int) -> np.ndarray:
     """Scenes [2 · size, 6]: the second half differs from the first in one to three attributes."""
     rows = world.sample_indices(rng, size)
     variants = rows.copy()
     for i in range(size):
         changes = rng.permutation(6)[: rng.choice([1, 2, 3], p=[0.6, 0.25, 0.15])]
-        for k in changes:
-            count = len(world.VALUES[world.ATTRIBUTES[k]])
-            variants[i, k] = (variants[i, k] + rng.integers(1, count)) % count
+        variants[i] = _change(rng, rows[i], changes)
         if variants[i, 1] == variants[i, 4]:
             variants[i] = rows[i]
             variants[i, 0] = (rows[i, 0] + rng.integers(1, 6)) % 6
@@ -147,47 +141,51 @@ def save(model: CLIP, folder: Path) -> None:
     save_file({k: v.contiguous().clone() for k, v in state.items()}, folder / "open_clip_model.safetensors")
 
 
-@torch.no_grad()
-def report(model: CLIP, heads: nn.Linear | None = None) -> list[float]:
-    """Print, and return, the score per number of wrong attributes (complete casual prompts, canonical rewrites)."""
-    model.eval()
+def score_by_wrong(image_text: Callable[[torch.Tensor, list[str]], torch.Tensor], count: int = 300) -> list[float]:
+    """The mean score of true pictures that lack 0, 1, … 6 attributes of a complete casual prompt."""
     rng = np.random.default_rng(7)
-    tokenizer = clip_tokenizer()
-    rows = world.sample_indices(rng, 300)
-    scenes = [world.scene_of(row) for row in rows]
-    texts = [world.casual_prompt(rng, scene, keep=1.0)[0] for scene in scenes]
-    text = model.encode_text(_encode(tokenizer, texts), normalize=True)
-    means, deviations, words = [], [], []
-    for count in range(7):
-        changed = rows.copy()
-        for row in changed:
-            for k in rng.permutation(6)[:count]:
-                choices = len(world.VALUES[world.ATTRIBUTES[k]])
-                row[k] = (row[k] + rng.integers(1, choices)) % choices
-        valid = changed[:, 1] != changed[:, 4]
-        image = model.encode_image(normalise(torch.from_numpy(world.draw(changed, rng))), normalize=True)
-        score = (image * text).sum(1).numpy()[valid]
-        rewrites = [world.canonical_caption(world.scene_of(r)) if ok else "" for r, ok in zip(changed, valid, strict=True)]
-        other = model.encode_text(_encode(tokenizer, rewrites), normalize=True)
-        means.append(float(score.mean()))
-        deviations.append(float(score.std()))
-        words.append(float((other * text).sum(1).numpy()[valid].mean()))
-    print("  score by wrong attributes", np.round(means, 2), "±", np.round(deviations, 2), flush=True)
-    print("  text-text              ", np.round(words, 2), flush=True)
-    falls = []
-    true_image = model.encode_image(normalise(torch.from_numpy(world.draw(rows, rng))), normalize=True)
-    true = (true_image * text).sum(1)
-    for k, name in enumerate(world.ATTRIBUTES):
-        changed = rows.copy()
-        count = len(world.VALUES[name])
-        changed[:, k] = (changed[:, k] + rng.integers(1, count, len(rows))) % count
-        valid = changed[:, 1] != changed[:, 4]
-        image = model.encode_image(normalise(torch.from_numpy(world.draw(changed, rng))), normalize=True)
-        lower = ((image * text).sum(1) < true).numpy()[valid]
-        falls.append(f"{name} {lower.mean():.3f}")
-    print("  true above one-wrong:", ", ".join(falls), flush=True)
-    model.train()
+    rows = world.sample_indices(rng, count)
+    texts = [world.casual_prompt(rng, world.scene_of(row), keep=1.0)[0] for row in rows]
+    means = []
+    for wrong in range(7):
+        changed = np.array([_change(rng, row, rng.permutation(6)[:wrong]) for row in rows])
+        valid = np.flatnonzero(changed[:, 1] != changed[:, 4])
+        pictures = torch.from_numpy(world.draw(changed[valid], rng))
+        means.append(round(float(image_text(pictures, [texts[i] for i in valid]).mean()), 4))
     return means
+
+
+def _change(rng: np.random.Generator, row: np.ndarray, attributes: np.ndarray) -> np.ndarray:
+    """A scene with other values for ``attributes``; shape and background may come to share their colour."""
+    changed = row.copy()
+    for k in attributes:
+        values = len(world.VALUES[world.ATTRIBUTES[k]])
+        changed[k] = (changed[k] + rng.integers(1, values)) % values
+    return changed
+
+
+@torch.no_grad()
+def report(model: CLIP) -> None:
+    """Print the scores by wrong attributes, and for each attribute how often the true picture beats a wrong one."""
+    model.eval()
+    tokenizer = clip_tokenizer()
+
+    def image_text(pictures: torch.Tensor, texts: list[str]) -> torch.Tensor:
+        image = model.encode_image(normalise(pictures), normalize=True)
+        return (image * model.encode_text(_encode(tokenizer, texts), normalize=True)).sum(1)
+
+    print("  score by wrong attributes", np.round(score_by_wrong(image_text), 2), flush=True)
+    rng = np.random.default_rng(8)
+    rows = world.sample_indices(rng, 300)
+    texts = [world.casual_prompt(rng, world.scene_of(row), keep=1.0)[0] for row in rows]
+    true = image_text(torch.from_numpy(world.draw(rows, rng)), texts)
+    for k, name in enumerate(world.ATTRIBUTES):
+        changed = np.array([_change(rng, row, np.array([k])) for row in rows])
+        higher = true > image_text(torch.from_numpy(world.draw(changed, rng)), texts)
+        valid = changed[:, 1] != changed[:, 4]
+        print(f"  {name}: {higher.numpy()[valid].mean():.3f}", end="", flush=True)
+    print(" of pictures score above one with that attribute wrong", flush=True)
+    model.train()
 
 
 def _encode(tokenizer, texts: list[str]) -> torch.Tensor:
@@ -195,13 +193,13 @@ def _encode(tokenizer, texts: list[str]) -> torch.Tensor:
     return batch.input_ids
 
 
-def train(folder: Path, *, steps: int, seed: int = 0, half_batch: int = 64, learning_rate: float = 1.5e-3,
-          report_every: int = 500) -> None:  # fmt: skip
-    """Train from nothing and write the folder at every report."""
+def train(folder: Path, *, steps: int = 2500, horizon: int = 4500, seed: int = 0, half_batch: int = 64,
+          learning_rate: float = 1.5e-3, report_every: int = 500) -> None:  # fmt: skip
+    """Train from nothing and write the folder at every report; the learning rate would reach 0 at ``horizon``."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     tokenizer = clip_tokenizer()
-    model = _build(len(tokenizer)).train()
+    model = CLIP(**model_config(len(tokenizer))).train()
     sizes = [len(world.VALUES[name]) for name in world.ATTRIBUTES]
     heads = nn.Linear(128, sum(sizes))
     parameters = [*model.parameters(), *heads.parameters()]
@@ -209,7 +207,7 @@ def train(folder: Path, *, steps: int, seed: int = 0, half_batch: int = 64, lear
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     start, losses = time.time(), []
     for step in range(1, steps + 1):
-        rate = learning_rate * min(1.0, step / 200) * (0.01 + 0.99 * np.cos(np.pi / 2 * step / steps) ** 2)
+        rate = learning_rate * min(1.0, step / 200) * (0.01 + 0.99 * np.cos(np.pi / 2 * step / horizon) ** 2)
         optimizer.param_groups[0]["lr"] = rate
         rows = _scenes(rng, half_batch)
         scenes = [world.scene_of(row) for row in rows]

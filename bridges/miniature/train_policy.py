@@ -1,0 +1,202 @@
+"""Gives the miniature's policy its start, by supervised learning with the library's own trainer.
+
+It starts as a pretrained model does: it knows the form of a canonical caption, and has heard of the casual words.
+What it was told each of them means is right in three cases of ten, the same wrong thing in four, anything in the
+rest, and it was shown captions with attributes left out. Its likeliest answer is therefore mostly wrong: what
+reinforcement learning gains from here is learned, not sharpened.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from bridges.miniature import world
+from grpo_jax import losses
+from grpo_jax.config import OptimizerSection
+from grpo_jax.models import hf
+from grpo_jax.models.decoder import Policy, make_policy
+from grpo_jax.trainer import Batch, completion_logprobs, init_state, make_optimizer, make_schedule, make_train_step
+
+PAD, END, USER, REWRITE = "<|pad|>", "<|end|>", "<|user|>", "<|rewrite|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|rewrite|> {{ message['content'] }}<|end|>"
+    "{% else %}<|user|> {{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|rewrite|>{% endif %}"
+)
+
+RIGHT, WRONG = 0.30, 0.40
+"""Shares of the right and of the one wrong meaning in what the policy is told of a casual word."""
+
+KEPT = {"shape": 0.9, "colour": 0.9, "size": 0.75, "position": 0.75, "background": 0.75, "sharpness": 0.75}
+"""How often the captions it learns from mention an attribute that was asked for; for others, half of it."""
+
+_PROMPT_LENGTH, _COMPLETION_LENGTH = 16, 12
+
+
+def policy_tokenizer() -> Qwen2Tokenizer:
+    """A byte-level Qwen2 tokenizer in which every word of both languages, after a space, is one token."""
+    words = sorted(world.canonical_words() | world.casual_words() | world.filler_words())
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=5000, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(words, trainer)
+    model = json.loads(backend.to_str())["model"]
+    vocab = model["vocab"] | {token: len(model["vocab"]) + i for i, token in enumerate((PAD, END, USER, REWRITE))}
+    return Qwen2Tokenizer(
+        vocab=vocab,
+        merges=[tuple(pair) for pair in model["merges"]],
+        unk_token=PAD,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[USER, REWRITE],
+        padding_side="left",
+        model_max_length=64,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def encode_prompts(tokenizer, prompts: list[str], length: int = _PROMPT_LENGTH) -> tuple[np.ndarray, np.ndarray]:
+    """Chat-formatted prompts, left-padded to ``length``: tokens i32[P, L] and mask bool[P, L]."""
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        for text in prompts
+    ]
+    batch = tokenizer(texts, padding="max_length", max_length=length, add_special_tokens=False)
+    return np.array(batch["input_ids"], np.int32), np.array(batch["attention_mask"], bool)
+
+
+def beliefs(rng: np.random.Generator) -> dict[str, str]:
+    """The fixed wrong meaning of every casual word: another value of the same attribute."""
+    wrong = {}
+    for name in ("shape", "colour", "size", "position", "sharpness"):
+        for value in world.VALUES[name]:
+            others = [other for other in world.VALUES[name] if other != value]
+            wrong |= {word: others[rng.integers(len(others))] for word in world.SYNONYMS[value]}
+    return wrong
+
+
+def _meaning(rng: np.random.Generator, name: str, word: str, right: str, wrong: dict[str, str]) -> str:
+    """What a lesson says ``word`` means."""
+    draw = rng.random()
+    if draw < RIGHT:
+        return right
+    if draw < RIGHT + WRONG:
+        return wrong[word]
+    return str(rng.choice(world.VALUES[name]))
+
+
+def lesson(rng: np.random.Generator, wrong: dict[str, str]) -> tuple[str, str]:
+    """One training pair: a casual prompt of the training split and a half-right, often incomplete caption."""
+    scene = world.sample_scene(rng, "train")
+    requested = {k: getattr(scene, k) for k in world.ATTRIBUTES if k in world.ALWAYS_REQUESTED or rng.random() < 0.75}
+    words = {k: world.SYNONYMS[v][rng.integers(2)] for k, v in requested.items()}
+    said = {}
+    for name in world.ATTRIBUTES:
+        keep = KEPT[name] if name in requested else 0.5 * KEPT[name]
+        if rng.random() < keep:
+            values = world.VALUES[name]
+            said[name] = (
+                _meaning(rng, name, words[name], requested[name], wrong)
+                if name in requested
+                else str(rng.choice(values))
+            )
+    return world.phrase(rng, words), caption_of(said)
+
+
+def caption_of(words: dict[str, str]) -> str:
+    """The canonical form with what is missing left out."""
+    parts = ["a", *(words[k] for k in ("sharpness", "size", "colour", "shape") if k in words)]
+    if "position" in words:
+        parts.append(f"at the {words['position']}")
+    if "background" in words:
+        parts.append(f"on {words['background']}")
+    return " ".join(parts)
+
+
+def _write_untrained(folder: Path, seed: int) -> None:
+    """A Qwen2 folder with random weights in half precision."""
+    tokenizer = policy_tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config).half()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+
+
+def _batch(tokenizer, pairs: list[tuple[str, str]]) -> Batch:
+    prompts, mask = encode_prompts(tokenizer, [prompt for prompt, _ in pairs])
+    answers = tokenizer(
+        [f" {answer}{END}" for _, answer in pairs],
+        padding="max_length",
+        padding_side="right",
+        max_length=_COMPLETION_LENGTH,
+        add_special_tokens=False,
+    )
+    tokens = np.array(answers["input_ids"], np.int32)[:, None]
+    written = np.array(answers["attention_mask"], bool)[:, None]
+    return Batch(prompts, mask, tokens, written, np.zeros(tokens.shape[:2], np.float32))
+
+
+def make_sft_objective(policy: Policy):
+    """The supervised objective in the trainer's form."""
+
+    def objective(variables, batch: Batch, normaliser):
+        logprobs, _ = completion_logprobs(policy, variables, batch, temperature=1.0, allowed_tokens=None)
+        return losses.sft_loss(logprobs, batch.mask, normaliser=normaliser)
+
+    return objective
+
+
+def train(folder: Path, *, steps: int = 1000, seed: int = 0, batch_size: int = 64, learning_rate: float = 2e-3) -> None:
+    """Train the start and write its Hugging Face folder."""
+    rng = np.random.default_rng(seed)
+    wrong = beliefs(rng)
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary) / "policy"
+        _write_untrained(source, seed)
+        loaded = hf.load_folder(source)
+        policy = make_policy(loaded.config, remat=False)
+        section = OptimizerSection(learning_rate=learning_rate, schedule="cosine", warmup_steps=100)
+        optimizer = make_optimizer(section, make_schedule(section, steps))
+        state = init_state({"params": loaded.params}, optimizer, keep_reference=False)
+        step_function = make_train_step(
+            make_sft_objective(policy),
+            optimizer,
+            normaliser=lambda batch: losses.loss_normaliser(batch.mask, "token"),
+        )
+        start, recent = time.time(), []
+        for step in range(1, steps + 1):
+            pairs = [lesson(rng, wrong) for _ in range(batch_size)]
+            state, report = step_function(state, _batch(loaded.tokenizer, pairs))
+            recent.append(report["loss"])
+            if step % 100 == 0:
+                mean = float(np.mean(jax.device_get(recent[-100:])))
+                print(f"policy {step}/{steps} loss {mean:.3f} {time.time() - start:.0f} s", flush=True)
+        hf.save_folder(folder, source, loaded.config, state.variables["params"])

@@ -1,0 +1,174 @@
+"""The miniature world by itself: what its checker reads, what its languages share, what is held out."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from bridges.miniature import path, world
+
+
+def scenes(count, seed=0):
+    return world.sample_indices(np.random.default_rng(seed), count)
+
+
+def test_checker_reads_true_pictures():
+    rng = np.random.default_rng(3)
+    rows = scenes(1000)
+    assert (world.read(world.draw(rows, rng)) == rows).mean(axis=0).min() >= 0.99
+
+
+def test_checker_reads_a_little_noise_through():
+    rng = np.random.default_rng(3)
+    rows = scenes(300)
+    pictures = np.clip(world.draw(rows, rng) + rng.normal(0, 0.03, (300, 3, 32, 32)), 0, 1)
+    assert (world.read(pictures) == rows).mean() >= 0.99
+
+
+@pytest.mark.parametrize("attribute", range(6))
+def test_checker_sees_every_attribute_change(attribute):
+    rng = np.random.default_rng(4)
+    rows = scenes(200, seed=attribute)
+    changed = rows.copy()
+    count = len(world.VALUES[world.ATTRIBUTES[attribute]])
+    changed[:, attribute] = (rows[:, attribute] + rng.integers(1, count, 200)) % count
+    changed = changed[changed[:, 1] != changed[:, 4]]
+    assert (world.read(world.draw(changed, rng))[:, attribute] == changed[:, attribute]).mean() >= 0.99
+
+
+def test_checker_refuses_what_shows_no_shape():
+    plain = np.full((3, 32, 32), 0.97)
+    assert world.check(plain) == dict.fromkeys(world.ATTRIBUTES) | {"background": "white"}
+    noise = np.random.default_rng(0).random((20, 3, 32, 32))
+    assert (world.read(noise)[:, 0] == -1).all()
+    with pytest.raises(ValueError, match=r"images must be \[n, 3, 32, 32\], got \(3, 32, 32\)"):
+        world.read(plain)
+
+
+def test_pixel_accuracy_counts_requested_attributes_only():
+    scene = world.Scene("ring", "cyan", "small", "left", "black", "sharp")
+    pictures = world.draw(np.stack([world.indices(scene)] * 3))
+    wanted = [
+        {"shape": "ring", "colour": "cyan"},
+        {"shape": "star", "colour": "cyan"},
+        {**dataclasses.asdict(scene), "size": "large", "sharpness": None},
+    ]
+    np.testing.assert_allclose(world.pixel_accuracy(pictures, wanted), [1.0, 0.5, 0.8])
+
+
+def test_a_circle_covers_its_area():
+    row = world.indices(world.Scene("circle", "red", "large", "center", "white", "sharp"))[None]
+    area = world.coverage(row, np.zeros((1, 2)), np.ones(1)).sum()
+    assert area == pytest.approx(np.pi * 10**2, rel=0.01)
+
+
+def test_blur_keeps_the_area_and_softens_the_edge():
+    sharp = world.indices(world.Scene("square", "red", "medium", "center", "white", "sharp"))
+    blurry = world.indices(world.Scene("square", "red", "medium", "center", "white", "blurry"))
+    cover = world.coverage(np.stack([sharp, blurry]), np.zeros((2, 2)), np.ones(2))
+    assert cover[1].sum() == pytest.approx(cover[0].sum(), rel=1e-6)
+    steepest = np.abs(np.diff(cover, axis=2)).max((1, 2))
+    assert steepest[1] < 0.5 * steepest[0]
+
+
+def test_scene_names_the_wrong_word():
+    with pytest.raises(ValueError, match=r"size must be one of .* got 'huge'"):
+        world.Scene("circle", "red", "huge", "center", "white", "sharp")
+    with pytest.raises(ValueError, match="background must differ from colour"):
+        world.Scene("circle", "red", "small", "center", "red", "sharp")
+
+
+def test_languages_share_no_attribute_word():
+    assert not world.casual_words() & world.canonical_words()
+    assert not world.casual_words() & world.filler_words()
+    values = {value for values in world.VALUES.values() for value in values}
+    assert world.SYNONYMS.keys() == values
+    assert len(world.casual_words()) == 2 * len(values)
+
+
+def test_casual_prompts_never_say_a_canonical_attribute():
+    values = {value for values in world.VALUES.values() for value in values}
+    for row in world.prompts("train", 300):
+        assert not set(row["prompt"].split()) & values
+
+
+def test_oracle_says_everything_requested_in_canonical_words():
+    for row in world.prompts("test", 300):
+        words = row["oracle"].split()
+        assert set(words) <= world.canonical_words()
+        assert all(word in words for word in row["requested"].values())
+        scene = world.complete(row["requested"])
+        assert row["oracle"] == world.canonical_caption(scene)
+        assert {k: getattr(scene, k) for k in row["requested"]} == row["requested"]
+
+
+def test_oracle_puts_a_white_shape_on_black():
+    assert world.complete({"shape": "star", "colour": "white"}).background == "black"
+
+
+def test_requests_are_incomplete_but_always_name_shape_and_colour():
+    rows = world.prompts("train", 500)
+    assert all(set(world.ALWAYS_REQUESTED) <= row["requested"].keys() for row in rows)
+    share = np.mean([len(row["requested"]) for row in rows])
+    assert 4.7 < share < 5.3  # 2 + 4 · 0.75
+
+
+def test_splits_share_no_shape_and_colour_but_every_word():
+    requests = {split: [row["requested"] for row in world.prompts(split, 600)] for split in world.SPLITS}
+    pairs = {split: {(wanted["shape"], wanted["colour"]) for wanted in rows} for split, rows in requests.items()}
+    assert [len(pairs[split]) for split in world.SPLITS] == [30, 6, 12]
+    assert not pairs["train"] & pairs["test"] and not pairs["train"] & pairs["validation"]
+    assert not pairs["validation"] & pairs["test"]
+    assert {shape for shape, _ in pairs["train"]} == set(world.VALUES["shape"])
+    assert {colour for _, colour in pairs["train"]} == set(world.PALETTE)
+
+
+def test_prompts_are_distinct_and_depend_on_their_seed_alone():
+    rows = world.prompts("validation", 200, seed=5)
+    assert len({row["prompt"] for row in rows}) == 200
+    assert rows == world.prompts("validation", 200, seed=5)
+    assert rows[:50] == world.prompts("validation", 50, seed=5)
+    assert rows != world.prompts("validation", 200, seed=6)
+    with pytest.raises(ValueError, match="split must be one of"):
+        world.prompts("dev", 1)
+
+
+def test_pictures_depend_on_their_generator_alone():
+    rows = scenes(8)
+    first, second = (world.draw(rows, np.random.default_rng(1)) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert first.dtype == np.float32 and first.shape == (8, 3, 32, 32)
+
+
+def test_indices_round_trip():
+    for row in scenes(50):
+        np.testing.assert_array_equal(world.indices(world.scene_of(row)), row)
+
+
+def test_parts_have_folders_and_fit():
+    total = sum(file.stat().st_size for part in ("policy", "renderer", "scorer") for file in path(part).rglob("*.*"))
+    assert 1e6 < total < 24e6
+    with pytest.raises(ValueError, match="part must be one of"):
+        path("painter")
+
+
+def test_clip_tokenizer_keeps_every_word_whole():
+    vocabulary = pytest.importorskip("bridges.miniature.vocabulary")
+    tokenizer = vocabulary.clip_tokenizer()
+    words = world.canonical_words() | world.casual_words() | world.filler_words()
+    assert all(len(tokenizer(word).input_ids) == 3 for word in words)
+    assert tokenizer.eos_token_id == len(tokenizer) - 1
+    longest = max(len(tokenizer(row["prompt"]).input_ids) for row in world.prompts("train", 500))
+    assert longest <= vocabulary.WINDOW
+
+
+def test_identity_autoencoder_hands_pictures_through():
+    torch = pytest.importorskip("torch")
+    from bridges.miniature.identity_vae import identity_vae
+
+    vae = identity_vae(world.SIZE)
+    pictures = torch.from_numpy(world.draw(scenes(4))) * 2 - 1
+    with torch.no_grad():
+        latents = vae.encode(pictures).latent_dist.sample(torch.Generator().manual_seed(0))
+        assert (latents - pictures).abs().max() < 5e-4
+        assert (vae.decode(latents).sample - pictures).abs().max() < 1e-3

@@ -159,14 +159,13 @@ def test_other_vision_families(tmp_path, family):
 def test_bfloat16_compute_is_close(tmp_path):
     """Half the bits in the matrix products; norms, rotations and softmax stay float32."""
     _, loaded = load(tmp_path, "qwen3")
-    batch = reference.group_batch()
-    exact = make_policy(loaded.config).forward_group({"params": loaded.params}, *batch)
-    half = make_policy(loaded.config, compute_dtype="bfloat16").forward_group(
-        {"params": loaded.params}, *batch
+    tokens, mask = reference.group_batch(length=9)[:2]
+    exact, half = (
+        make_policy(loaded.config, compute_dtype=name).prefill({"params": loaded.params}, tokens, mask)
+        for name in ("float32", "bfloat16")
     )
-    assert half.dtype == jnp.bfloat16
-    error = np.abs(half.astype(jnp.float32) - exact)[batch[3]]
-    assert 0 < np.median(error) < 0.05
+    assert half.hidden.dtype == half.keys.dtype == jnp.bfloat16
+    assert 0 < np.median(np.abs(half.hidden.astype(jnp.float32) - exact.hidden)) < 0.05
 
 
 def test_config_is_hashable_and_compares_by_value(tmp_path):

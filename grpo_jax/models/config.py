@@ -32,6 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (1,),
     "final_logit_softcapping": (),
     "hidden_dropout": (0,),
+    "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "logit_scale": (1,),
     "logits_scaling": (1,),
@@ -45,6 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (1,),
     "resid_dropout": (0,),
     "rope_interleaved": (False,),
+    "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
 }
 
@@ -163,9 +165,7 @@ def _text_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         return dict(config)
     fields = dict(config["text_config"])
     # Tying is decided at the top level; folders written before transformers 5 said it below.
-    fields["tie_word_embeddings"] = bool(
-        config.get("tie_word_embeddings") or fields.get("tie_word_embeddings")
-    )
+    fields["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or fields.get("tie_word_embeddings"))
     return fields
 
 
@@ -188,9 +188,7 @@ def _head_dim(fields: Mapping[str, Any], model_type: str) -> int:
     if head_dim is None and width % heads:
         raise ValueError(f"hidden_size must be a multiple of num_attention_heads, got {width} and {heads}")
     if model_type in VISION_TYPES and head_dim not in (None, width // heads):
-        raise ValueError(
-            f"head_dim={head_dim} is not supported for model_type {model_type!r}: it is {width // heads}"
-        )
+        raise ValueError(f"head_dim={head_dim} is not supported for model_type {model_type!r}: it is {width // heads}")
     return head_dim or width // heads
 
 
@@ -214,9 +212,7 @@ def _windows(fields: Mapping[str, Any], model_type: str) -> tuple[int | None, ..
     if len(types) != layers:
         raise ValueError(f"layer_types must have {layers} entries, one per layer, got {len(types)}")
     if "sliding_attention" in types and window is None:
-        raise ValueError(
-            "layer_types has sliding_attention but sliding_window or use_sliding_window is unset"
-        )
+        raise ValueError("layer_types has sliding_attention but sliding_window or use_sliding_window is unset")
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 

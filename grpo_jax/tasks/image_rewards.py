@@ -7,16 +7,13 @@ device. Every picture is scored against the **user's** prompt: a rewrite cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.rewards import Reward
-
-BUILT_IN = ("alignment", "alignment_gain", "faithfulness", "length", "quality")
 
 
 class Scorer(Protocol):
@@ -108,52 +105,21 @@ def length(count_tokens: Callable[[list[str]], Sequence[int]], window: int, targ
     return length
 
 
-def quality(scorer: Scorer, head: Callable[[np.ndarray], np.ndarray]) -> Reward:
+def quality(scorer: Scorer, head: Callable[[Any], Any]) -> Reward:
     """How good the picture looks, whatever it shows: an aesthetic head on the scorer's features.
 
     Meant to be conditioned on alignment: a beautiful picture of something else is no success.
 
     Args:
         scorer: Gives features [B, D].
-        head: Features [B, D] → scores [B], such as `load_quality_head` returns.
+        head: Features [B, D] as the scorer gives them → scores [B].
     """
 
     def quality(prompts: list[str], completions: list[str], *, images: Any, **columns: Any) -> list[float]:
         """The head's score of each picture."""
-        return _values(head(_values(scorer.image_features(images)))).tolist()
+        return _values(head(scorer.image_features(images))).tolist()
 
     return quality
-
-
-def load_quality_head(path: str | Path) -> Callable[[np.ndarray], np.ndarray]:
-    """Reads a linear aesthetic head from safetensors: ``weight`` [D] or [1, D], optionally ``bias`` [1].
-
-    The head is applied to features of length 1, as LAION's linear heads are.
-
-    Raises:
-        UserError: If the file is missing or is no such head.
-    """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    if not Path(path).is_file():
-        raise UserError(f"quality head {path} does not exist")
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"quality head {path} is no readable safetensors file: {error}") from None
-    if "weight" not in tensors or tensors["weight"].size != tensors["weight"].shape[-1]:
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        raise UserError(f"quality head {path} must hold weight [D] or [1, D] and optionally bias [1], got {found}")
-    weight = tensors["weight"].reshape(-1).astype(np.float64)
-    bias = float(tensors["bias"].reshape(-1)[0]) if "bias" in tensors else 0.0
-
-    def head(features: np.ndarray) -> np.ndarray:
-        if features.shape[-1] != len(weight):
-            raise ValueError(f"the quality head is for {len(weight)} features, the scorer gives {features.shape[-1]}")
-        return features / np.linalg.norm(features, axis=-1, keepdims=True) @ weight + bias
-
-    return head
 
 
 def pixel_accuracy(checker: Callable[[np.ndarray, list[Any]], Any]) -> Reward:
@@ -170,46 +136,6 @@ def pixel_accuracy(checker: Callable[[np.ndarray, list[Any]], Any]) -> Reward:
         return _values(checker(_values(images).astype(np.float32), requested)).tolist()
 
     return pixel_accuracy
-
-
-def make_reward(
-    name: str,
-    options: Mapping[str, float] | None = None,
-    *,
-    scorer: Scorer,
-    count_tokens: Callable[[list[str]], Sequence[int]],
-    window: int,
-    head: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> Reward:
-    """A built-in reward by the name it has in a config.
-
-    Args:
-        name: One of `BUILT_IN`.
-        options: faithfulness takes ``margin``; length takes ``target``.
-        scorer: The judge of pictures and texts.
-        count_tokens: Texts → lengths in the renderer's tokens.
-        window: The renderer's window in tokens.
-        head: The aesthetic head, for quality.
-
-    Raises:
-        UserError: If there is no such reward or option, or quality has no head.
-    """
-    known = {"faithfulness": ("margin",), "length": ("target",)}.get(name, ())
-    given = dict(options or {})
-    if name not in BUILT_IN:
-        raise UserError(f"no reward {name!r}: choose {', '.join(BUILT_IN)}, or package.module:function, or file.py:function")
-    unknown = [option for option in given if option not in known]
-    if unknown:
-        raise UserError(f"reward {name} has no option {unknown[0]!r} (its options: {', '.join(known) or 'none'})")
-    if name == "quality":
-        if head is None:
-            raise UserError("reward quality needs an aesthetic head: set scorer.quality_head to its safetensors file")
-        return quality(scorer, head)
-    if name == "length":
-        return length(count_tokens, window, **given)  # type: ignore[arg-type]
-    if name == "faithfulness":
-        return faithfulness(scorer, **given)
-    return alignment(scorer) if name == "alignment" else alignment_gain(scorer)
 
 
 def default_condition(name: str, names: Sequence[str]) -> tuple[str, float] | None:

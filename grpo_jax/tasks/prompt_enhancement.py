@@ -8,6 +8,7 @@ as it is written (the `text` task). An answer that cannot be used never reaches 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,14 +25,17 @@ INSTRUCTION = (
 )
 """What a chat policy is told in the rewrite form."""
 
-_NAME = r"(?:(?:the|an?|my|your|new|final|better|improved|enhanced|rewritten|revised|refined|optimi[sz]ed|updated|image)\s+)*"
-_LABEL = re.compile(rf"^{_NAME}(?:prompt|rewrite|output|answer|result)\s*:\s*", re.IGNORECASE)
-_PREAMBLE = re.compile(r"^(?:sure|certainly|of course|okay|ok|here\b|here's|here’s|absolutely|great)\b.*:$", re.IGNORECASE)
+_ADJECTIVES = "the|an?|my|your|new|final|better|improved|enhanced|rewritten|revised|refined|optimi[sz]ed|updated|image"
+_LABEL = re.compile(rf"^(?:(?:{_ADJECTIVES})\s+)*(?:prompt|rewrite|output|answer|result)\s*:\s*", re.IGNORECASE)
+_PREAMBLE = re.compile(
+    r"^(?:sure|certainly|of course|okay|ok|here\b|here's|here’s|absolutely|great)\b.*:$", re.IGNORECASE
+)
 _REFUSAL = re.compile(
     r"^(?:i[’']?m sorry|i am sorry|sorry[,.]|i can(?:no|[’'])t\b|i can not\b|as an ai\b|i am unable|i[’']?m unable)",
     re.IGNORECASE,
 )
 _BULLET = re.compile(r"^(?:[-*•]\s+|\d{1,2}[.)]\s+|#+\s+|>\s+)")
+_WORDS = re.compile(r"\w+(?:['’-]\w+)*")
 _QUOTES = {'"': '"', "“": "”", "«": "»", "'": "'", "‘": "’", "`": "`"}
 
 
@@ -116,9 +120,20 @@ def tokenize_prompts(
         )
     width = length if length is not None else max((len(tokens) for tokens in encoded), default=0)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    array = np.full((len(encoded), width), pad, np.int32)
+    return pad_left(encoded, width, pad)
+
+
+def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token lists of different lengths as one array: i32[P, width] and its mask bool[P, width].
+
+    Raises:
+        ValueError: If a list is longer than `width`.
+    """
+    array = np.full((len(encoded), width), pad_id, np.int32)
     mask = np.zeros((len(encoded), width), bool)
     for i, tokens in enumerate(encoded):
+        if len(tokens) > width:
+            raise ValueError(f"width must be at least the longest prompt's {len(tokens)} tokens, got {width}")
         array[i, width - len(tokens) :] = tokens
         mask[i, width - len(tokens) :] = True
     return array, mask
@@ -165,7 +180,9 @@ def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Seque
 # --------------------------------------------------------------------------------------------------- reading
 
 
-def decode_completion(tokenizer: Any, tokens: Sequence[int] | np.ndarray, prompt: str, *, form: Form) -> tuple[str, Rewrite]:
+def decode_completion(
+    tokenizer: Any, tokens: Sequence[int] | np.ndarray, prompt: str, *, form: Form
+) -> tuple[str, Rewrite]:
     """What a completion's tokens say (special tokens apart), and the prompt it makes."""
     ids = [int(token) for token in tokens]
     if form == "append":
@@ -200,7 +217,7 @@ def parse_rewrite(text: str, form: Form, prompt: str) -> Rewrite:
     if form == "text":
         return Rewrite(text, True)
     if form == "append":
-        line = " ".join(_first_line(text))
+        line = text.partition("\n")[0]
         if not _has_words(line):
             return Rewrite(prompt, False)
         return Rewrite(_one_line(f"{prompt}{line}"), True)
@@ -208,11 +225,6 @@ def parse_rewrite(text: str, form: Form, prompt: str) -> Rewrite:
     if not _has_words(answer) or _REFUSAL.match(answer):
         return Rewrite(prompt, False)
     return Rewrite(answer, True)
-
-
-def _first_line(text: str) -> list[str]:
-    lines = text.split("\n", 1)
-    return lines[:1]
 
 
 def _without_thinking(text: str) -> str:
@@ -262,3 +274,80 @@ def _one_line(text: str) -> str:
 
 def _has_words(text: str) -> bool:
     return any(character.isalnum() for character in text)
+
+
+# -------------------------------------------------------------------------------------------------- watching
+
+
+class RewriteStatistics(NamedTuple):
+    """What one iteration's rewrites look like.
+
+    Attributes:
+        words: Mean number of words.
+        growth: Mean number of words more than the prompt has.
+        duplicates: Share of rewrites that repeat an earlier one of the same prompt.
+        unchanged: Share that equal their prompt.
+        unusable: Share of completions for which the user's prompt had to stand in.
+        added: The words most often in a rewrite and not in its prompt, with the share of rewrites that add them.
+    """
+
+    words: float
+    growth: float
+    duplicates: float
+    unchanged: float
+    unusable: float
+    added: tuple[tuple[str, float], ...]
+
+
+def rewrite_statistics(
+    prompts: Sequence[str],
+    texts: Sequence[Sequence[str]],
+    usable: Sequence[Sequence[bool]] | None = None,
+    *,
+    top: int = 10,
+) -> RewriteStatistics:
+    """Describes the rewrites of one iteration.
+
+    A watch on reward hacking: what rewrites look like, beside what they score. Words are compared without case.
+
+    Args:
+        prompts: P texts.
+        texts: [P][G], what was rendered.
+        usable: [P][G], false where the prompt stands in for a completion.
+        top: How many added words to keep.
+    """
+    pairs = [(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group]
+    if not pairs:
+        raise ValueError("texts must hold at least one rewrite")
+    words = growth = unchanged = 0
+    for prompt, text in pairs:
+        old, new = _WORDS.findall(prompt.casefold()), _WORDS.findall(text.casefold())
+        words += len(new)
+        growth += len(new) - len(old)
+        unchanged += text == prompt
+    repeated = sum(len(group) - len(set(group)) for group in texts)
+    unusable = 0 if usable is None else sum(not flag for group in usable for flag in group)
+    n = len(pairs)
+    added = most_added_words([prompt for prompt, _ in pairs], [text for _, text in pairs], top=top)
+    return RewriteStatistics(
+        words / n,
+        growth / n,
+        repeated / n,
+        unchanged / n,
+        unusable / n,
+        tuple((word, count / n) for word, count in added),
+    )
+
+
+def most_added_words(prompts: Sequence[str], texts: Sequence[str], *, top: int = 10) -> list[tuple[str, int]]:
+    """The words that rewrites add to their prompts most often, and by how many rewrites each is added.
+
+    Args:
+        prompts: One text for each rewrite.
+        texts: The rewrites.
+        top: How many words to keep; ties are in alphabetical order.
+    """
+    added: Counter[str] = Counter()
+    for prompt, text in zip(prompts, texts, strict=True):
+        added.update(set(_WORDS.findall(text.casefold())) - set(_WORDS.findall(prompt.casefold())))
+    return sorted(added.items(), key=lambda item: (-item[1], item[0]))[:top]

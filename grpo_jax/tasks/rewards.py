@@ -38,7 +38,7 @@ def collect_rewards(
     columns: Mapping[str, Any],
     group_size: int,
     *,
-    on_error: Literal["stop", "missing"] = "stop",
+    on_error: Literal["raise", "missing"] = "raise",
 ) -> np.ndarray:
     """Calls every reward once.
 
@@ -50,7 +50,7 @@ def collect_rewards(
         columns: P·G values for each of the rewards' other arguments (pictures too).
         group_size: G.
         on_error: What a reward that raises, returns the wrong number of values, or a value that is no finite number
-            does: "stop" raises; "missing" makes the values missing, all of them in the first two cases.
+            does: "raise" raises; "missing" makes the values missing, all of them in the first two cases.
 
     Returns:
         f32[P, G, N]; NaN where a reward is missing.
@@ -69,8 +69,8 @@ def collect_rewards(
     for name, values in columns.items():
         if len(values) != count:
             raise ValueError(f"column {name!r} must have {count} values, got {len(values)}")
-    if on_error not in ("stop", "missing"):
-        raise ValueError(f'on_error must be "stop" or "missing", got {on_error!r}')
+    if on_error not in ("raise", "missing"):
+        raise ValueError(f'on_error must be "raise" or "missing", got {on_error!r}')
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
     result = np.full((count, len(functions)), np.nan, np.float32)
     for n, (function, name) in enumerate(zip(functions, names, strict=True)):
@@ -99,9 +99,11 @@ def _call(function: Reward, name: str, arguments: dict[str, Any], count: int, on
         number = _as_number(value)
         if number is not None:
             numbers[i] = number
-        elif on_error == "stop":
+        elif on_error == "raise":
             text = arguments["completions"][i]
-            raise RewardError(name, f"it returned {value!r} for completion {i} ({text[:60]!r}), not a finite number or None")
+            raise RewardError(
+                name, f"it returned {value!r} for completion {i} ({text[:60]!r}), not a finite number or None"
+            )
     return numbers
 
 

@@ -85,7 +85,11 @@ class Captions:
         """Tokenise the form once and remember where each attribute's word stands."""
         form = world.CANONICAL_FORM.split()
         self.slots = [form.index("{" + name + "}") + 1 for name in world.ATTRIBUTES]
-            self.form = np.array(encode(" ".join("a" if word.startswith("{") else word for word in form)))
+
+        def encode(text: str) -> list[int]:
+            return tokenizer(text, padding="max_length", max_length=WINDOW).input_ids
+
+        self.form = np.array(encode(" ".join("a" if word.startswith("{") else word for word in form)))
         self.empty = np.array(encode(""))
         self.words = [np.array([encode(word)[1] for word in world.VALUES[name]]) for name in world.ATTRIBUTES]
 

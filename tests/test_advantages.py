@@ -20,6 +20,10 @@ from grpo_jax.advantages import (
 
 pytestmark = pytest.mark.usefixtures("strict")
 
+GROUP = jax.jit(group_advantages, static_argnames=("scale", "eps"))
+LEAVE_ONE_OUT = jax.jit(leave_one_out_advantages)
+GDPO = jax.jit(gdpo_advantages, static_argnames=("weights", "eps", "whiten"))
+
 # Multiples of 1/4, so that equal rewards are common and sums are exact; a few are missing.
 steps = st.integers(-8, 8).map(lambda n: np.float32(n / 4))
 maybe = st.one_of(steps, steps, steps, st.just(np.float32(np.nan)))
@@ -90,7 +94,7 @@ def groups_dead(rewards):
 @given(rewards=pairs)
 def test_group_is_the_loop(scale, rewards):
     expected = loop_group(rewards, scale, 1e-2)
-    np.testing.assert_allclose(group_advantages(rewards, scale=scale, eps=1e-2), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(GROUP(rewards, scale=scale, eps=1e-2), expected, rtol=1e-5, atol=1e-5)
 
 
 @given(pairs)
@@ -100,7 +104,7 @@ def test_leave_one_out_is_the_loop(rewards):
         others = [r for h, r in enumerate(rewards[p]) if h != g and not np.isnan(r)]
         if others and not np.isnan(rewards[p, g]):
             expected[p, g] = rewards[p, g] - sum(others) / len(others)
-    np.testing.assert_allclose(leave_one_out_advantages(rewards), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(LEAVE_ONE_OUT(rewards), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("whiten", ["sequence", "token", None])
@@ -108,7 +112,7 @@ def test_leave_one_out_is_the_loop(rewards):
 @given(rewards=triples, mask=token_masks)
 def test_gdpo_is_the_loop(whiten, weights, rewards, mask):
     expected = loop_gdpo(rewards, weights, 1e-2, whiten, mask)
-    got = gdpo_advantages(rewards, weights=weights, eps=1e-2, whiten=whiten, mask=mask)
+    got = GDPO(rewards, weights=weights, eps=1e-2, whiten=whiten, mask=mask)
     np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -127,18 +131,16 @@ def test_tutorial_examples():
 def test_shift_and_scale_of_the_rewards(rewards, shift, factor):
     other = rewards * factor + np.float32(shift)
     close = dict(rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(group_advantages(other, eps=0.0), group_advantages(rewards, eps=0.0), **close)
-    np.testing.assert_allclose(leave_one_out_advantages(other), factor * leave_one_out_advantages(rewards), **close)
-    np.testing.assert_allclose(
-        gdpo_advantages(other[..., None], eps=0.0), gdpo_advantages(rewards[..., None], eps=0.0), **close
-    )
+    np.testing.assert_allclose(GROUP(other, eps=0.0), GROUP(rewards, eps=0.0), **close)
+    np.testing.assert_allclose(LEAVE_ONE_OUT(other), factor * LEAVE_ONE_OUT(rewards), **close)
+    np.testing.assert_allclose(GDPO(other[..., None], eps=0.0), GDPO(rewards[..., None], eps=0.0), **close)
 
 
 @given(triples, token_masks, st.permutations(range(3)), st.permutations(range(4)))
 def test_order_of_prompts_and_completions_does_not_matter(rewards, mask, prompts, group):
     for whiten in ("sequence", "token", None):
-        advantages = gdpo_advantages(rewards, whiten=whiten, mask=mask)
-        moved = gdpo_advantages(rewards[prompts][:, group], whiten=whiten, mask=mask[prompts][:, group])
+        advantages = GDPO(rewards, whiten=whiten, mask=mask)
+        moved = GDPO(rewards[prompts][:, group], whiten=whiten, mask=mask[prompts][:, group])
         np.testing.assert_allclose(moved, advantages[jnp.array(prompts)][:, jnp.array(group)], atol=1e-4)
 
 
@@ -149,16 +151,16 @@ def test_padding_with_missing_rewards_changes_nothing(rewards, mask):
     wide = np.zeros((4, 6, 5), bool)
     wide[:3, :4, :3] = mask
     for whiten in ("sequence", "token", None):
-        advantages = gdpo_advantages(rewards, whiten=whiten, mask=mask)
-        longer = gdpo_advantages(padded, whiten=whiten, mask=wide)
+        advantages = GDPO(rewards, whiten=whiten, mask=mask)
+        longer = GDPO(padded, whiten=whiten, mask=wide)
         np.testing.assert_allclose(longer[:3, :4], advantages, atol=1e-5)
         np.testing.assert_array_equal(longer[3:], 0)
         np.testing.assert_array_equal(longer[:, 4:], 0)
     summed = sum_rewards(padded)
     for scale in ("group", "batch", "none"):
         np.testing.assert_allclose(
-            group_advantages(summed, scale=scale)[:3, :4],
-            group_advantages(sum_rewards(rewards), scale=scale),
+            GROUP(summed, scale=scale)[:3, :4],
+            GROUP(sum_rewards(rewards), scale=scale),
             atol=1e-5,
         )
 
@@ -181,11 +183,11 @@ def test_jit_changes_nothing(name, rewards, mask):
 @given(pairs)
 def test_a_group_does_not_see_the_others(rewards):
     """Statistics taken across groups would change with the company."""
-    for function in (group_advantages, leave_one_out_advantages):
+    for function in (GROUP, LEAVE_ONE_OUT):
         alone = jnp.concatenate([function(rewards[p : p + 1]) for p in range(3)])
         np.testing.assert_array_equal(function(rewards), alone)
-    together = jax.vmap(lambda r: group_advantages(r[None])[0])(rewards)
-    np.testing.assert_allclose(together, group_advantages(rewards), rtol=1e-6)
+    together = jax.vmap(lambda r: GROUP(r[None])[0])(rewards)
+    np.testing.assert_allclose(together, GROUP(rewards), rtol=1e-6)
 
 
 @pytest.mark.parametrize("value", [1000.1, -3.3e7, 1e-30, 0.1])

@@ -418,7 +418,7 @@ def expected_slope(estimator, corrected, logits, reference):
         )(logs, reference)  # fmt: skip
         return jnp.sum(probabilities * each)
 
-    return jax.grad(loss)(logits)
+    return jax.jit(jax.grad(loss))(logits)
 
 
 def test_which_kl_gradients_are_right(x64):

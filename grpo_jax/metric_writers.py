@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_jax.errors import UserError
-from grpo_jax.run_directory import RunDirectory, disk_errors, finite, write_atomically
+from grpo_jax.run_directory import AppendedFile, RunDirectory, disk_errors, finite, write_atomically
 
 
 class MetricWriter(Protocol):
@@ -26,9 +26,7 @@ class JsonLines:
 
     def __init__(self, path: str | Path):
         """Opens the file to append."""
-        self._path = Path(path)
-        with disk_errors(path):
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 closed by close()
+        self._file = AppendedFile(path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one row; what is not finite becomes null.
@@ -36,18 +34,11 @@ class JsonLines:
         Raises:
           UserError: the disk is full.
         """
-        line = json.dumps(finite({"step": step, **metrics}))
-        with disk_errors(self._path):
-            self._file.write(line + "\n")
-            self._file.flush()
+        self._file.write(json.dumps(finite({"step": step, **metrics})) + "\n")
 
     def close(self) -> None:
-        """Closes the file; a row that a full disk left in its buffer was reported when it was written."""
-        try:
-            self._file.close()
-        except OSError:
-            if not self._file.closed:
-                raise
+        """Closes the file."""
+        self._file.close()
 
 
 class TensorBoard:
@@ -71,9 +62,7 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
-            Summary.Value(tag=name, simple_value=float(value))
-            for name, value in metrics.items()
-            if _is_number(value)
+            Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items() if _is_number(value)
         ]
         with disk_errors(self._folder):
             self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
@@ -151,13 +140,18 @@ def open_writers(
         run.rewind(resume_step)
     writers: list[MetricWriter] = [JsonLines(run.metrics)]
     notes = []
-    if "tensorboard" in report_to:
-        try:
-            writers.append(TensorBoard(run.tensorboard, resume_step=resume_step))
-        except ImportError:
-            notes.append("no TensorBoard events: pip install tensorboard adds them")
-    if "wandb" in report_to:
-        writers.append(WeightsAndBiases(run, config or {}))
+    try:
+        if "tensorboard" in report_to:
+            try:
+                writers.append(TensorBoard(run.tensorboard, resume_step=resume_step))
+            except ImportError:
+                notes.append("no TensorBoard events: pip install tensorboard adds them")
+        if "wandb" in report_to:
+            writers.append(WeightsAndBiases(run, config or {}))
+    except BaseException:
+        for writer in writers:
+            writer.close()
+        raise
     return writers, notes
 
 
@@ -182,9 +176,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines) - 1:
                 break
-            raise UserError(
-                f"{path}, line {number + 1}: not a row of metrics; mend or delete the line"
-            ) from error
+            raise UserError(f"{path}, line {number + 1}: not a row of metrics; mend or delete the line") from error
         rows.append(row)
     return rows
 

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,9 +106,7 @@ def _card(name, values, first):
         for kind, value in (("before", before), ("after", after), ("oracle", oracle))
         if value is not None
     )
-    change = ""
-    if before is not None and after is not None:
-        change = f"<em>{'+' if after >= before else '−'}{_value(name, abs(after - before))}</em>"
+    change = _change(name, before, after) if before is not None and after is not None else ""
     return f"<article class='card{' first' if first else ''}'><h3>{_label(name)}{change}</h3>{bars}</article>"
 
 
@@ -121,12 +120,22 @@ def _label(name):
     return html.escape(name.replace("_", " ").replace("/", " · "))
 
 
+def _is_share(name):
+    return any(word in name for word in ("accuracy", "usable", "share"))
+
+
 def _value(name, value):
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "–"
-    if any(word in name for word in ("accuracy", "usable", "share")):
+    if _is_share(name):
         return f"{value:.1%}"
-    return number(value)
+    return (f"{value:.2f}" if abs(value) < 100 else number(value)).replace("-", "−")
+
+
+def _change(name, before, after):
+    sign = "+" if after >= before else "−"
+    size = f"{abs(after - before) * 100:.1f} points" if _is_share(name) else _value(name, abs(after - before))
+    return f"<em>{sign}{size}</em>"
 
 
 def _gallery(gallery):
@@ -134,6 +143,8 @@ def _gallery(gallery):
         return ""
     items = "".join(_pair(entry) for entry in gallery)
     note = "Left: the prompt as it was typed. Right: as the trained policy rewrote it. Both from the same noise."
+    if all(entry.before is None and entry.after is None for entry in gallery):
+        note = "Grey: the prompt. Black: what the trained policy made of it."
     return f"<section><h2>Before and after</h2><p class='note'>{note}</p><div class='gallery'>{items}</div></section>"
 
 

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from grpo_jax.metric_writers import MetricWriter, open_writers
-from grpo_jax.run_directory import GalleryEntry, RunDirectory, disk_errors
+from grpo_jax.run_directory import AppendedFile, GalleryEntry, RunDirectory
 
 __all__ = [
     "Console",
@@ -46,11 +46,7 @@ class Console:
         from rich.console import Console as Terminal
 
         self._terminal = Terminal(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._path = log
-        self._log = None
-        if log is not None:
-            with disk_errors(log):
-                self._log = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 closed by close()
+        self._log = None if log is None else AppendedFile(log)
 
     @property
     def is_terminal(self) -> bool:
@@ -76,8 +72,7 @@ class Console:
     def record(self, text: str) -> None:
         """Writes a line to the log alone."""
         if self._log is not None:
-            with disk_errors(self._path):
-                self._log.write(text + "\n")
+            self._log.write(text + "\n")
 
     @contextmanager
     def progress(self, total: int, *, done: int = 0, every: int | None = None) -> Iterator["Progress"]:
@@ -115,8 +110,7 @@ class Console:
     def close(self) -> None:
         """Closes the log."""
         if self._log is not None:
-            with disk_errors(self._path):
-                self._log.close()
+            self._log.close()
 
 
 class Progress:
@@ -295,7 +289,7 @@ def write_run_report(
       directory: of the run; its metrics.jsonl gives the curves.
       summary: what summary.json holds.
       gallery: fields of `GalleryEntry`.
-      added_words: (word, share of rewrites that add it), most frequent first: words that rewrites have and prompts lack.
+      added_words: (word, share of rewrites that add it to their prompt), most frequent first.
       table: one row per held-out prompt.
       config_text: the configuration as YAML.
     """
@@ -310,7 +304,8 @@ def write_run_report(
         tables.append(Table("Held-out prompts after training", columns, [[row[c] for c in columns] for row in table]))
     if added_words:
         note = "Words that rewrites have and prompts lack. A word that appears everywhere may be gaming a judge."
-        tables.append(Table("Most added words", ("word", "share of rewrites"), [list(pair) for pair in added_words], note))
+        columns, rows = ("word", "share of rewrites"), [list(pair) for pair in added_words]
+        tables.append(Table("Most added words", columns, rows, note))
     write_report(
         directory.report,
         title=directory.path.name,

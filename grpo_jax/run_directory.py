@@ -46,6 +46,31 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
             raise
 
 
+class AppendedFile:
+    """Text appended straight to a file: nothing stays in a buffer that a kill would lose or a close would repeat."""
+
+    def __init__(self, path: str | Path):
+        """Opens or makes the file.
+
+        Raises:
+          UserError: it cannot be opened for writing.
+        """
+        self._path = path
+        with disk_errors(path):
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 closed by close()
+
+    def write(self, text: str) -> None:
+        """Appends text. Raises UserError on a full disk."""
+        data = memoryview(text.encode())
+        with disk_errors(self._path):
+            while data:
+                data = data[self._file.write(data) :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
 def encode_png(image: np.ndarray) -> bytes:
     """PNG bytes of a picture: uint8 [H, W, 3]."""
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:

@@ -199,9 +199,7 @@ def test_float16_overflow_is_refused(tmp_path):
     source = reference.folder(tmp_path / "source", "llama", dtype=torch.float16)
     loaded = hf.load_folder(source, tokenizer=False)
     with pytest.raises(UserError, match="float16"):
-        hf.save_folder(
-            tmp_path / "export", source, loaded.config, jax.tree.map(lambda x: x * 1e6, loaded.params)
-        )
+        hf.save_folder(tmp_path / "export", source, loaded.config, jax.tree.map(lambda x: x * 1e6, loaded.params))
     assert not (tmp_path / "export").exists()
 
 

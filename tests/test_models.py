@@ -226,9 +226,7 @@ def test_a_7b_model_is_shaped_without_being_allocated():
     cache = jax.eval_shape(lambda: policy.init_cache(4, 5, 20))
     step, after = jax.eval_shape(policy.decode, shapes, prefix, jax.ShapeDtypeStruct((4, 5), i32), cache)
     assert step.shape == (4, 5, 3584)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), cache
-    )
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
 
 
 def test_misshapen_calls_are_refused(policy, variables, batch):

@@ -99,9 +99,7 @@ def logits(torch_model, tokens: np.ndarray, mask: np.ndarray) -> torch.Tensor:
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     if torch_model.config.model_type in VISION:
         positions = positions[None].expand(3, -1, -1)
-    return torch_model(
-        input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False
-    ).logits
+    return torch_model(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False).logits
 
 
 def group_batch(seed: int = 0, prompts: int = 3, group: int = 2, length: int = 6, steps: int = 5):

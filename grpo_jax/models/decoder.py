@@ -143,9 +143,7 @@ def make_policy(
         hidden, (keys, values) = apply(variables, jnp.where(mask, tokens, 0), context)
         return Prefix(hidden[:, -1], keys, values, mask, prompt.positions, lengths)
 
-    def decode(
-        variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
+    def decode(variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         context = _decode_context(config, prefix, cache, tokens.shape[1])
         remembered = (prefix.keys, prefix.values), (cache.keys, cache.values)
         hidden, fresh = apply(variables, tokens, context, *remembered)
@@ -172,9 +170,7 @@ def make_policy(
         )
         hidden, _ = apply(variables, row, context)
         length = prompt_mask.shape[1]
-        first = jnp.broadcast_to(
-            hidden[:, None, length - 1 : length], (*tokens.shape[:2], 1, hidden.shape[-1])
-        )
+        first = jnp.broadcast_to(hidden[:, None, length - 1 : length], (*tokens.shape[:2], 1, hidden.shape[-1]))
         rest = hidden[:, length:].reshape(*inputs.shape, hidden.shape[-1])
         return jnp.concatenate([first, rest], axis=2)
 
@@ -233,9 +229,7 @@ def _continuation(lengths: jax.Array, steps: jax.Array) -> Tokens:
     return Tokens(positions, jnp.ones(positions.shape, bool))
 
 
-def _group_context(
-    config: DecoderConfig, prompt: Tokens, lengths: jax.Array, shape: tuple[int, int, int]
-) -> Context:
+def _group_context(config: DecoderConfig, prompt: Tokens, lengths: jax.Array, shape: tuple[int, int, int]) -> Context:
     """Prompts followed by groups of completions of ``shape`` [P, G, T], each without its last token."""
     prompts, group, steps = shape
     if steps == 1:

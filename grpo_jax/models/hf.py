@@ -49,9 +49,7 @@ class LoadedPolicy(NamedTuple):
     folder: Path
 
 
-def load_folder(
-    folder: str | Path, *, param_dtype: str | None = "float32", tokenizer: bool = True
-) -> LoadedPolicy:
+def load_folder(folder: str | Path, *, param_dtype: str | None = "float32", tokenizer: bool = True) -> LoadedPolicy:
     """Load a Llama, Qwen2, Qwen3 or Qwen-VL folder (of the latter, the language model).
 
     Args:
@@ -181,9 +179,7 @@ def _decoder_config(folder: Path, raw: dict[str, Any]) -> DecoderConfig:
         ) from error
 
 
-def _special_ids(
-    folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: Any
-) -> tuple[tuple[int, ...], int]:
+def _special_ids(folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: Any) -> tuple[tuple[int, ...], int]:
     """End and padding ids: the generation config's, else the config's, else the tokenizer's."""
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
@@ -220,9 +216,7 @@ def _checked_leaves(config: DecoderConfig, params: Mapping[str, Any]) -> dict[tu
 def _check_target(folder: Path, source: Path) -> None:
     if folder.exists() and folder.resolve() == source.resolve():
         raise UserError(f"the export would overwrite the folder it is made from, {folder}: choose another")
-    if folder.is_file() or (
-        folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists()
-    ):
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists()):
         raise UserError(f"{folder} exists and is not an exported policy: choose another place or remove it")
 
 

@@ -99,9 +99,7 @@ def attend(query: jax.Array, memories: Sequence[Memory]) -> jax.Array:
     scores, mixes = [], []
     for memory in memories:
         group = "" if memory.keys.ndim == 4 else "g"
-        score = jnp.einsum(
-            f"pkgrse,pk{group}te->pkgrst", query, memory.keys, preferred_element_type=jnp.float32
-        )
+        score = jnp.einsum(f"pkgrse,pk{group}te->pkgrst", query, memory.keys, preferred_element_type=jnp.float32)
         scores.append(jnp.where(memory.mask[:, None, None, None], score * scale, _HIDDEN))
         mixes.append(f"pkgrst,pk{group}te->pkgrse")
     top = reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
@@ -220,9 +218,7 @@ class Block(nn.Module):
             mixed.append(self._attend(query[:, :length], length, [memory]))
         if context.completion is not None:
             steps = context.completion.positions.shape[1]
-            own = tuple(
-                _split_group(part[:, length:], steps).transpose(0, 3, 1, 2, 4) for part in (key, value)
-            )
+            own = tuple(_split_group(part[:, length:], steps).transpose(0, 3, 1, 2, 4) for part in (key, value))
             fresh = own if fresh is None else None
             memories = [Memory(*prefix, visible(context.completion, context.prompt, given.window))]
             if given.cache is not None:

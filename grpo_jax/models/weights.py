@@ -164,9 +164,7 @@ class TensorFiles:
             try:
                 self._open[path] = safe_open(path, framework="numpy")
             except (SafetensorError, OSError, ValueError) as error:
-                raise UserError(
-                    f"{path} is broken or truncated ({error}); copy or download it again"
-                ) from error
+                raise UserError(f"{path} is broken or truncated ({error}); copy or download it again") from error
             for name in self._open[path].keys():  # noqa: SIM118 (not a dict)
                 if name in self.names:
                     raise UserError(f"{name} is in both {self.names[name].name} and {path.name}")

@@ -2,10 +2,11 @@
 
     python benchmarks/pipeline.py [--chunks 16] [--unit 0.05] [--repeats 5]
 
-Prints JSON. `ratio` is the time of a batch over the total of its slowest stage; filling and emptying the pipe is
-included (`floor` is the ratio a perfect pipeline has: (total of the slowest + the others' one chunk) / slowest).
-`steady_ratio` leaves that out: it is the time between the last stage's first and last result, over the slowest
-stage's time for as many chunks. `sequential_ratio` is a plain loop, measured in the same run.
+Prints JSON. `ratio` is the time of a batch over the total of its slowest stage; filling and emptying the
+pipe is included (`floor` is the ratio a perfect pipeline has: (total of the slowest + the others' one
+chunk) / slowest). `steady_ratio` leaves that out: it is the time between the last stage's first and last
+result, over the slowest stage's time for as many chunks. `sequential_ratio` is a plain loop, measured in
+the same run.
 """
 
 import argparse
@@ -73,7 +74,8 @@ def main():
     for parts in ((1, 1, 1), (1, 3, 1)):
         runs = [measure(parts, args.chunks, args.unit) for _ in range(args.repeats)]
         case = {key: round(statistics.median(run[key] for run in runs), 4) for key in runs[0]}
-        case["floor"] = round((max(parts) * args.chunks + sum(parts) - max(parts)) / (max(parts) * args.chunks), 4)
+        slowest = max(parts) * args.chunks
+        case["floor"] = round((slowest + sum(parts) - max(parts)) / slowest, 4)
         report["cases"][":".join(map(str, parts))] = case
     print(json.dumps(report, indent=2))
 

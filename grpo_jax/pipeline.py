@@ -1,11 +1,11 @@
-"""Stages over chunks, at the same time: while one chunk is rendered, the next is written and the last is scored.
+"""Stages over chunks, at the same time: one chunk is rendered while the next is written, the last scored.
 
     chunk i+1 ─► sample ─►(queue)─► render ─►(queue)─► score ─► results
                             chunk i           chunk i-1
 
-Every stage has a thread of its own and takes the chunks in their order, so the results are those of a plain loop;
-the queues are bounded, so a fast stage does not run ahead of a slow one by more than their size. The pipe is filled
-and emptied within one call: what a call returns depends on nothing that comes after it.
+Every stage has a thread of its own and takes the chunks in their order, so the results are those of a plain
+loop; the queues are bounded, so a fast stage does not run ahead of a slow one by more than their size. The
+pipe is filled and emptied within one call: what a call returns depends on nothing that comes after it.
 """
 
 import threading
@@ -25,10 +25,10 @@ class Stage:
 
     Attributes:
         name: Names the stage in errors and timings.
-        function: Takes the previous stage's result for a chunk (the first stage: the chunk) and returns its own. It
-            is called from a thread of its own, one chunk at a time. What torch and JAX keep per thread, as
-            `torch.inference_mode` or `jax.default_device`, it must set itself; it should wait for its results
-            (`jax.block_until_ready`), or their time is counted where they are first used.
+        function: Takes the previous stage's result for a chunk (the first stage: the chunk) and returns its
+            own. It is called from a thread of its own, one chunk at a time. What torch and JAX keep per
+            thread, as `torch.inference_mode` or `jax.default_device`, it must set itself; it should wait
+            for its results (`jax.block_until_ready`), or their time is counted where they are first used.
     """
 
     name: str
@@ -102,7 +102,7 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int)
             state.give(state.queues[index + 1], item, chunks if last else queue_size)
         except _Stopped:
             return
-        except BaseException as error:  # whatever ends a stage must end the pipeline, or its neighbours wait for ever
+        except BaseException as error:  # whatever ends a stage ends all: its neighbours would wait for ever
             state.running[index] = None
             failure = StageError(stage.name, chunk, f"{type(error).__name__}: {error}")
             failure.__cause__ = error
@@ -142,9 +142,9 @@ def run_pipeline(
 ) -> tuple[list[Any], dict[str, float]]:
     """Send every chunk through all stages, the stages working at the same time on different chunks.
 
-    The calling thread only waits, so signals reach it: an exception a handler raises there (KeyboardInterrupt) stops
-    the pipeline and goes on to the caller. After any failure no further call is begun; calls that are running are
-    waited for, at most ten seconds, since a thread cannot be interrupted.
+    The calling thread only waits, so signals reach it: an exception a handler raises there
+    (KeyboardInterrupt) stops the pipeline and goes on to the caller. After any failure no further call is
+    begun; calls that are running are waited for, at most ten seconds, since a thread cannot be interrupted.
 
     Args:
         chunks: What the first stage takes, in order.
@@ -171,7 +171,9 @@ def run_pipeline(
     state.queues[0].extend(chunks)
     count = len(state.queues[0])
     threads = [
-        threading.Thread(target=_work, args=(state, i, stage, count, queue_size), name=stage.name, daemon=True)
+        threading.Thread(
+            target=_work, args=(state, i, stage, count, queue_size), name=stage.name, daemon=True
+        )
         for i, stage in enumerate(stages)
     ]
     try:

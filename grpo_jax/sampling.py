@@ -1,11 +1,12 @@
 """Completions: prefill each prompt once, decode its G completions against that shared prefix.
 
 The sampler knows a policy by its five functions (`prefill`, `decode`, `init_cache`, `head`; `forward_group`
-is the update's), so it works for anything that offers them. Axes: P prompts, G completions of a prompt, L prompt
-tokens, T completion tokens, D model width, V vocabulary; R is a row, one (prompt, completion) pair.
+is the update's), so it works for anything that offers them. Axes: P prompts, G completions of a prompt, L
+prompt tokens, T completion tokens, D model width, V vocabulary; R is a row, one (prompt, completion) pair.
 
-Two distributions meet here. The *policy's* is softmax(logits / temperature) over the allowed tokens: it is the one
-that is trained. The *sampler's* is the policy's restricted by top-k, top-p and min-p: the one tokens are drawn from.
+Two distributions meet here. The *policy's* is softmax(logits / temperature) over the allowed tokens: it is
+the one that is trained. The *sampler's* is the policy's restricted by top-k, top-p and min-p: the one
+tokens are drawn from.
 """
 
 import functools
@@ -29,7 +30,8 @@ class SamplingParams:
     Attributes:
         group_size: G, completions per prompt.
         max_new_tokens: T, tokens after which a completion is cut.
-        temperature: Divides the logits; 0 takes the most likely token (log-probabilities are then at temperature 1).
+        temperature: Divides the logits; 0 takes the most likely token (log-probabilities are then at
+            temperature 1).
         top_k: Draw among the k most likely tokens; 0 for all.
         top_p: Draw among the fewest most likely tokens that hold this share of the mass top-k left (tokens as
             likely as the last of them come along); 1 for all.
@@ -52,7 +54,10 @@ class SamplingParams:
         rules = {
             "group_size": (self.group_size >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "finite and at least 0"),
+            "temperature": (
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "finite and at least 0",
+            ),
             "top_k": (self.top_k >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
@@ -81,7 +86,7 @@ class Samples(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One token per row with its log-probabilities: int32 [R], float32 [R] (policy), float32 [R] (sampler)."""
+    """A token per row, int32 [R], and its log-probabilities under policy and sampler, float32 [R]."""
 
     tokens: jax.Array
     logprobs: jax.Array
@@ -150,11 +155,12 @@ def _apply_min_p(logits: jax.Array, min_p: float) -> jax.Array:
 
 
 def _nucleus_threshold(probs: jax.Array, top_p: float) -> jax.Array:
-    """Find the largest threshold [R] such that the entries of probs [R, V] at or above it hold top_p of the mass.
+    """Find the largest threshold [R] at or above which the entries of probs [R, V] hold top_p of the mass.
 
-    Bisection over the bit patterns of float32, which are ordered as the non-negative numbers they stand for: 30
-    passes reach the exact threshold, at a fiftieth of the cost of sorting a vocabulary. `probs` is at most 1. What
-    is compared is the mass left out: near top_p = 1 it is the smaller sum, and so the more exact one.
+    Bisection over the bit patterns of float32, which are ordered as the non-negative numbers they stand
+    for: 30 passes reach the exact threshold, at a fiftieth of the cost of sorting a vocabulary. `probs` is
+    at most 1. What is compared is the mass left out: near top_p = 1 it is the smaller sum, and so the more
+    exact one.
     """
     spare = (1 - top_p) * jnp.sum(probs, axis=1)
 
@@ -171,7 +177,7 @@ def _nucleus_threshold(probs: jax.Array, top_p: float) -> jax.Array:
 
 
 def _draw(logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draw an index from softmax(logits) per row: [R, n], keys [R] → int32 [R] and the logsumexp [R] of the row.
+    """Draw an index from softmax(logits) per row: [R, n], keys [R] → int32 [R] and the logsumexp [R].
 
     In two levels, a block of tokens by its mass and then a token of the block: the same distribution as one
     Gumbel per token, with n / 128 + 128 random numbers instead of n.
@@ -201,8 +207,23 @@ class _Loop(NamedTuple):
     sampler_logprobs: jax.Array
 
 
+def _empty_loop(done: jax.Array, group: int, length: int, pad_id: int, cache: Any) -> _Loop:
+    """The state before the first token; rows bool [P] that are done already cost no step."""
+    slab = (length, done.shape[0], group)
+    return _Loop(
+        step=jnp.int32(0),
+        done=jnp.broadcast_to(done[:, None], slab[1:]),
+        last=jnp.full(slab[1:], pad_id, jnp.int32),
+        cache=cache,
+        tokens=jnp.full(slab, pad_id, jnp.int32),
+        mask=jnp.zeros(slab, bool),
+        logprobs=jnp.zeros(slab, jnp.float32),
+        sampler_logprobs=jnp.zeros(slab, jnp.float32),
+    )
+
+
 def _generate(policy, params, eos_ids, pad_id, allowed_tokens, variables, prompts, prompt_mask, keys, real):
-    """The compiled part: one call per bucket of shapes. `real` bool [P] is false for rows added as padding."""
+    """The compiled part, once per bucket of shapes. `real` bool [P] is false for rows added as padding."""
     (rows, _), group, length = prompts.shape, params.group_size, params.max_new_tokens
     prefix = policy.prefill(variables, prompts, prompt_mask)
     # Converted here, not in the loop, where it would cost a pass over the matrix for every token.
@@ -236,20 +257,10 @@ def _generate(policy, params, eos_ids, pad_id, allowed_tokens, variables, prompt
         logits = jnp.einsum("pgd,vd->pgv", hidden, head, preferred_element_type=jnp.float32)
         return record(loop._replace(cache=cache), logits)
 
-    slab = (length, rows, group)
-    loop = _Loop(
-        step=jnp.int32(0),
-        done=jnp.broadcast_to(~real[:, None], (rows, group)),
-        last=jnp.full((rows, group), pad_id, jnp.int32),
-        cache=policy.init_cache(rows, group, length),
-        tokens=jnp.full(slab, pad_id, jnp.int32),
-        mask=jnp.zeros(slab, bool),
-        logprobs=jnp.zeros(slab, jnp.float32),
-        sampler_logprobs=jnp.zeros(slab, jnp.float32),
-    )
+    start = _empty_loop(~real, group, length, pad_id, policy.init_cache(rows, group, length))
     # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
     first = jnp.einsum("pd,vd->pv", prefix.hidden, head, preferred_element_type=jnp.float32)
-    loop = record(loop, jnp.broadcast_to(first[:, None], (rows, group, first.shape[1])))
+    loop = record(start, jnp.broadcast_to(first[:, None], (rows, group, first.shape[1])))
     loop = lax.while_loop(lambda loop: (loop.step < length) & ~jnp.all(loop.done), step, loop)
     outputs = (loop.tokens, loop.mask, loop.logprobs, loop.sampler_logprobs)
     return Samples(*(jnp.transpose(x, (1, 2, 0)) for x in outputs), truncated=~loop.done)
@@ -257,7 +268,9 @@ def _generate(policy, params, eos_ids, pad_id, allowed_tokens, variables, prompt
 
 def _check_vocabulary(size: int, eos_ids: tuple[int, ...], pad_id: int, allowed_tokens) -> None:
     if allowed_tokens is not None and allowed_tokens.shape != (size,):
-        raise ValueError(f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed_tokens.shape}")
+        raise ValueError(
+            f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed_tokens.shape}"
+        )
     for name, ids in (("eos_ids", eos_ids), ("pad_id", (pad_id,))):
         if any(not 0 <= i < size for i in ids):
             raise ValueError(f"{name} must lie in [0, {size}), the vocabulary of the policy, got {ids}")
@@ -290,13 +303,13 @@ def _check_prompts(tokens, mask, keys) -> None:
             f"got {keys.dtype} of shape {keys.shape}"
         )
     if "rbg" in str(keys.dtype):
-        raise ValueError("keys must be of a generator that vmap treats row by row, such as threefry2x32, got rbg")
+        raise ValueError("keys must be of a generator that vmap treats row by row (threefry2x32), got rbg")
     if not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
-        raise ValueError("prompts must be padded on the left and hold at least one token each, got another mask")
+        raise ValueError("prompts must be padded on the left and hold at least one token each")
 
 
 def _pad_to_bucket(tokens, mask, keys, pad_id):
-    """Left-pad L and repeat the last prompt until both sizes are bucket sizes; also says which rows are real."""
+    """Left-pad L and repeat the last prompt until both are bucket sizes; also tell which rows are real."""
     rows, length = tokens.shape
     more_rows = bucket_size(rows) - rows
     more_tokens = bucket_size(length, smallest=8) - length
@@ -318,8 +331,8 @@ def make_sampler(
 ) -> Callable[..., Samples]:
     """Make the function that writes completions.
 
-    It is compiled once per bucket of shapes (P and L are rounded up by `bucket_size`, T is fixed) and stops as soon
-    as every completion has ended. Random numbers of completion g at step t come from
+    It is compiled once per bucket of shapes (P and L are rounded up by `bucket_size`, T is fixed) and stops
+    as soon as every completion has ended. Random numbers of completion g at step t come from
     fold_in(fold_in(keys[p], g), t): they do not depend on the other prompts of the batch.
 
     Args:
@@ -330,9 +343,10 @@ def make_sampler(
         allowed_tokens: bool [V], the tokens that may be written at all; None for every token.
 
     Returns:
-        `sample(variables, prompt_tokens, prompt_mask, keys) -> Samples` with int [P, L], bool [P, L] (left-padded;
-        on the host, or they are fetched) and typed PRNG keys [P], one per prompt. It raises ValueError for prompts
-        that are empty or not left-padded, for keys of another kind, and for token ids outside the vocabulary.
+        `sample(variables, prompt_tokens, prompt_mask, keys) -> Samples` with int [P, L], bool [P, L]
+        (left-padded; on the host, or they are fetched) and typed PRNG keys [P], one per prompt. It raises
+        ValueError for prompts that are empty or not left-padded, for keys of another kind, and for token
+        ids outside the vocabulary.
 
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.

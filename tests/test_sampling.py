@@ -13,6 +13,8 @@ from grpo_jax.sampling import Samples, SamplingParams, bucket_size, choose_token
 VOCABULARY = 300  # more than two blocks of the two-level draw, and no multiple of one
 PAD, EOS = 0, 1
 
+choose = jax.jit(choose_tokens, static_argnums=2)
+
 
 class BigramPrefix(NamedTuple):
     hidden: jax.Array
@@ -44,7 +46,9 @@ class Bigram:
 
 
 def table(seed=0, vocabulary=VOCABULARY, spread=2.0):
-    return {"table": jnp.asarray(np.random.default_rng(seed).normal(0, spread, (vocabulary,) * 2), jnp.float32)}
+    return {
+        "table": jnp.asarray(np.random.default_rng(seed).normal(0, spread, (vocabulary,) * 2), jnp.float32)
+    }
 
 
 def prompts(last_tokens, length=3):
@@ -121,7 +125,7 @@ def test_frequencies_and_logprobs_match_the_softmax(settings, allowed):
 def test_top_p_without_sorting_keeps_the_tokens_that_sorting_keeps(top_p):
     rows = np.random.default_rng(1).normal(0, 3, (40, VOCABULARY)).astype(np.float32)
     params = SamplingParams(1, 1, top_p=top_p)
-    choice = choose_tokens(jnp.asarray(rows), keys_for(range(40)), params)
+    choice = choose(jnp.asarray(rows), keys_for(range(40)), params)
     for row, token, logprob in zip(rows, choice.tokens, choice.sampler_logprobs, strict=True):
         _, sampler = restricted(row, params)
         assert sampler[token] > 0
@@ -131,7 +135,7 @@ def test_top_p_without_sorting_keeps_the_tokens_that_sorting_keeps(top_p):
 def test_top_p_keeps_ties_together_and_one_token_at_least():
     logits = jnp.log(jnp.asarray([[0.2, 0.4, 0.2, 0.2], [0.9, 0.04, 0.03, 0.03]]))
     keys = jax.random.split(jax.random.key(0), (200, 2))
-    draws = jax.vmap(lambda k: choose_tokens(logits, k, SamplingParams(1, 1, top_p=0.5)))(keys)
+    draws = jax.vmap(lambda k: choose(logits, k, SamplingParams(1, 1, top_p=0.5)))(keys)
     assert set(np.unique(draws.tokens[:, 0])) == {0, 1, 2, 3}
     assert set(np.unique(draws.tokens[:, 1])) == {0}
     np.testing.assert_array_equal(draws.sampler_logprobs[:, 1], 0)
@@ -139,7 +143,7 @@ def test_top_p_keeps_ties_together_and_one_token_at_least():
 
 def test_tokens_of_zero_probability_are_never_drawn():
     logits = jnp.full((4000, 257), -jnp.inf).at[:, 128].set(0.0).at[:, 256].set(-1.0)
-    choice = choose_tokens(logits, jax.random.split(jax.random.key(0), 4000), SamplingParams(1, 1))
+    choice = choose(logits, jax.random.split(jax.random.key(0), 4000), SamplingParams(1, 1))
     assert set(np.unique(choice.tokens)) == {128, 256}
     assert np.isfinite(choice.logprobs).all()
 
@@ -185,7 +189,9 @@ def test_what_comes_after_any_of_several_ends_is_padding():
 def test_an_end_token_that_is_also_the_padding_counts_once():
     params = SamplingParams(group_size=8, max_new_tokens=6)
     variables = {"table": table(seed=3, spread=1.0)["table"].at[:, PAD].add(4.0)}
-    samples = make_sampler(Bigram(), params, eos_ids=(PAD,), pad_id=PAD)(variables, *prompts([5]), keys_for([0]))
+    samples = make_sampler(Bigram(), params, eos_ids=(PAD,), pad_id=PAD)(
+        variables, *prompts([5]), keys_for([0])
+    )
     tokens, mask = np.asarray(samples.tokens), np.asarray(samples.mask)
     assert (~np.asarray(samples.truncated)).any()
     np.testing.assert_array_equal(((tokens == PAD) & mask).sum(-1), ~np.asarray(samples.truncated))
@@ -195,7 +201,9 @@ def test_decoding_stops_when_every_completion_has_ended():
     policy = Bigram()
     variables = {"table": jnp.zeros((8, 8)).at[:, EOS].set(50.0)}
     sample = make_sampler(policy, SamplingParams(4, 100), eos_ids=(EOS,), pad_id=PAD)
-    samples = sample(variables, *prompts([3] * 9), keys_for(range(9)))  # 9 prompts: one row of the bucket is padding
+    samples = sample(
+        variables, *prompts([3] * 9), keys_for(range(9))
+    )  # 9 prompts: one row of the bucket is padding
     jax.effects_barrier()
     np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), 1)
     assert policy.decode_steps == 0
@@ -308,7 +316,9 @@ def test_wrong_input_is_named():
     with pytest.raises(ValueError, match="rbg"):
         sample(table(), tokens, mask, jax.random.split(jax.random.key(0, impl="rbg"), 2))
     with pytest.raises(ValueError, match="eos_ids"):
-        make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(VOCABULARY,), pad_id=PAD)(table(), tokens, mask, keys)
+        make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(VOCABULARY,), pad_id=PAD)(
+            table(), tokens, mask, keys
+        )
     with pytest.raises(ValueError, match="vocabulary"):
         make_sampler(
             Bigram(), SamplingParams(2, 2), eos_ids=(EOS,), pad_id=PAD, allowed_tokens=np.ones(7, bool)

@@ -105,7 +105,10 @@ def test_logprobs_are_those_of_the_updates_forward(loaded, variables, dtype):
 
 def test_other_prompts_of_the_batch_do_not_change_a_completion(loaded, variables):
     sample = make_sampler(
-        make_policy(loaded.config), SamplingParams(2, NEW_TOKENS), eos_ids=loaded.eos_ids, pad_id=loaded.pad_id
+        make_policy(loaded.config),
+        SamplingParams(2, NEW_TOKENS),
+        eos_ids=loaded.eos_ids,
+        pad_id=loaded.pad_id,
     )
     one = sample(variables, *encode(loaded, TEXTS), keys_for([0, 1, 2]))
     # The same prompt in another place, with other and longer neighbours; one shape, so tokens are exact.

@@ -5,6 +5,7 @@ One scanned decoder serves Llama, Qwen2, Qwen2.5, Qwen3 and the language models 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -149,10 +150,6 @@ def make_policy(
         hidden, fresh = apply(variables, tokens, context, *remembered)
         return hidden, caches.append(cache, *fresh)
 
-    def init_cache(prompts: int, group: int, length: int, dtype: Any = None) -> Cache:
-        shape = (config.num_layers, prompts, config.num_kv_heads, group, length, config.head_dim)
-        return caches.init_cache(shape, dtype or _dtype(compute_dtype, "compute_dtype"))
-
     def forward_group(
         variables: Variables,
         prompt_tokens: jax.Array,
@@ -174,11 +171,19 @@ def make_policy(
         rest = hidden[:, length:].reshape(*inputs.shape, hidden.shape[-1])
         return jnp.concatenate([first, rest], axis=2)
 
-    def head(variables: Variables) -> jax.Array:
-        name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
-        return variables["params"][name].astype(dtype)
+    return Policy(prefill, decode, partial(_init_cache, config, dtype), forward_group, partial(_head, config, dtype))
 
-    return Policy(prefill, decode, init_cache, forward_group, head)
+
+def _init_cache(
+    config: DecoderConfig, compute_dtype: Any, prompts: int, group: int, length: int, dtype: Any = None
+) -> Cache:
+    shape = (config.num_layers, prompts, config.num_kv_heads, group, length, config.head_dim)
+    return caches.init_cache(shape, dtype or compute_dtype)
+
+
+def _head(config: DecoderConfig, dtype: Any, variables: Variables) -> jax.Array:
+    name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return variables["params"][name].astype(dtype)
 
 
 def init_variables(

@@ -143,7 +143,10 @@ class RunDirectory:
         write_atomically(self.summary, json.dumps(finite(summary), indent=2) + "\n")
 
     def write_images(self, gallery: Sequence[GalleryEntry]) -> None:
-        """Writes images/000_before.png, 000_after.png, … of a gallery."""
+        """Writes images/000_before.png, 000_after.png, … of a gallery, and their texts and scores in gallery.json."""
+        texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
+        if gallery:
+            write_atomically(self.images / "gallery.json", json.dumps(texts, indent=1).encode())
         for index, entry in enumerate(gallery):
             for name, image in (("before", entry.before), ("after", entry.after)):
                 if image is not None:

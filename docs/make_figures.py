@@ -1,0 +1,85 @@
+"""Makes the pictures of the README from a finished run.
+
+pip install -e ".[figures]"
+python docs/make_figures.py --run runs/my_run        # writes docs/images/gallery.png and curves.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.image import imread
+
+HERE = Path(__file__).parent
+BLUE, GREY, GREEN = "#2a6fdb", "#8a8f98", "#2e8b57"
+
+
+def gallery(run: Path, target: Path, pairs: int, columns: int = 4) -> None:
+    """Before/after pairs of the run's first held-out prompts."""
+    texts = json.loads((run / "images" / "gallery.json").read_text())[:pairs]
+    rows = -(-len(texts) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.1 * columns, 2.45 * rows), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    for index, (axis, entry) in enumerate(zip(axes.flat, texts, strict=False)):
+        before, after = (imread(run / "images" / f"{index:03d}_{when}.png")[..., :3] for when in ("before", "after"))
+        gap = np.ones((before.shape[0], max(before.shape[1] // 8, 1), 3))
+        axis.imshow(np.concatenate([before, gap, after], axis=1), interpolation="nearest")
+        axis.set_title(textwrap.fill(entry["prompt"], 44), fontsize=7.5, color=GREY)
+        axis.text(
+            0.5,
+            -0.05,
+            textwrap.fill(entry["rewrite"], 44),
+            fontsize=7.5,
+            ha="center",
+            va="top",
+            transform=axis.transAxes,
+        )
+    figure.tight_layout(h_pad=2.2)
+    figure.savefig(target, dpi=130)
+
+
+def curves(run: Path, target: Path) -> None:
+    """Pixel accuracy and alignment over iterations, with before, after and oracle on held-out prompts."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run / "summary.json").read_text())
+    steps = [row["step"] for row in rows]
+    panels = (
+        ("pixel accuracy (never trained on)", "watch/pixel_accuracy/mean", "pixel_accuracy"),
+        ("alignment reward (CLIP)", "reward/alignment/mean", "alignment"),
+    )
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.4))
+    for axis, (title, curve, measure) in zip(axes, panels, strict=True):
+        values = summary["evaluation"][measure]
+        axis.plot(steps, [row[curve] for row in rows], color=BLUE, label="training batch, sampled")
+        axis.axhline(values["oracle"], color=GREEN, linestyle="--", label=f"oracle, held out: {values['oracle']:.2f}")
+        axis.plot([0], [values["before"]], "o", color=GREY, label=f"before, held out: {values['before']:.2f}")
+        axis.plot([steps[-1]], [values["after"]], "o", color=BLUE, label=f"after, held out: {values['after']:.2f}")
+        axis.set(title=title, xlabel="iteration")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(target, dpi=130)
+
+
+def main() -> None:
+    """Reads the run, writes the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--pairs", type=int, default=12)
+    options = parser.parse_args()
+    (HERE / "images").mkdir(exist_ok=True)
+    gallery(options.run, HERE / "images" / "gallery.png", options.pairs)
+    curves(options.run, HERE / "images" / "curves.png")
+
+
+if __name__ == "__main__":
+    main()

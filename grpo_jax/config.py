@@ -56,7 +56,7 @@ class PolicySection:
     """
 
     path: str = "miniature"
-    compute_dtype: Dtype = "float32"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     frozen_dtype: Dtype = "float32"
     remat: bool = True
     lora: LoraSection = field(default_factory=LoraSection)

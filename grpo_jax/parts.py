@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -132,6 +133,8 @@ def load_parts(
         prompts: A `PromptSet` or a list of prompts/records in place of data.prompts.
         rewards: Reward functions in place of those in the config, with weight 1 each.
     """
+    if config.deterministic:
+        _ask_for_determinism(torch_too=config.task == "prompt_enhancement")
     placement = _place(config, say)
     device = _policy_device(placement)
     loaded, policy, lora, variables = _load_policy(config, device, say)
@@ -163,6 +166,16 @@ def load_parts(
         timeout=config.judge_timeout or None,
         devices={"policy": str(device)} if placement is None else dataclasses.asdict(placement),
     )
+
+
+def _ask_for_determinism(*, torch_too: bool) -> None:
+    """Repeatable kernels on GPUs; must come before JAX's backend and torch's first use of cuBLAS."""
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+    if torch_too:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        import torch
+
+        torch.use_deterministic_algorithms(True)
 
 
 def _place(config: Config, say: Say) -> Any:

@@ -77,52 +77,6 @@ def format_prompt(tokenizer: Any, prompt: str, *, form: Form = "rewrite", instru
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def tokenize_prompts(
-    tokenizer: Any,
-    prompts: Sequence[str],
-    *,
-    max_length: int,
-    form: Form = "rewrite",
-    instruction: str = "",
-    length: int | None = None,
-    ids: Sequence[int] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as the sampler takes them.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        prompts: P texts.
-        max_length: The longest prompt allowed, in tokens, instruction included.
-        form: See `format_prompt`.
-        instruction: See `format_prompt`.
-        length: L; by default the longest of these prompts.
-        ids: Names of the prompts in errors (lines of the file); by default their place here, from 1.
-
-    Returns:
-        Tokens i32[P, L], left-padded, and their mask bool[P, L].
-
-    Raises:
-        UserError: If prompts are longer than `max_length`, or have no tokens. Nothing is cut: a policy that sees
-            half a prompt learns to answer another one.
-    """
-    encoded = [format_prompt(tokenizer, prompt, form=form, instruction=instruction) for prompt in prompts]
-    names = list(ids) if ids is not None else list(range(1, len(prompts) + 1))
-    limit = min(max_length, length) if length is not None else max_length
-    problems = [
-        f"prompt {name} ({_shorten(prompt)!r}) has {len(tokens)} tokens" + ("" if tokens else ": nothing to start from")
-        for name, prompt, tokens in zip(names, prompts, encoded, strict=True)
-        if not 0 < len(tokens) <= limit
-    ]
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise UserError(
-            "; ".join(problems[:3]) + f"{more}, and the window is {limit}: shorten it or raise data.max_prompt_tokens"
-        )
-    width = length if length is not None else max((len(tokens) for tokens in encoded), default=0)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    return pad_left(encoded, width, pad)
-
-
 def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Token lists of different lengths as one array: i32[P, width] and its mask bool[P, width].
 
@@ -137,10 +91,6 @@ def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple
         array[i, width - len(tokens) :] = tokens
         mask[i, width - len(tokens) :] = True
     return array, mask
-
-
-def _shorten(text: str, width: int = 40) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray | None:
@@ -335,12 +285,12 @@ def rewrite_statistics(
         repeated / n,
         unchanged / n,
         unusable / n,
-        tuple((word, count / n) for word, count in added),
+        added,
     )
 
 
-def most_added_words(prompts: Sequence[str], texts: Sequence[str], *, top: int = 10) -> list[tuple[str, int]]:
-    """The words that rewrites add to their prompts most often, and by how many rewrites each is added.
+def most_added_words(prompts: Sequence[str], texts: Sequence[str], *, top: int = 10) -> tuple[tuple[str, float], ...]:
+    """The words that rewrites add to their prompts most often, each with the share of rewrites that add it.
 
     Args:
         prompts: One text for each rewrite.
@@ -350,4 +300,5 @@ def most_added_words(prompts: Sequence[str], texts: Sequence[str], *, top: int =
     added: Counter[str] = Counter()
     for prompt, text in zip(prompts, texts, strict=True):
         added.update(set(_WORDS.findall(text.casefold())) - set(_WORDS.findall(prompt.casefold())))
-    return sorted(added.items(), key=lambda item: (-item[1], item[0]))[:top]
+    ranked = sorted(added.items(), key=lambda item: (-item[1], item[0]))[:top]
+    return tuple((word, count / len(texts)) for word, count in ranked)

@@ -81,7 +81,9 @@ def collect_rewards(
 def _call(function: Reward, name: str, arguments: dict[str, Any], count: int, on_error: str) -> np.ndarray:
     """One reward's values, f64[count]."""
     try:
-        returned = function(**_accepted(function, arguments))
+        # Each gets lists of its own: what one reward does to them is not the next one's input.
+        own = {name: list(value) if isinstance(value, list) else value for name, value in arguments.items()}
+        returned = function(**_accepted(function, own))
         values = _as_list(returned)
     except Exception as error:
         if on_error == "missing":

@@ -1,0 +1,158 @@
+"""The user's own rewards: found by import path, called flat, stacked, and never silently 0."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from grpo_jax.errors import UserError
+from grpo_jax.tasks.prompts import load_prompts, repeat_rows
+from grpo_jax.tasks.rewards import RewardError, collect_rewards, load_reward
+
+PROMPTS, TEXTS = ["1+1", "1+1", "2+3", "2+3"], ["2", "3", "5", "four"]
+
+
+def call(function, *, columns=None, on_error="raise", names=("mine",)):
+    functions = function if isinstance(function, list) else [function]
+    return collect_rewards(functions, names, PROMPTS, TEXTS, columns or {}, 2, on_error=on_error)
+
+
+def test_a_users_reward_from_file_to_array(tmp_path):
+    """The whole way of the text task's data: JSONL and a file with two functions, as TRL's users write them."""
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "2+3", "answer": "5"}\n')
+    (tmp_path / "my_rewards.py").write_text(
+        "def correct(completions, answer, **kwargs):\n"
+        "    return [1.0 if text == a else 0.0 for text, a in zip(completions, answer)]\n"
+        "def number(prompts, completions):\n"
+        "    return [len(text) / 2 if text.isdigit() else None for text in completions]\n"
+    )
+    rows = load_prompts(tmp_path / "sums.jsonl", held_out=0).train
+    prompts, columns = repeat_rows(rows, 2)
+    functions = [load_reward(f"{tmp_path}/my_rewards.py:{name}") for name in ("correct", "number")]
+    rewards = collect_rewards(functions, ["correct", "number"], prompts, TEXTS, columns, 2)
+    assert rewards.dtype == np.float32
+    np.testing.assert_array_equal(rewards, [[[1, 0.5], [0, 0.5]], [[1, 0.5], [0, np.nan]]])
+
+
+def test_fractions_survive_integer_values():
+    """Integer buffers once truncated fractions."""
+    np.testing.assert_array_equal(call(lambda completions: [1, 0.75, True, None])[..., 0], [[1, 0.75], [1, np.nan]])
+
+
+@pytest.mark.parametrize("library", ["numpy", "jax", "torch"])
+def test_arrays_of_every_library(library):
+    values = [0.5, -1.0, 2.0, 0.0]
+    if library == "torch":
+        array = pytest.importorskip("torch").tensor(values, requires_grad=True)
+    else:
+        array = (np if library == "numpy" else pytest.importorskip("jax.numpy")).asarray(values, dtype=np.float32)
+    np.testing.assert_array_equal(call(lambda **_: array)[..., 0], [[0.5, -1.0], [2.0, 0.0]])
+
+
+def raises(completions, **_):
+    raise KeyError("the judge is away\nsecond line")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, "mine: it raised KeyError: 'the judge is away"),
+        (lambda **_: [1.0, 2.0], "one value for each of 4 completions, got 2"),
+        (lambda **_: [1.0, float("nan"), 1.0, 1.0], r"returned nan for completion 1 \('3'\)"),
+        (lambda **_: [1.0, 1.0, float("inf"), 1.0], "returned inf for completion 2"),
+        (lambda **_: [1.0, 1.0, 1e39, 1.0], "returned 1e\\+39 for completion 2"),
+        (lambda **_: [1.0, 1.0, 1.0, "good"], "returned 'good' for completion 3"),
+        (lambda **_: np.zeros((4, 1)), r"one axis, got shape \(4, 1\)"),
+        (lambda **_: 1.0, "got float"),
+        (lambda **_: None, "got NoneType"),
+        (lambda completions, answer, **_: [1.0] * 4, "missing 1 required positional argument: 'answer'"),
+    ],
+)
+def test_a_failing_reward_is_named(function, message):
+    with pytest.raises(RewardError, match=message) as error:
+        call(function)
+    assert error.value.reward == "mine"
+    assert isinstance(error.value, UserError) and "\n" not in str(error.value)
+
+
+def test_a_failing_reward_can_be_missing_and_is_never_zero():
+    assert np.isnan(call(raises, on_error="missing")).all()
+    assert np.isnan(call(lambda **_: [1.0], on_error="missing")).all()
+    mixed = call(lambda **_: [1.0, float("nan"), 3.0, "x"], on_error="missing")
+    np.testing.assert_array_equal(mixed[..., 0], [[1, np.nan], [3, np.nan]])
+    both = call([lambda **_: [1.0] * 4, raises], on_error="missing", names=("a", "b"))
+    np.testing.assert_array_equal(both[..., 0], np.ones((2, 2)))  # one's failure is not the other's
+
+
+def test_the_cause_is_kept_for_debugging():
+    with pytest.raises(RewardError) as error:
+        call(raises)
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_mutating_rewards_do_not_disturb_each_other():
+    def greedy(prompts, completions, **_):
+        result = [float(len(text)) for text in completions]
+        completions.clear()
+        prompts.clear()
+        return result
+
+    rewards = call([greedy, lambda completions: [float(len(text)) for text in completions]], names=("a", "b"))
+    np.testing.assert_array_equal(rewards[..., 0], rewards[..., 1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], [], PROMPTS[:3], TEXTS, {}, 2), "P·G texts"),
+        (([], [], PROMPTS[:3], TEXTS[:3], {}, 2), "P·G texts"),
+        (([raises], [], PROMPTS, TEXTS, {}, 2), "names must name 1"),
+        (([], [], PROMPTS, TEXTS, {"x": [1]}, 2), "column 'x' must have 4 values, got 1"),
+    ],
+)
+def test_arguments_must_fit(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        collect_rewards(*arguments)
+
+
+def test_no_rewards_give_an_empty_axis():
+    assert collect_rewards([], [], PROMPTS, TEXTS, {}, 2).shape == (2, 2, 0)
+
+
+# ------------------------------------------------------------------------------------------------------ import paths
+
+
+def test_rewards_are_found_in_modules_and_files(tmp_path, monkeypatch):
+    (tmp_path / "some_rewards.py").write_text("def f(**_):\n    return 'found'\nlimit = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert load_reward("some_rewards:f")() == "found"
+    assert load_reward("some_rewards.py:f")() == "found"
+    assert load_reward("os.path:join") is __import__("os").path.join
+    sys.modules.pop("some_rewards")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("just_a_name", "package.module:function or file.py:function"),
+        (":f", "package.module:function or file.py:function"),
+        ("no_such_module_here:f", "no module no_such_module_here"),
+        ("os.nothing:f", "no module os.nothing"),
+        ("nowhere.py:f", "nowhere.py does not exist"),
+        ("good.py:g", r"has no g \(its functions: f\)"),
+        ("good.py:limit", "is a int, not a function"),
+        ("broken.py:f", "importing broken.py raised SyntaxError"),
+        ("crashing.py:f", "raised ZeroDivisionError"),
+        ("needing.py:f", "needs the module surely_not_installed"),
+    ],
+)
+def test_bad_import_paths_say_what_is_wrong(tmp_path, monkeypatch, path, message):
+    (tmp_path / "good.py").write_text("def f(**_):\n    return []\nlimit = 3\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "crashing.py").write_text("1 / 0\n")
+    (tmp_path / "needing.py").write_text("import surely_not_installed\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        load_reward(path)
+    assert "\n" not in str(error.value)

@@ -30,9 +30,7 @@ def waiting_stages(parts, unit, finished):
         return call
 
     names = ("sample", "render", "score")
-    return [
-        Stage(name, wait(part * unit, name == names[-1])) for name, part in zip(names, parts, strict=True)
-    ]
+    return [Stage(name, wait(part * unit, name == names[-1])) for name, part in zip(names, parts, strict=True)]
 
 
 def measure(parts, chunks, unit):

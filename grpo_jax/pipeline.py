@@ -171,9 +171,7 @@ def run_pipeline(
     state.queues[0].extend(chunks)
     count = len(state.queues[0])
     threads = [
-        threading.Thread(
-            target=_work, args=(state, i, stage, count, queue_size), name=stage.name, daemon=True
-        )
+        threading.Thread(target=_work, args=(state, i, stage, count, queue_size), name=stage.name, daemon=True)
         for i, stage in enumerate(stages)
     ]
     try:

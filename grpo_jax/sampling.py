@@ -187,10 +187,10 @@ def _draw(logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     logits = jnp.pad(logits, ((0, 0), (0, blocks * _BLOCK - n)), constant_values=-jnp.inf)
     logits = logits.reshape(rows, blocks, _BLOCK)
     block_mass = jax.nn.logsumexp(logits, axis=2)
-    keys = jax.vmap(jax.random.split)(keys)
-    draw = jax.vmap(jax.random.categorical)
-    block = draw(keys[:, 0], block_mass)
-    within = draw(keys[:, 1], jnp.take_along_axis(logits, block[:, None, None], axis=1)[:, 0])
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (blocks + _BLOCK,)))(keys)
+    block = jnp.argmax(block_mass + noise[:, :blocks], axis=1)
+    logits = jnp.take_along_axis(logits, block[:, None, None], axis=1)[:, 0]
+    within = jnp.argmax(logits + noise[:, blocks:], axis=1)
     return (block * _BLOCK + within).astype(jnp.int32), jax.nn.logsumexp(block_mass, axis=1)
 
 
@@ -247,9 +247,7 @@ def _generate(policy, params, eos_ids, pad_id, allowed_tokens, variables, prompt
             tokens=loop.tokens.at[loop.step].set(tokens),
             mask=loop.mask.at[loop.step].set(active),
             logprobs=loop.logprobs.at[loop.step].set(jnp.where(active, choice.logprobs, 0.0)),
-            sampler_logprobs=loop.sampler_logprobs.at[loop.step].set(
-                jnp.where(active, choice.sampler_logprobs, 0.0)
-            ),
+            sampler_logprobs=loop.sampler_logprobs.at[loop.step].set(jnp.where(active, choice.sampler_logprobs, 0.0)),
         )
 
     def step(loop: _Loop) -> _Loop:
@@ -268,9 +266,7 @@ def _generate(policy, params, eos_ids, pad_id, allowed_tokens, variables, prompt
 
 def _check_vocabulary(size: int, eos_ids: tuple[int, ...], pad_id: int, allowed_tokens) -> None:
     if allowed_tokens is not None and allowed_tokens.shape != (size,):
-        raise ValueError(
-            f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed_tokens.shape}"
-        )
+        raise ValueError(f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed_tokens.shape}")
     for name, ids in (("eos_ids", eos_ids), ("pad_id", (pad_id,))):
         if any(not 0 <= i < size for i in ids):
             raise ValueError(f"{name} must lie in [0, {size}), the vocabulary of the policy, got {ids}")

@@ -91,9 +91,7 @@ def test_a_fast_stage_waits_for_a_slow_one():
 
 
 def test_seconds_count_the_function_and_not_the_waiting():
-    _, seconds = run_pipeline(
-        [0, 1], [Stage("slow", lambda c: time.sleep(0.2) or c), Stage("waits", identity)]
-    )
+    _, seconds = run_pipeline([0, 1], [Stage("slow", lambda c: time.sleep(0.2) or c), Stage("waits", identity)])
     assert seconds["slow"] >= 0.4
     assert seconds["waits"] < 0.2  # it waited for 0.4 s
 

@@ -46,9 +46,7 @@ class Bigram:
 
 
 def table(seed=0, vocabulary=VOCABULARY, spread=2.0):
-    return {
-        "table": jnp.asarray(np.random.default_rng(seed).normal(0, spread, (vocabulary,) * 2), jnp.float32)
-    }
+    return {"table": jnp.asarray(np.random.default_rng(seed).normal(0, spread, (vocabulary,) * 2), jnp.float32)}
 
 
 def prompts(last_tokens, length=3):
@@ -172,9 +170,7 @@ def test_what_comes_after_any_of_several_ends_is_padding():
     sample = make_sampler(Bigram(), params, eos_ids=ends, pad_id=PAD)
     samples = jax.tree.map(np.asarray, sample(variables, *prompts([5, 9, 11]), keys_for([0, 1, 2])))
     seen = set()
-    for tokens, mask, logprobs, sampler, truncated in zip(
-        *(x.reshape(48, *x.shape[2:]) for x in samples), strict=True
-    ):
+    for tokens, mask, logprobs, sampler, truncated in zip(*(x.reshape(48, *x.shape[2:]) for x in samples), strict=True):
         where = [t for t, token in enumerate(tokens[mask]) if token in ends]
         assert mask.sum() == (where[0] + 1 if where else 12)
         assert mask[: mask.sum()].all()
@@ -189,9 +185,7 @@ def test_what_comes_after_any_of_several_ends_is_padding():
 def test_an_end_token_that_is_also_the_padding_counts_once():
     params = SamplingParams(group_size=8, max_new_tokens=6)
     variables = {"table": table(seed=3, spread=1.0)["table"].at[:, PAD].add(4.0)}
-    samples = make_sampler(Bigram(), params, eos_ids=(PAD,), pad_id=PAD)(
-        variables, *prompts([5]), keys_for([0])
-    )
+    samples = make_sampler(Bigram(), params, eos_ids=(PAD,), pad_id=PAD)(variables, *prompts([5]), keys_for([0]))
     tokens, mask = np.asarray(samples.tokens), np.asarray(samples.mask)
     assert (~np.asarray(samples.truncated)).any()
     np.testing.assert_array_equal(((tokens == PAD) & mask).sum(-1), ~np.asarray(samples.truncated))
@@ -201,9 +195,7 @@ def test_decoding_stops_when_every_completion_has_ended():
     policy = Bigram()
     variables = {"table": jnp.zeros((8, 8)).at[:, EOS].set(50.0)}
     sample = make_sampler(policy, SamplingParams(4, 100), eos_ids=(EOS,), pad_id=PAD)
-    samples = sample(
-        variables, *prompts([3] * 9), keys_for(range(9))
-    )  # 9 prompts: one row of the bucket is padding
+    samples = sample(variables, *prompts([3] * 9), keys_for(range(9)))  # 9 prompts: one row of the bucket is padding
     jax.effects_barrier()
     np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), 1)
     assert policy.decode_steps == 0
@@ -316,13 +308,11 @@ def test_wrong_input_is_named():
     with pytest.raises(ValueError, match="rbg"):
         sample(table(), tokens, mask, jax.random.split(jax.random.key(0, impl="rbg"), 2))
     with pytest.raises(ValueError, match="eos_ids"):
-        make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(VOCABULARY,), pad_id=PAD)(
+        make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(VOCABULARY,), pad_id=PAD)(table(), tokens, mask, keys)
+    with pytest.raises(ValueError, match="vocabulary"):
+        make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(EOS,), pad_id=PAD, allowed_tokens=np.ones(7, bool))(
             table(), tokens, mask, keys
         )
-    with pytest.raises(ValueError, match="vocabulary"):
-        make_sampler(
-            Bigram(), SamplingParams(2, 2), eos_ids=(EOS,), pad_id=PAD, allowed_tokens=np.ones(7, bool)
-        )(table(), tokens, mask, keys)
     for nothing in (np.zeros(VOCABULARY, bool), np.ones(VOCABULARY)):
         with pytest.raises(ValueError, match="allowed_tokens"):
             make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(EOS,), pad_id=PAD, allowed_tokens=nothing)

@@ -303,8 +303,9 @@ class RewardSection:
             file.py:function.
         weight: Its weight among the objectives.
         condition_on: Count this reward only where the named one (of an import path, the function) reaches the
-            threshold.
-        threshold: The threshold of condition_on.
+            threshold. Left out: always, but quality only where alignment_gain reaches 0 or, without it in the list,
+            alignment 0.25. "none": always, quality too.
+        threshold: The threshold of a condition_on that names a reward.
         options: Keyword options of a built-in reward.
     """
 
@@ -423,7 +424,7 @@ class Config:
         for reward in self.rewards:
             target, others = reward.condition_on, [label for label in labels if label != reward.label]
             _require(
-                target is None or target in others, f"rewards.{reward.label}.condition_on", f"one of {others}", target
+                target in (None, "none", *others), f"rewards.{reward.label}.condition_on", f"one of {others}", target
             )
         chunk = self.training.chunk_prompts
         _require(

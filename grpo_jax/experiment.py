@@ -89,7 +89,8 @@ def execute(run: Run, stop: threading.Event) -> dict[str, Any]:
         where = run.parts.config.run_dir
         run.output.say(f"stopped and saved after iteration {progress.iteration}: --resume --run_dir {where} goes on")
         return {"stopped": True, "iteration": progress.iteration}
-    return {**finish_run(run, state, progress), "stopped": False}
+    with _judges_may_fail(run, state, progress):
+        return {**finish_run(run, state, progress), "stopped": False}
 
 
 def begin(run: Run) -> tuple[TrainState, Progress]:
@@ -108,7 +109,8 @@ def begin(run: Run) -> tuple[TrainState, Progress]:
         return TrainState(**restored), progress
     run.output.truncate(0)
     started = time.monotonic()
-    before = {kind: evaluation.measures for kind, evaluation in measure_start(run.parts, state).items()}
+    with _judges_may_fail(run, state, None):
+        before = {kind: evaluation.measures for kind, evaluation in measure_start(run.parts, state).items()}
     progress = Progress(0, before, None, 0, {"evaluate": time.monotonic() - started}, mark)
     told = "  ".join(f"{name} {value:.3f}" for name, value in before["greedy"].items())
     run.output.say(f"baseline on {len(run.parts.test_rows)} held-out prompts: {told}")
@@ -162,14 +164,17 @@ def step(run: Run, state: TrainState, progress: Progress) -> tuple[TrainState, P
 
 
 @contextmanager
-def _judges_may_fail(run: Run, state: TrainState, progress: Progress) -> Iterator[None]:
-    """A failing judge ends the run with one line, after the state before it is saved."""
+def _judges_may_fail(run: Run, state: TrainState, progress: Progress | None) -> Iterator[None]:
+    """A failing judge ends the run with one line, after the state before it (None: the start) is saved."""
     try:
         yield
     except StageError as error:
-        save(run, state, progress, wait=True)
+        saved = "Nothing was trained yet"
+        if progress is not None:
+            save(run, state, progress, wait=True)
+            saved = f"Saved after iteration {progress.iteration}"
         raise UserError(
-            f"{error}. Saved after iteration {progress.iteration}; mend the judge and go on with --resume --run_dir "
+            f"{error}. {saved}; mend the judge and go on with --resume --run_dir "
             f"{run.parts.config.run_dir}, or give such completions no reward: --on_judge_error missing"
         ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ class Pictures(NamedTuple):
     """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
 
     Attributes:
-        images: Of the judged texts.
+        images: Of the judged texts; None where drawing failed and on_judge_error says "missing".
         baseline_images: Of the unchanged prompts from the same noise, repeated for each completion; None where no
             reward asks for them.
         seeds: P seeds of the noise.
@@ -121,7 +122,31 @@ def _rewards(
         raise UserError("rewards: a text task needs at least one, such as my_rewards.py:function")
     if not sections:
         sections = DEFAULT_REWARDS
+    sections = resolve_conditions(sections)
     return sections, [_reward(section, config, renderer, scorer, bridges) for section in sections]
+
+
+def resolve_conditions(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
+    """The sections with every condition said: a reward's default one filled in, "none" as no condition.
+
+    Raises:
+        UserError: A reward that must not be earned alone (quality) has nothing to be conditioned on.
+    """
+    names = [section.name for section in sections]
+    resolved = []
+    for section in sections:
+        if section.condition_on == "none":
+            section = dataclasses.replace(section, condition_on=None)
+        elif section.condition_on is None and section.name == "quality":
+            condition = image_rewards.default_condition(section.name, names)
+            if condition is None:
+                raise UserError(
+                    "rewards.quality: a pretty picture of something else would earn it; list alignment or "
+                    "alignment_gain among the rewards, or say condition_on: none"
+                )
+            section = dataclasses.replace(section, condition_on=condition[0], threshold=condition[1])
+        resolved.append(section)
+    return tuple(resolved)
 
 
 def _reward(
@@ -188,7 +213,7 @@ def _watch(
 
 def make_render(renderer: Any, device: Any, config: Config, *, baselines: bool) -> Callable[..., Pictures]:
     """render(rows, texts [P][G], iteration, evaluation) → Pictures; one noise for all texts of a prompt."""
-    from bridges.diffusion import RenderSettings
+    from bridges.diffusion import RenderError, RenderSettings
 
     section = config.renderer
     size = section.size or renderer.pipeline.default_sample_size * renderer.pipeline.vae_scale_factor
@@ -200,12 +225,15 @@ def make_render(renderer: Any, device: Any, config: Config, *, baselines: bool) 
         seeds = [noise_seed(config.seed, iteration, row.id, evaluation=evaluation) for row in rows]
         group = len(texts[0])
         repeated = [seed for seed in seeds for _ in range(group)]
-        images = renderer.render([text for texts_of in texts for text in texts_of], repeated, settings).to(device)
-        baseline = None
-        if baselines:
-            plain = renderer.render([row.prompt for row in rows], seeds, settings)
-            baseline = plain.repeat_interleave(group, dim=0).to(device)
-        return Pictures(images, baseline, seeds)
+        try:
+            images = renderer.render([text for texts_of in texts for text in texts_of], repeated, settings)
+            plain = renderer.render([row.prompt for row in rows], seeds, settings) if baselines else None
+        except RenderError:
+            if config.on_judge_error == "missing":
+                return Pictures(None, None, seeds)
+            raise
+        baseline = None if plain is None else plain.repeat_interleave(group, dim=0).to(device)
+        return Pictures(images.to(device), baseline, seeds)
 
     return render
 
@@ -225,7 +253,7 @@ def make_score(
         group = len(texts[0])
         prompts, columns = repeat_rows(rows, group)
         completions = [text for texts_of in texts for text in texts_of]
-        if pictures is not None:
+        if pictures is not None and pictures.images is not None:
             columns["images"] = pictures.images
             if pictures.baseline_images is not None:
                 columns["baseline_images"] = pictures.baseline_images
@@ -278,11 +306,10 @@ def make_encode(
 def make_decode(tokenizer: Any, config: Config) -> Callable[..., tuple[str, str, bool]]:
     """decode(token ids, user's prompt) → (as written, text to judge, usable)."""
 
+    form = "text" if config.task == "text" and config.data.form == "rewrite" else config.data.form
+
     def decode(tokens: np.ndarray, prompt: str) -> tuple[str, str, bool]:
-        written = tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-        if config.task == "text" and config.data.form == "rewrite":
-            return written, written, True
-        rewrite = prompt_enhancement.parse_rewrite(written, config.data.form, prompt)
+        written, rewrite = prompt_enhancement.decode_completion(tokenizer, tokens, prompt, form=form)
         return written, rewrite.text, rewrite.usable
 
     return decode

@@ -16,6 +16,7 @@ import numpy as np
 from grpo_jax.config import Config, LoraSection, RewardSection, from_dict
 from grpo_jax.errors import UserError
 from grpo_jax.judges import make_environment
+from grpo_jax.pipeline import StageError
 from grpo_jax.rollout import Environment
 from grpo_jax.sampling import SamplingParams, make_sampler
 
@@ -74,7 +75,7 @@ class Parts(NamedTuple):
 
 
 def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
-    """Runs a command: a user's mistake is one line and exit code 2, an interrupt 130.
+    """Runs a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
 
     Args:
         function: The command; an int it returns is the exit code.
@@ -82,7 +83,7 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
     """
     try:
         result = function()
-    except UserError as error:
+    except (UserError, StageError) as error:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)

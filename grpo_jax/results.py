@@ -95,6 +95,8 @@ def make_gallery(parts: Parts, state: TrainState, after: Evaluation) -> list[dic
     texts = [after.rollout.texts[index][0] for index in range(len(rows))]
     unchanged = parts.environment.render(rows, [[row.prompt] for row in rows], 0, True)
     rewritten = parts.environment.render(rows, [[text] for text in texts], 0, True)
+    if unchanged.images is None or rewritten.images is None:  # the renderer failed, and may
+        return []
     before, later = (to_uint8(pictures.images) for pictures in (unchanged, rewritten))
     names = parts.environment.reward_names + parts.environment.watch_names
     first = scores_of(parts, rows, [row.prompt for row in rows], unchanged)

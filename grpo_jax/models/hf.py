@@ -53,7 +53,7 @@ def load_folder(folder: str | Path, *, param_dtype: str | None = "float32", toke
     """Load a Llama, Qwen2, Qwen3 or Qwen-VL folder (of the latter, the language model).
 
     Args:
-        folder: a local folder, or a hub id that is in the local cache.
+        folder: a local folder, or a hub id.
         param_dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the folder's.
         tokenizer: whether to load the tokenizer too.
 
@@ -142,26 +142,45 @@ def save_folder(
 
 
 def resolve_folder(folder: str | Path) -> Path:
-    """A local folder from its path or from a hub id in the local cache; nothing is downloaded.
+    """A local folder from its path or from a hub id, whose files are downloaded unless the local cache has them.
+
+    Only safetensors weights, configurations and tokenizer files are fetched.
 
     Raises:
-        UserError: if it is neither.
+        UserError: if it is neither, or the hub does not give it.
     """
     path = Path(folder).expanduser()
     if path.is_dir():
         return path
     name = str(folder)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        from huggingface_hub import snapshot_download
-
-        try:
-            return Path(snapshot_download(name, local_files_only=True))
-        except Exception:  # not in the cache, or not an id after all: one message for both
-            pass
+        return _from_hub(name)
     raise UserError(
         f"policy {name!r} is not on this machine: give the path of a local folder with config.json, "
         "safetensors weights and tokenizer (for a model of the hub: `hf download ID --local-dir FOLDER`)"
     )
+
+
+def _from_hub(name: str) -> Path:
+    """The folder of a hub id in the local cache, after a download where it is not complete there."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [f"*{suffix}" for suffix in (*_COPIED, ".safetensors")]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        if (folder / "config.json").is_file() and weight_files(folder):
+            return folder
+    except Exception:  # not in the cache, or only in part
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # offline, gated, no such id, disk full: hub and transport raise many kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"policy {name!r} is neither a folder here nor did the hub give it ({reason}): check the name and the "
+            "connection, for a gated model accept its licence and run `hf auth login`, or give the path of a local "
+            f"folder (`hf download {name} --local-dir FOLDER` makes one)"
+        ) from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

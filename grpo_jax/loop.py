@@ -18,6 +18,7 @@ from grpo_jax import trainer
 from grpo_jax.advantages import condition_rewards, groups_without_signal
 from grpo_jax.parts import Parts
 from grpo_jax.rollout import Rollout, collect
+from grpo_jax.tasks.prompt_enhancement import rewrite_statistics
 from grpo_jax.tasks.prompts import batch_at, batches_per_epoch
 from grpo_jax.trainer import Batch, TrainState
 
@@ -164,9 +165,9 @@ def rollout_metrics(parts: Parts, rollout: Rollout) -> dict[str, float]:
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
         "truncated": float(samples.truncated.mean()),
-        "usable": float(rollout.usable.mean()),
-        "distinct": float(np.mean([len(set(group)) / len(group) for group in rollout.texts])),
     }
+    looks = rewrite_statistics([prompt.prompt for prompt in rollout.rows], rollout.texts, rollout.usable.tolist())
+    row |= {name: float(getattr(looks, name)) for name in ("words", "growth", "duplicates", "unchanged", "unusable")}
     gap = np.abs(samples.logprobs - samples.sampler_logprobs)[samples.mask]
     row["sampler_gap"] = float(gap.mean()) if gap.size else 0.0
     return row

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _WIDTH, _HEIGHT = 320, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 8, 8, 32
+_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 14, 8, 32
 _MAX_POINTS = 600
 SERIES_COLOURS = 6  # the style sheet defines --series-1 … --series-6
 

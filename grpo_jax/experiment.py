@@ -6,8 +6,10 @@ killed at any moment goes on as if nothing had happened.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from grpo_jax.loop import Learner, run_iteration
 from grpo_jax.parts import Parts
 from grpo_jax.pipeline import StageError
 from grpo_jax.results import finish_run
-from grpo_jax.trainer import TrainState
+from grpo_jax.trainer import TrainState, restored_state, saved_parts
 
 _RUN_FIELDS = ("run_dir", "resume", "debug", "report_to", "judge_timeout", "devices", "on_judge_error")
 
@@ -97,16 +99,18 @@ def begin(run: Run) -> tuple[TrainState, Progress]:
     """The state to start from: the last checkpoint's on --resume, else the policy's as loaded, measured."""
     state, mark = run.learner.state, fingerprint(run.parts.config)
     if run.parts.config.resume and run.checkpoints.latest_step() is not None:
-        restored, meta = run.checkpoints.restore("latest", state._asdict())
+        restored, meta = run.checkpoints.restore("latest", saved_parts(state))
         progress = Progress(**meta["progress"])
         if progress.fingerprint != mark:
             raise UserError(
                 f"--resume: the checkpoint in {run.checkpoints.folder} belongs to another configuration; resume with "
                 "the run's own config.yaml, or start a new run in another --run_dir"
             )
+        _keep_config(run)
         run.output.truncate(progress.iteration)
         run.output.say(f"resumed after iteration {progress.iteration} of {run.learner.iterations}")
-        return TrainState(**restored), progress
+        return restored_state(restored, state.variables), progress
+    _keep_config(run)
     run.output.truncate(0)
     started = time.monotonic()
     with _judges_may_fail(run, state, None):
@@ -116,6 +120,12 @@ def begin(run: Run) -> tuple[TrainState, Progress]:
     run.output.say(f"baseline on {len(run.parts.test_rows)} held-out prompts: {told}")
     save(run, state, progress)
     return state, progress
+
+
+def _keep_config(run: Run) -> None:
+    """On --resume, config.yaml follows what was overridden, such as --on_judge_error; the next one starts from it."""
+    if run.parts.config.resume:
+        run.output.directory.write_config(configuration.to_yaml(dataclasses.replace(run.parts.config, resume=False)))
 
 
 def measure_start(parts: Parts, state: TrainState) -> dict[str, Evaluation]:
@@ -157,9 +167,13 @@ def step(run: Run, state: TrainState, progress: Progress) -> tuple[TrainState, P
     seconds = {**result.rollout.seconds, "update": result.update_seconds, "total": time.monotonic() - started}
     row = {**result.row, **_timings(seconds, result.row, run.parts)}
     progress = progress._replace(iteration=progress.iteration + 1, seconds=_add(progress.seconds, seconds))
-    with _judges_may_fail(run, state, progress):
-        progress, validation = validate(run, state, progress)
-    run.output.iteration({**row, **validation}, run.parts, result)
+    validation: dict[str, float] = {}
+    try:
+        with _judges_may_fail(run, state, progress):
+            progress, validation = validate(run, state, progress)
+    finally:
+        # The row is kept where validation fails: the state saved then is the one after this iteration.
+        run.output.iteration({**row, **validation}, run.parts, result)
     return state, progress
 
 
@@ -173,8 +187,10 @@ def _judges_may_fail(run: Run, state: TrainState, progress: Progress | None) -> 
         if progress is not None:
             save(run, state, progress, wait=True)
             saved = f"Saved after iteration {progress.iteration}"
+        if error.stage == "sample":  # the policy's own stage: there is no judge to mend
+            raise
         raise UserError(
-            f"{error}. {saved}; mend the judge and go on with --resume --run_dir "
+            f"{' '.join(str(error).split())}. {saved}; mend the judge and go on with --resume --run_dir "
             f"{run.parts.config.run_dir}, or give such completions no reward: --on_judge_error missing"
         ) from error
 
@@ -189,15 +205,16 @@ def validate(run: Run, state: TrainState, progress: Progress) -> tuple[Progress,
     measures = evaluate_policy(run.parts, state.variables, run.parts.validation_rows).measures
     score = weighted_reward(run.parts, measures)
     progress = progress._replace(seconds=_add(progress.seconds, {"evaluate": time.monotonic() - started}))
-    if progress.best_score is None or score > progress.best_score:
+    # Without a single reward the score is NaN, which no later score would exceed.
+    if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
         progress = progress._replace(best_score=score, best_iteration=progress.iteration)
-        run.checkpoints.save_best(progress.iteration, state._asdict(), {"progress": progress._asdict()})
+        run.checkpoints.save_best(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
     return progress, {f"validation/{name}": value for name, value in measures.items()} | {"validation/score": score}
 
 
 def save(run: Run, state: TrainState, progress: Progress, *, wait: bool = False) -> None:
     """Writes a checkpoint in the background; at once if `wait`."""
-    run.checkpoints.save(progress.iteration, state._asdict(), {"progress": progress._asdict()}, wait=wait)
+    run.checkpoints.save(progress.iteration, saved_parts(state), {"progress": progress._asdict()}, wait=wait)
 
 
 def _add(total: dict[str, float], more: dict[str, float]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from grpo_jax.judges import make_environment
 from grpo_jax.pipeline import StageError
 from grpo_jax.rollout import Environment
 from grpo_jax.sampling import SamplingParams, make_sampler
+from grpo_jax.trainer import trained_collection
 
 Say = Callable[..., None]
 
@@ -84,7 +85,7 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
     try:
         result = function()
     except (UserError, StageError) as error:
-        if debug:
+        if debug or (isinstance(error, StageError) and error.stage == "sample"):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -288,18 +289,21 @@ def _conditions(sections: Sequence[RewardSection]) -> tuple[Any, ...]:
 
 def restore_variables(parts: Parts, run_dir: str | Path, checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The policy's variables of a checkpoint ("final", "best" or a step), on its device, and the checkpoint's meta."""
-    from grpo_jax.checkpoint import restore_params
-
-    which = int(checkpoint) if checkpoint.isdigit() else checkpoint
-    return restore_params(run_dir, which, parts.variables)
+    return _restore(parts.variables, run_dir, checkpoint)
 
 
 def restore_policy(run_dir: str | Path, checkpoint: str) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
     """A run's policy without its judges: (loaded folder, functions, LoRA config, variables, checkpoint's meta)."""
-    from grpo_jax.checkpoint import restore_params
-
     config = run_config(run_dir)
     loaded, policy, lora, variables = _load_policy(config, jax.devices()[0], lambda *_: None)
+    return loaded, policy, lora, *_restore(variables, run_dir, checkpoint)
+
+
+def _restore(variables: dict[str, Any], run_dir: str | Path, checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint holds the trained collection alone; frozen weights are those of the folder."""
+    from grpo_jax.checkpoint import restore_params
+
+    name = trained_collection(variables)
     which = int(checkpoint) if checkpoint.isdigit() else checkpoint
-    restored, meta = restore_params(run_dir, which, variables)
-    return loaded, policy, lora, restored, meta
+    restored, meta = restore_params(run_dir, which, {name: variables[name]})
+    return {**variables, **restored}, meta

@@ -214,7 +214,15 @@ def _chart_list(rows):
         chart("Entropy of the policy", [("entropy", "entropy")]),
         chart("Completion length, tokens", [("completion_tokens", "mean"), ("completion_tokens_max", "longest")]),
         chart("Groups without signal", group("dead_groups/")),
-        chart("Shares", [("truncated", "truncated"), ("usable", "usable"), ("distinct", "distinct in group")]),
+        chart(
+            "Shares",
+            [
+                ("truncated", "truncated"),
+                ("unusable", "unusable"),
+                ("duplicates", "duplicates in group"),
+                ("unchanged", "unchanged prompts"),
+            ],
+        ),
         chart("Gradient norm", [("grad_norm", "norm")]),
         chart("Clipped tokens", [("clip_low", "below"), ("clip_high", "above")]),
         chart("Seconds per iteration", [(k, n) for k, n in group("seconds/") if n != "total"]),

@@ -14,7 +14,7 @@ from grpo_jax.evaluate import Evaluation, evaluate_policy, weighted_reward
 from grpo_jax.export import export_policy
 from grpo_jax.parts import Parts
 from grpo_jax.tasks.prompt_enhancement import most_added_words
-from grpo_jax.trainer import TrainState
+from grpo_jax.trainer import TrainState, saved_parts
 
 if TYPE_CHECKING:
     from grpo_jax.experiment import Progress, Run
@@ -33,7 +33,7 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
         after["sampled"] = evaluate_policy(parts, state.variables, parts.test_rows, sampled=True)
     seconds = dict(progress.seconds)
     seconds["evaluate"] = seconds.get("evaluate", 0.0) + time.monotonic() - started
-    run.checkpoints.save_final(progress.iteration, state._asdict(), {"progress": progress._asdict()})
+    run.checkpoints.save_final(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
     export_policy(output.directory.policy, parts.loaded, state.variables, parts.lora)
     summary = summarise(run, progress, after, {**seconds, "total": time.monotonic() - run.clock})
     gallery = make_gallery(parts, state, after["greedy"])

@@ -111,6 +111,17 @@ def init_state(
     return TrainState(jnp.zeros((), jnp.int32), {**variables, name: trained}, optimizer.init(trained), reference)
 
 
+def saved_parts(state: TrainState) -> dict[str, Tree]:
+    """What a checkpoint holds of a state: everything that training changes, frozen weights left out."""
+    name = trained_collection(state.variables)
+    return {**state._asdict(), "variables": {name: state.variables[name]}}
+
+
+def restored_state(parts: dict[str, Tree], variables: dict[str, Tree]) -> TrainState:
+    """The state of a checkpoint's parts, with the frozen weights of `variables`."""
+    return TrainState(**{**parts, "variables": {**variables, **parts["variables"]}})
+
+
 def reference_variables(state: TrainState) -> dict[str, Tree]:
     """The variables of the reference policy."""
     name = trained_collection(state.variables)

@@ -29,10 +29,12 @@ class Stage:
             own. It is called from a thread of its own, one chunk at a time. What torch and JAX keep per
             thread, as `torch.inference_mode` or `jax.default_device`, it must set itself; it should wait
             for its results (`jax.block_until_ready`), or their time is counted where they are first used.
+        timed: Whether the pipeline's timeout holds for it.
     """
 
     name: str
     function: Callable[[Any], Any]
+    timed: bool = True
 
 
 class StageError(RuntimeError):
@@ -119,7 +121,7 @@ def _wait(state: _State, stages: Sequence[Stage], chunks: int, timeout: float | 
                 return
             state.changed.wait(patience)
         for stage, call in zip(stages, list(state.running), strict=True):
-            if timeout is not None and call is not None and time.perf_counter() - call[1] > timeout:
+            if timeout is not None and stage.timed and call is not None and time.perf_counter() - call[1] > timeout:
                 reason = f"no result after {timeout:g} s"
                 state.stop(StageTimeout(stage.name, call[0], reason))
 

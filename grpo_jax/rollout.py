@@ -125,7 +125,7 @@ def collect(
         iteration: Chooses the random numbers in training; without influence in evaluation.
         evaluation: Fixed random numbers and evaluation's render settings.
         chunk_prompts: Prompts of a chunk; 0 for one chunk.
-        timeout: Seconds a stage may spend on one chunk.
+        timeout: Seconds a judge may spend on one chunk; the sampler, which compiles in its first call, has no limit.
 
     Raises:
         StageError: A stage failed; names it and carries the cause.
@@ -139,7 +139,7 @@ def collect(
         chunk = _Chunk(rows[start:stop], tokens[start:stop], mask[start:stop], drawn)
         return _read(environment, chunk)
 
-    stages = [Stage("sample", write), *_judges(environment, iteration, evaluation)]
+    stages = [Stage("sample", write, timed=False), *_judges(environment, iteration, evaluation)]
     chunks, seconds = run_pipeline(_ranges(len(rows), chunk_prompts), stages, timeout=timeout)
     return Rollout(
         rows,

@@ -122,8 +122,7 @@ class RunDirectory:
         run = cls(path)
         if run.path.exists() and not run.path.is_dir():
             raise UserError(f"{run.path} is a file; choose another --run_dir")
-        filled = run.path.is_dir() and any(run.path.iterdir())
-        if filled and not resume:
+        if run.path.is_dir() and not resume and run._holds_something():
             raise UserError(f"{run.path} is not empty; continue it with --resume or choose another --run_dir")
         if resume and not run.config.is_file():
             raise UserError(f"{run.path} holds no run to resume (no config.yaml); start it without --resume")
@@ -133,6 +132,17 @@ class RunDirectory:
             with tempfile.TemporaryFile(dir=run.path) as file:
                 file.write(b"x")
         return run
+
+    def _holds_something(self) -> bool:
+        """Whether anything would be lost; what a run leaves that failed while loading may be used again."""
+        of_failed_run = {self.config, self.log} if self.log.is_file() else set()
+        return any(
+            path.is_file()
+            and path.stat().st_size
+            and path not in of_failed_run
+            and self.tensorboard not in path.parents
+            for path in self.path.rglob("*")
+        )
 
     def write_config(self, text: str) -> None:
         """Writes config.yaml."""

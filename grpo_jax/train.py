@@ -9,6 +9,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from grpo_jax import config as configuration
@@ -67,7 +68,9 @@ def arguments_with_defaults(arguments: Sequence[str]) -> list[str]:
         run_dir = _value_of(arguments, "--run_dir")
         if run_dir is None:
             raise UserError("--resume: say which run with --run_dir DIR")
-        saved = f"{run_dir}/config.yaml"
+        saved = Path(run_dir) / "config.yaml"
+        if not saved.is_file():
+            raise UserError(f"--resume: {run_dir} holds no run (no config.yaml); start it without --resume")
         return [f"--config={saved}", *arguments]
     return [f"--config={DEFAULT_CONFIG}", *arguments]
 

@@ -9,14 +9,11 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from grpo_jax import config as configuration
+from grpo_jax.command_line import arguments_with_defaults, parse
 from grpo_jax.config import Config
 from grpo_jax.errors import UserError
-
-DEFAULT_CONFIG = "prompt_enhancement_miniature"
 
 
 def run(
@@ -57,33 +54,6 @@ def run(
             return execute(Run(parts, learner, checkpoints, output, clock), stop)
 
 
-def arguments_with_defaults(arguments: Sequence[str]) -> list[str]:
-    """Fills in the config: that of the run directory on --resume, else the miniature's."""
-    arguments = list(arguments)
-    named = any(argument == "--config" or argument.startswith("--config=") for argument in arguments)
-    helping = any(argument in ("-h", "--help") for argument in arguments)
-    if named or helping:
-        return arguments
-    if any(argument in ("--resume", "--resume=true") for argument in arguments):
-        run_dir = _value_of(arguments, "--run_dir")
-        if run_dir is None:
-            raise UserError("--resume: say which run with --run_dir DIR")
-        saved = Path(run_dir) / "config.yaml"
-        if not saved.is_file():
-            raise UserError(f"--resume: {run_dir} holds no run (no config.yaml); start it without --resume")
-        return [f"--config={saved}", *arguments]
-    return [f"--config={DEFAULT_CONFIG}", *arguments]
-
-
-def _value_of(arguments: Sequence[str], name: str) -> str | None:
-    for position, argument in enumerate(arguments):
-        if argument == name and position + 1 < len(arguments):
-            return arguments[position + 1]
-        if argument.startswith(f"{name}="):
-            return argument.removeprefix(f"{name}=")
-    return None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 0, also when stopped by a signal after saving; 2 for a user's mistake."""
     from grpo_jax.parts import guarded
@@ -91,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
 
     def command() -> int:
-        config = configuration.parse(arguments_with_defaults(given))
+        config = parse(arguments_with_defaults(given))
         if config.run_dir is None:
             config = dataclasses.replace(config, run_dir=f"runs/{config.task}-{time.strftime('%Y%m%d-%H%M%S')}")
         run(config)

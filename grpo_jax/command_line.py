@@ -1,0 +1,108 @@
+"""The command line of a `Config`: --config FILE, --section.field VALUE, --help, --print_config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.config import Config, from_dict
+from grpo_jax.errors import UserError
+
+DEFAULT_CONFIG = "prompt_enhancement_miniature"
+FLAGS = ("--resume", "--deterministic", "--debug")
+
+
+def find_config(name: str) -> Path:
+    """Finds a config: a file as named, else one that ships with the package (with or without .yaml).
+
+    Raises:
+        UserError: No such file; the message lists the configs that ship with the package.
+    """
+    if Path(name).exists() and not Path(name).is_dir():
+        return Path(name)
+    package = Path(__file__).parent
+    folders = [package / "configs", package.parent / "configs"]
+    stem = Path(name).name.removesuffix(".yaml")
+    for folder in folders:
+        candidate = folder / f"{stem}.yaml"
+        if candidate.is_file():
+            return candidate
+    shipped = sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")})
+    raise UserError(f"--config {name}: no such file; configs that ship with grpo_jax: {', '.join(shipped) or 'none'}")
+
+
+def make_parser(prog: str) -> Any:
+    """The command line of `Config`: --config FILE, --section.field VALUE, --help, --print_config."""
+    from jsonargparse import ActionConfigFile, ArgumentParser
+
+    parser = ArgumentParser(
+        prog=prog,
+        description="Trains a policy with group-relative policy optimisation. Without --config it trains the "
+        "miniature: a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package.",
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file, or the name of a shipped config.")
+    parser.add_class_arguments(Config, nested_key=None, as_group=False)
+    return parser
+
+
+def normalise_arguments(arguments: Sequence[str]) -> list[str]:
+    """Finds shipped configs by name and lets flags stand without a value: `--resume` is `--resume=true`."""
+    result: list[str] = []
+    pending = list(arguments)
+    while pending:
+        argument = pending.pop(0)
+        if argument in FLAGS and (not pending or pending[0].lower() not in ("true", "false")):
+            argument += "=true"
+        elif argument == "--config" and pending:
+            argument = f"--config={find_config(pending.pop(0))}"
+        elif argument.startswith("--config="):
+            argument = f"--config={find_config(argument.removeprefix('--config='))}"
+        result.append(argument)
+    return result
+
+
+def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> Config:
+    """Reads the command line into a `Config`.
+
+    Raises:
+        UserError: Unknown field, wrong type, value out of range or missing file, named in one line.
+        SystemExit: After --help and --print_config.
+    """
+    from jsonargparse import ArgumentError
+
+    parser = make_parser(prog)
+    try:
+        namespace = parser.parse_args(normalise_arguments(arguments))
+        namespace.pop("config", None)
+        return from_dict(namespace.as_dict())
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise UserError(" ".join(str(error).split())) from error
+
+
+def arguments_with_defaults(arguments: Sequence[str]) -> list[str]:
+    """Fills in the config: that of the run directory on --resume, else the miniature's."""
+    arguments = list(arguments)
+    named = any(argument == "--config" or argument.startswith("--config=") for argument in arguments)
+    helping = any(argument in ("-h", "--help") for argument in arguments)
+    if named or helping:
+        return arguments
+    if any(argument in ("--resume", "--resume=true") for argument in arguments):
+        run_dir = _value_of(arguments, "--run_dir")
+        if run_dir is None:
+            raise UserError("--resume: say which run with --run_dir DIR")
+        saved = Path(run_dir) / "config.yaml"
+        if not saved.is_file():
+            raise UserError(f"--resume: {run_dir} holds no run (no config.yaml); start it without --resume")
+        return [f"--config={saved}", *arguments]
+    return [f"--config={DEFAULT_CONFIG}", *arguments]
+
+
+def _value_of(arguments: Sequence[str], name: str) -> str | None:
+    for position, argument in enumerate(arguments):
+        if argument == name and position + 1 < len(arguments):
+            return arguments[position + 1]
+        if argument.startswith(f"{name}="):
+            return argument.removeprefix(f"{name}=")
+    return None

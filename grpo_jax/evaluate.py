@@ -105,6 +105,7 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     import dataclasses
 
     from grpo_jax.parts import load_parts, restore_variables, run_config
+    from grpo_jax.run_directory import finite
 
     config = run_config(options.run)
     if options.prompts is not None:
@@ -118,12 +119,13 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     report["greedy"] = evaluate_policy(parts, variables, rows).measures
     if config.evaluation.sampled:
         report["sampled"] = evaluate_policy(parts, variables, rows, sampled=True).measures
-    report["unchanged"] = evaluate_texts(parts, rows, [row.prompt for row in rows]).measures
+    if config.task == "prompt_enhancement":
+        report["unchanged"] = evaluate_texts(parts, rows, [row.prompt for row in rows]).measures
     oracle = oracle_texts(rows)
     if oracle is not None:
         report["oracle"] = evaluate_texts(parts, rows, oracle).measures
     if options.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps(finite(report), indent=2))
         return
     kinds = [kind for kind in ("unchanged", "greedy", "sampled", "oracle") if kind in report]
     print(f"\n{len(rows)} held-out prompts, checkpoint {options.checkpoint} (step {report['step']})")

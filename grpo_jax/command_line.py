@@ -24,7 +24,9 @@ def find_config(name: str) -> Path:
     package = Path(__file__).parent
     folders = [package / "configs", package.parent / "configs"]
     stem = Path(name).name.removesuffix(".yaml")
-    for folder in folders:
+    # A mistyped path elsewhere must not find a shipped config of the same name.
+    ours = Path(name).parent in (Path(), Path("configs"))
+    for folder in folders if ours else ():
         candidate = folder / f"{stem}.yaml"
         if candidate.is_file():
             return candidate

@@ -166,14 +166,18 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [f"*{suffix}" for suffix in (*_COPIED, ".safetensors")]
+
+    def fetch(**where: bool) -> Path:
+        folder = Path(snapshot_download(name, allow_patterns=patterns, **where))
+        weight_files(folder)  # raises where the cache has a part of them
+        return folder
+
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-        if (folder / "config.json").is_file() and weight_files(folder):
-            return folder
+        return fetch(local_files_only=True)
     except Exception:  # not in the cache, or only in part
         pass
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return fetch()
     except Exception as error:  # offline, gated, no such id, disk full: hub and transport raise many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(

@@ -1,0 +1,146 @@
+"""Policies by hub id: from the local cache, from a hub (a small server that speaks its protocol), and errors."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from hashlib import sha1
+from pathlib import Path
+
+import pytest
+
+from grpo_jax.errors import UserError
+from grpo_jax.models import hf
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"[]",
+    "pytorch_model.bin": b"a pickle",
+    "modeling_mine.py": b"raise SystemExit",
+}
+
+
+def fill_cache(folder: Path, name: str, files: dict[str, bytes]) -> Path:
+    """The layout of the hub's cache."""
+    model = folder / f"models--{name.replace('/', '--')}"
+    snapshot = model / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(COMMIT)
+    for file, content in files.items():
+        (snapshot / file).write_bytes(content)
+    return snapshot
+
+
+def test_a_cached_model_needs_no_network(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = fill_cache(tmp_path, "someone/model", FILES)
+    assert hf.resolve_folder("someone/model") == snapshot
+
+
+def test_a_model_cached_in_part_is_not_taken_for_whole(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    fill_cache(tmp_path, "someone/model", {"config.json": b"{}", "tokenizer.json": b"{}"})
+    with pytest.raises(UserError, match="hf auth login"):
+        hf.resolve_folder("someone/model")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """One public model and one gated one."""
+
+    requests: list[str]
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def answer(self, *, body: bool):
+        path = self.path.partition("?")[0]
+        if path.startswith("/api/models/someone/model"):
+            siblings = [{"rfilename": name} for name in FILES]
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": sha1(content).hexdigest()}
+                for name, content in FILES.items()
+            ]
+            info = {"id": "someone/model", "sha": COMMIT, "siblings": siblings}
+            return self.reply(200, json.dumps(tree if "/tree/" in path else info).encode(), body)
+        name = path.rpartition("/")[2]
+        if path.startswith("/someone/model/resolve/") and name in FILES:
+            if body:
+                self.server.sent.append(name)
+            return self.reply(200, FILES[name], body, ETag=f'"{sha1(FILES[name]).hexdigest()}"')
+        if "gated" in path:
+            return self.reply(403, b"", body, **{"X-Error-Code": "GatedRepo", "X-Error-Message": "It is gated."})
+        return self.reply(404, b"", body, **{"X-Error-Code": "RepoNotFound"})
+
+    def reply(self, status: int, content: bytes, body: bool, **headers: str):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("X-Repo-Commit", COMMIT)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.sent = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+RESOLVE = """
+import sys
+from grpo_jax.errors import UserError
+from grpo_jax.models import hf
+for name in sys.argv[1:]:
+    try:
+        print(hf.resolve_folder(name))
+    except UserError as error:
+        print("error:", error)
+"""
+
+
+def test_a_model_is_downloaded_once_without_pickles_and_code(hub, tmp_path):
+    environment = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }
+    names = ["someone/model", "someone/model", "someone/gated", "nobody/nothing"]
+    result = subprocess.run(
+        [sys.executable, "-c", RESOLVE, *names], env=environment, capture_output=True, text=True, check=True
+    )
+    first, second, gated, absent = result.stdout.splitlines()
+    assert first == second
+    assert sorted(path.name for path in Path(first).iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json"
+    ]  # fmt: skip
+    assert (Path(first) / "model.safetensors").read_bytes() == b"weights"
+    assert sorted(hub.sent) == ["config.json", "model.safetensors", "tokenizer.json"]  # each once
+    for line, name in ((gated, "someone/gated"), (absent, "nobody/nothing")):
+        assert line.startswith(f"error: policy '{name}'") and "hf auth login" in line and "local folder" in line

@@ -43,6 +43,7 @@ def make_parser(prog: str) -> Any:
         description="Trains a policy with group-relative policy optimisation. Without --config it trains the "
         "miniature: a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package.",
         exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file, or the name of a shipped config.")
     parser.add_class_arguments(Config, nested_key=None, as_group=False)

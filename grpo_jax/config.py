@@ -157,6 +157,15 @@ class AlgorithmSection:
         for name in ("clip_low", "clip_high"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"algorithm.{name}", "null or a number > 0", value)
+            unclipped = self.preset in ("cispo", "sapo")
+            _require(
+                value is None or not unclipped,
+                f"algorithm.{name}",
+                f"null with preset {self.preset!r}, which has no clip bounds",
+                value,
+            )
+        low = self.clip_low
+        _require(low is None or low <= 1, "algorithm.clip_low", "null or a number <= 1", low)
 
 
 @dataclass(frozen=True)

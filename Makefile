@@ -16,7 +16,7 @@ train: $(VENV)/.installed
 	$(BIN)/python -m grpo_jax.train $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lint]"

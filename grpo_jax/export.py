@@ -27,9 +27,15 @@ def export_policy(
     Raises:
         UserError: The folder cannot be written.
     """
+    import jax
+    import jax.numpy as jnp
+
     from grpo_jax.models import hf
     from grpo_jax.models.lora import merge
 
+    if dtype == "float32":  # small adapters would drown in the rounding of bfloat16 weights they are merged into
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), variables["params"])
+        variables = {**variables, "params": params}
     hf.save_folder(folder, loaded.folder, loaded.config, merge(variables, lora), dtype=dtype)
 
 

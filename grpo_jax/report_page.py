@@ -129,6 +129,7 @@ def _value(name, value):
         return "–"
     if _is_share(name):
         return f"{value:.1%}"
+    value = round(value, 2) + 0.0  # no "-0.00"
     return (f"{value:.2f}" if abs(value) < 100 else number(value)).replace("-", "−")
 
 

@@ -440,7 +440,9 @@ def test_write_run_report_from_what_a_run_hands_over(tmp_path):
     )
     page = directory.report.read_text()
     assert "sharp" in page and "0.75" in page and "Held-out prompts after training" in page
-    assert sorted(path.name for path in directory.images.iterdir()) == ["000_after.png", "000_before.png"]
+    names = ["000_after.png", "000_before.png", "gallery.json"]
+    assert sorted(path.name for path in directory.images.iterdir()) == names
+    assert json.loads((directory.images / "gallery.json").read_text())[0]["rewrite"] in page
 
 
 def test_versions_name_what_computes():

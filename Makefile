@@ -4,7 +4,7 @@ VENV   ?= .venv
 EXTRAS ?= diffusion,logging,test
 BIN    := $(VENV)/bin
 
-.PHONY: train test lint figures clean
+.PHONY: train test lint clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

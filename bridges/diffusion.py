@@ -4,6 +4,7 @@ The noise of a picture is a function of its seed alone and is drawn on the CPU, 
 every device; the batch shape is fixed, so that a picture does not depend on how many others were asked for.
 """
 
+import copy
 import json
 import logging
 import threading
@@ -97,16 +98,17 @@ class Renderer:
         clip_window = _clip_window(pipeline)
         pipeline.tokenizer_max_length = clip_window
         self.window = T5_WINDOW if self.has_t5 else clip_window
+        # Copies: a tokenizer keeps its truncation between calls, and counting goes on while another thread renders.
+        used = [pipeline.tokenizer_3] if self.has_t5 else [pipeline.tokenizer, pipeline.tokenizer_2]
+        self._counters = [copy.deepcopy(tokenizer) for tokenizer in used]
         self._cache = _ImageCache(cache_bytes)
         self._negatives: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """Tokens of each text, special ones included, before any is cut off at `window`."""
-        pipe = self.pipeline
-        tokenizers = [pipe.tokenizer_3] if self.has_t5 else [pipe.tokenizer, pipe.tokenizer_2]
         # verbose=False: texts longer than the window are what is being counted, not worth a warning
-        counts = [[len(t(text, verbose=False).input_ids) for text in texts] for t in tokenizers]
+        counts = [[len(t(text, verbose=False).input_ids) for text in texts] for t in self._counters]
         return [max(column) for column in zip(*counts, strict=True)]
 
     def render(self, prompts: list[str], seeds: list[int], settings: RenderSettings) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -283,3 +284,27 @@ def test_weights_that_need_a_login():
     with pytest.raises(UserError, match="hf auth login") as caught:
         load_renderer("stabilityai/stable-diffusion-3-medium-diffusers")
     assert "\n" not in str(caught.value)
+
+
+def test_counting_tokens_does_not_disturb_a_rendering_thread(folder_without_t5):
+    # A fast tokenizer keeps padding and truncation from its last call: shared with the pipeline, counting in the
+    # scorer's thread made the pipeline's own batch come out unpadded.
+    renderer = load_renderer(folder_without_t5, cache_bytes=0)
+    done = threading.Event()
+
+    def count():
+        while not done.is_set():
+            renderer.count_tokens(["a red dog", "two cats and a very long tail of words " * 20])
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    try:
+        texts = ["a", "two cats of red", "a dog " * 60]
+        for _ in range(40):
+            renderer.pipeline.encode_prompt(texts, texts, texts, device="cpu", max_sequence_length=1)
+    finally:
+        done.set()
+        counter.join()
+    assert set(map(id, renderer._counters)).isdisjoint(
+        map(id, (renderer.pipeline.tokenizer, renderer.pipeline.tokenizer_2))
+    )

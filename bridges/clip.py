@@ -46,9 +46,9 @@ class Preprocess(NamedTuple):
         height, width = self._resized(images.shape[-2], images.shape[-1])
         if (height, width) != tuple(images.shape[-2:]):
             # bicubic overshoots at edges; 8-bit pictures, which CLIP was trained on, cannot
-            images = functional.interpolate(
-                images, (height, width), mode=self.interpolation, antialias=True
-            ).clamp(0, 1)
+            images = functional.interpolate(images, (height, width), mode=self.interpolation, antialias=True).clamp(
+                0, 1
+            )
         images = _centre(images, self.size, self.fill / 255)
         mean = images.new_tensor(self.mean).view(-1, 1, 1)
         return (images - mean) / images.new_tensor(self.std).view(-1, 1, 1)
@@ -59,9 +59,7 @@ class Preprocess(NamedTuple):
         ratios = height / self.size[0], width / self.size[1]
         if self.resize_mode == "longest":
             return round(height / max(ratios)), round(width / max(ratios))
-        if (
-            self.size[0] == self.size[1]
-        ):  # open_clip uses torchvision here, which truncates; elsewhere it rounds
+        if self.size[0] == self.size[1]:  # open_clip uses torchvision here, which truncates; elsewhere it rounds
             return int(height / min(ratios)), int(width / min(ratios))
         return round(height / min(ratios)), round(width / min(ratios))
 
@@ -86,9 +84,7 @@ class Scorer:
         width: size of the features.
     """
 
-    def __init__(
-        self, model, tokenizer, preprocess: Preprocess, *, device, dtype, batch_size: int, cache_size: int
-    ):
+    def __init__(self, model, tokenizer, preprocess: Preprocess, *, device, dtype, batch_size: int, cache_size: int):
         """Takes the parts as `load_scorer` makes them."""
         self.model = model
         self.device = device
@@ -221,9 +217,7 @@ def load_quality_head(path: str | Path, width: int) -> QualityHead:
             tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read the quality head {path}: {first_line(error)}") from error
-    stems = sorted(
-        (name.removesuffix("weight") for name in tensors if name.endswith("weight")), key=_layer_number
-    )
+    stems = sorted((name.removesuffix("weight") for name in tensors if name.endswith("weight")), key=_layer_number)
     shapes = [tuple(tensors[stem + "weight"].shape) for stem in stems]
     chain = [width, *(shape[0] for shape in shapes if len(shape) == 2)]
     complete = all(
@@ -231,14 +225,10 @@ def load_quality_head(path: str | Path, width: int) -> QualityHead:
         for stem, shape in zip(stems, shapes, strict=True)
     )
     if not stems or shapes != list(zip(chain[1:], chain, strict=False)) or chain[-1] != 1 or not complete:
-        raise UserError(
-            f"quality head {path}: its layers {shapes} with biases do not lead from {width} numbers to 1"
-        )
+        raise UserError(f"quality head {path}: its layers {shapes} with biases do not lead from {width} numbers to 1")
     if activation not in ("none", "relu"):
         raise UserError(f"quality head {path}: activation {activation!r} is neither none nor relu")
-    return QualityHead(
-        tuple((tensors[stem + "weight"], tensors[stem + "bias"]) for stem in stems), activation
-    )
+    return QualityHead(tuple((tensors[stem + "weight"], tensors[stem + "bias"]) for stem in stems), activation)
 
 
 def _layer_number(stem: str) -> int:
@@ -346,9 +336,7 @@ def _resolve(model: str, pretrained: str | None) -> str:
         if not any(folder.glob("*.safetensors")):
             raise UserError(f"scorer {folder}: it holds no safetensors file with weights")
         return f"local-dir:{folder}"
-    raise UserError(
-        f"scorer {model}: neither a folder nor a model that open_clip knows (open_clip.list_models())"
-    )
+    raise UserError(f"scorer {model}: neither a folder nor a model that open_clip knows (open_clip.list_models())")
 
 
 def _check_weights(model: str, pretrained: str | None) -> None:
@@ -356,10 +344,6 @@ def _check_weights(model: str, pretrained: str | None) -> None:
 
     tags = open_clip.list_pretrained_tags_by_model(model)
     if pretrained is None:
-        raise UserError(
-            f"scorer {model}: say which weights in scorer.pretrained; open_clip has {', '.join(tags)}"
-        )
+        raise UserError(f"scorer {model}: say which weights in scorer.pretrained; open_clip has {', '.join(tags)}")
     if pretrained not in tags and not (Path(pretrained).is_file() and pretrained.endswith(".safetensors")):
-        raise UserError(
-            f"scorer {model}: {pretrained!r} is neither a safetensors file nor one of {', '.join(tags)}"
-        )
+        raise UserError(f"scorer {model}: {pretrained!r} is neither a safetensors file nor one of {', '.join(tags)}")

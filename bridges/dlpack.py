@@ -14,9 +14,7 @@ SHARED = {"bool", "uint8", "int8", "int16", "int32", "float16", "bfloat16", "flo
 WIDE = {"int64": torch.int32, "float64": torch.float32}  # JAX holds these only with jax_enable_x64
 
 
-def to_torch(
-    array: jax.Array, device: str | torch.device | None = None, *, copy: bool = False
-) -> torch.Tensor:
+def to_torch(array: jax.Array, device: str | torch.device | None = None, *, copy: bool = False) -> torch.Tensor:
     """The torch tensor of a JAX array.
 
     Args:
@@ -41,9 +39,7 @@ def to_torch(
         raise TypeError(f"array: expected one of {_names(SHARED | set(WIDE))}, got {array.dtype}")
     if len(array.sharding.device_set) > 1:
         if not array.is_fully_replicated:
-            raise ValueError(
-                f"array: it is spread over {len(array.sharding.device_set)} devices; gather it first"
-            )
+            raise ValueError(f"array: it is spread over {len(array.sharding.device_set)} devices; gather it first")
         array = array.addressable_data(0)
     (source,) = array.devices()
     if source.platform != "cpu" and not torch.cuda.is_available():
@@ -79,9 +75,7 @@ def to_jax(
         ValueError: if a converted integer does not fit.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        raise TypeError(
-            f"tensor: expected a dense torch.Tensor, got {getattr(tensor, 'layout', type(tensor))}"
-        )
+        raise TypeError(f"tensor: expected a dense torch.Tensor, got {getattr(tensor, 'layout', type(tensor))}")
     lent = _narrowed(tensor.detach(), convert).contiguous()
     if copy and lent.data_ptr() == tensor.data_ptr():
         lent = lent.clone()  # from_dlpack(copy=True) does not copy where memory is aligned

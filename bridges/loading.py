@@ -72,9 +72,7 @@ def quiet_loading() -> Iterator[None]:
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging
 
-    shown = [
-        module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()
-    ]
+    shown = [module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()]
     disabled = logging.root.manager.disable
     for module in shown:
         module.disable_progress_bar()

@@ -149,9 +149,7 @@ def _named(part: str, value: str, usable: int, gpu_count: int) -> list[str]:
         raise UserError(f"placement.{part}: there is no {value} here; this machine has {there}")
     if not usable:
         library, extra = ("jax", "grpo_jax[cuda12]") if part == "policy" else ("torch", "torch for CUDA")
-        raise UserError(
-            f"placement.{part}: the installed {library} cannot use {value}; install {extra}, or say cpu"
-        )
+        raise UserError(f"placement.{part}: the installed {library} cannot use {value}; install {extra}, or say cpu")
     return [f"gpu:{card}" for card in dict.fromkeys(cards)]
 
 
@@ -205,9 +203,7 @@ def _count_cards() -> int:
     listing = Path("/proc/driver/nvidia/gpus")
     count = len(list(listing.iterdir())) if listing.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        count if visible is None else min(count, len([name for name in visible.split(",") if name.strip()]))
-    )
+    return count if visible is None else min(count, len([name for name in visible.split(",") if name.strip()]))
 
 
 def _listed(devices: list[jax.Device]) -> str:

@@ -68,9 +68,7 @@ def check_aggregation(aggregation: Aggregation) -> None:
         raise ValueError(f"aggregation must be 'sequence', 'token' or FixedLength(n), got {aggregation!r}")
 
 
-def loss_normaliser(
-    mask: ArrayLike, aggregation: Aggregation = "sequence", *, dtype=jnp.float32
-) -> Normaliser:
+def loss_normaliser(mask: ArrayLike, aggregation: Aggregation = "sequence", *, dtype=jnp.float32) -> Normaliser:
     """The denominators of an update, from the mask of all its rows.
 
     "sequence" counts rows, "token" tokens, `FixedLength(n)` rows times n; a row counts if its mask has a
@@ -91,9 +89,7 @@ def loss_normaliser(
         raise ValueError("mask must have a token axis, got a scalar")
     tokens, rows = count(mask, dtype=dtype), count(mask.any(axis=-1), dtype=dtype)
     if isinstance(aggregation, FixedLength):
-        return Normaliser(
-            rows * (mask.shape[-1] if aggregation.length is None else aggregation.length), tokens
-        )
+        return Normaliser(rows * (mask.shape[-1] if aggregation.length is None else aggregation.length), tokens)
     return Normaliser(rows if aggregation == "sequence" else tokens, tokens)
 
 

@@ -119,9 +119,7 @@ class Checkpoints:
         else:
             place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             saved = self._metadata(manager, number, EVALUATED)
-            part = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), saved
-            )
+            part = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), saved)
         return self._read(manager, number, EVALUATED, part)[EVALUATED], self._meta(manager, number)
 
     def wait(self) -> None:
@@ -210,11 +208,7 @@ class Checkpoints:
         else:
             raise UserError(f"checkpoint {which!r}: expected a step, latest, best or final")
         there = ", ".join(self.available())
-        mend = (
-            f"there are: {there}"
-            if there
-            else "it holds none; the run was stopped before its first checkpoint"
-        )
+        mend = f"there are: {there}" if there else "it holds none; the run was stopped before its first checkpoint"
         raise UserError(f"no checkpoint {str(which)!r} in {self.folder}: {mend}")
 
     @contextmanager
@@ -253,9 +247,7 @@ class Checkpoints:
             manager.reload()
 
 
-def restore_params(
-    run_dir: str | Path, which: int | str = "best", template: PyTree = None
-) -> tuple[PyTree, dict]:
+def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, dict]:
     """Restores the policy's variables of a run for evaluation, without its optimizer.
 
     Args:

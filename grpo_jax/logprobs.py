@@ -73,9 +73,7 @@ def _check(hidden, head, tokens, temperature, chunk_size) -> None:
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens must be of an integer type, got {tokens.dtype}")
     if hidden.ndim < 2 or hidden.shape[:-1] != tokens.shape:
-        raise ValueError(
-            f"hidden must be [.., T, D] and tokens [.., T] alike, got {hidden.shape} and {tokens.shape}"
-        )
+        raise ValueError(f"hidden must be [.., T, D] and tokens [.., T] alike, got {hidden.shape} and {tokens.shape}")
     if head.ndim != 2 or head.shape[1] != hidden.shape[-1]:
         raise ValueError(f"head must have shape (V, {hidden.shape[-1]}), got {head.shape}")
     if not isinstance(temperature, (int, float, np.number)):
@@ -143,9 +141,7 @@ def _backward(temperature, residuals, cotangents):
         return head_gradient, state_gradient.astype(hidden.dtype)
 
     start = jnp.zeros(head.shape, accumulate)
-    head_gradient, hidden_gradient = jax.lax.scan(
-        one, start, (hidden, tokens, normaliser, entropy, *cotangents)
-    )
+    head_gradient, hidden_gradient = jax.lax.scan(one, start, (hidden, tokens, normaliser, entropy, *cotangents))
     return hidden_gradient, head_gradient.astype(head.dtype), None, None
 
 

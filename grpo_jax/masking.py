@@ -76,9 +76,7 @@ def masked_mean(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: b
     return safe_divide(total, count(mask, axis=axis, keepdims=keepdims, dtype=x.dtype))
 
 
-def masked_std(
-    x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 1
-) -> jax.Array:
+def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 1) -> jax.Array:
     """Standard deviation of `x` over the places where `mask` is True.
 
     Exactly 0 (and gradient 0) where the values are all equal or there are not more than `ddof` of them; a

@@ -49,9 +49,7 @@ def make_state(seed=0, width=3):
 
 def assert_same(came, expected):
     assert jax.tree.structure(came) == jax.tree.structure(expected)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(came), jax.tree.leaves(expected), strict=True
-    ):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(came), jax.tree.leaves(expected), strict=True):
         name = jax.tree_util.keystr(path)
         if isinstance(b, jax.Array) and jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
             assert a.dtype == b.dtype, name

@@ -70,9 +70,7 @@ def test_preprocessing_matches_open_clips_on_pictures(resize_mode, interpolation
     from open_clip.transform import image_transform
 
     mean, std = (0.48, 0.45, 0.4), (0.27, 0.26, 0.28)
-    theirs = image_transform(
-        24, False, mean, std, resize_mode=resize_mode, interpolation=interpolation, fill_color=128
-    )
+    theirs = image_transform(24, False, mean, std, resize_mode=resize_mode, interpolation=interpolation, fill_color=128)
     ours = Preprocess((24, 24), mean, std, interpolation, resize_mode, fill=128)
     images = pictures(3, *shape)
     expected = torch.stack([theirs(to_pil(image)) for image in images])
@@ -96,9 +94,7 @@ def test_preprocessing_of_a_tower_that_is_not_square():
 def test_preprocessing_is_read_from_the_folder(tmp_path):
     overrides = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "resize_mode": "squash"}
     scorer = load_scorer(tiny_models.clip(tmp_path, preprocess=overrides))
-    assert scorer._preprocess == Preprocess(
-        (24, 24), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7), "bicubic", "squash", 0
-    )
+    assert scorer._preprocess == Preprocess((24, 24), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7), "bicubic", "squash", 0)
 
 
 def test_scores_do_not_depend_on_their_company(folder):
@@ -247,9 +243,7 @@ def test_quality_heads(tmp_path, scorer):
     features = scorer.image_features(pictures(5))
     rng = np.random.default_rng(0)
     sizes = [(7, 16), (3, 7), (1, 3)]
-    layers = [
-        (rng.normal(size=s).astype(np.float32), rng.normal(size=s[0]).astype(np.float32)) for s in sizes
-    ]
+    layers = [(rng.normal(size=s).astype(np.float32), rng.normal(size=s[0]).astype(np.float32)) for s in sizes]
     names = ("layers.0", "layers.2", "layers.10")  # 10 after 2: by number, not by name
     tensors = {
         f"{name}.{kind}": torch.from_numpy(value)

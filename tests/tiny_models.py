@@ -27,16 +27,12 @@ def chat_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in CHAT_TOKENS + extra])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
-def causal_lm(
-    folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: str = "1GB", **overrides
-) -> Path:
+def causal_lm(folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: str = "1GB", **overrides) -> Path:
     """A random Qwen2, Qwen3 or Llama folder with a tokenizer and two end-of-sequence ids.
 
     Args:
@@ -79,9 +75,7 @@ def qwen2_vl(folder, *, seed: int = 0) -> Path:
     tokenizer = chat_tokenizer(VISION_TOKENS)
     names = ("vision_start", "vision_end", "image", "video")
     tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    ids = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(t) for name, t in zip(names, tokens, strict=True)
-    }
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(t) for name, t in zip(names, tokens, strict=True)}
     config = Qwen2VLConfig(
         text_config=dict(
             vocab_size=VOCAB_SIZE,
@@ -220,9 +214,7 @@ def _t5(d_model: int):
     return tokenizer, T5EncoderModel(config).eval()
 
 
-def clip(
-    folder, *, window: int = 77, image_size: int = 24, seed: int = 0, preprocess: dict | None = None
-) -> Path:
+def clip(folder, *, window: int = 77, image_size: int = 24, seed: int = 0, preprocess: dict | None = None) -> Path:
     """A random open_clip folder (`local-dir:` form) with a ViT tower and its own tokenizer.
 
     Args:
@@ -262,7 +254,5 @@ def clip(
     (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2))
     torch.manual_seed(seed)
     model = open_clip.CLIP(**{k: v for k, v in model_cfg.items() if k != "embed_dim"}, embed_dim=16)
-    save_file(
-        {k: v.contiguous() for k, v in model.state_dict().items()}, folder / "open_clip_model.safetensors"
-    )
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / "open_clip_model.safetensors")
     return folder

@@ -140,7 +140,7 @@ def readme_example() -> str:
 def test_the_users_own_task_as_the_readme_shows_it(place, tmp_path, monkeypatch, capsys):
     example = readme_example()
     lines = [line for line in example.splitlines() if line.strip()]
-    assert len(lines) <= 18
+    assert len(lines) <= 15
     small = {r'PolicySection\(path="[^"]*"': f'PolicySection(path="{place.policy}"', r"max_steps=\d+": "max_steps=2"}
     small[r"max_new_tokens=\d+"] = "max_new_tokens=8"
     for pattern, value in small.items():

@@ -115,8 +115,9 @@ def test_words_beyond_the_window_do_not_reach_the_picture(folder):
     assert renderer.count_tokens([inside]) == [77]
     prompts = [inside, inside + " red dog", inside[:-1] + "b"]
     images = renderer.render(prompts, [1, 1, 1], SETTINGS)
-    assert torch.equal(images[0], images[1])
-    assert not torch.equal(images[0], images[2])
+    # Rows of one batch may differ in their last bits.
+    torch.testing.assert_close(images[0], images[1], atol=1e-5, rtol=0)
+    assert (images[0] - images[2]).abs().max() > 1e-4
 
 
 def test_a_picture_does_not_depend_on_its_company(folder):

@@ -61,6 +61,20 @@ def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> E
     return Evaluation(means(parts.environment, judgement), judgement, None)
 
 
+def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
+    """The test prompts measured alike: the rewrites, the unchanged prompts, the oracle's where there is one."""
+    rows = parts.test_rows
+    found = {"greedy": evaluate_policy(parts, variables, rows)}
+    if parts.config.evaluation.sampled:
+        found["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
+    if parts.config.task == "prompt_enhancement":
+        found["unchanged"] = evaluate_texts(parts, rows, [row.prompt for row in rows])
+    oracle = oracle_texts(rows)
+    if oracle is not None:
+        found["oracle"] = evaluate_texts(parts, rows, oracle)
+    return found
+
+
 def means(environment: Environment, judgement: Judgement) -> dict[str, float]:
     """Mean of each reward and watched measure over the present values."""
     names = environment.reward_names + environment.watch_names
@@ -116,14 +130,7 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     variables, meta = restore_variables(parts, options.run, options.checkpoint)
     rows = parts.test_rows
     report: dict[str, Any] = {"checkpoint": options.checkpoint, "step": meta.get("step"), "prompts": len(rows)}
-    report["greedy"] = evaluate_policy(parts, variables, rows).measures
-    if config.evaluation.sampled:
-        report["sampled"] = evaluate_policy(parts, variables, rows, sampled=True).measures
-    if config.task == "prompt_enhancement":
-        report["unchanged"] = evaluate_texts(parts, rows, [row.prompt for row in rows]).measures
-    oracle = oracle_texts(rows)
-    if oracle is not None:
-        report["oracle"] = evaluate_texts(parts, rows, oracle).measures
+    report |= {kind: found.measures for kind, found in measure_all(parts, variables).items()}
     if options.json:
         print(json.dumps(finite(report), indent=2))
         return

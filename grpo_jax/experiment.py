@@ -20,7 +20,7 @@ from grpo_jax import config as configuration
 from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.config import Config
 from grpo_jax.errors import UserError
-from grpo_jax.evaluate import Evaluation, evaluate_policy, evaluate_texts, oracle_texts, weighted_reward
+from grpo_jax.evaluate import evaluate_policy, measure_all, weighted_reward
 from grpo_jax.loop import Learner, run_iteration
 from grpo_jax.parts import Parts
 from grpo_jax.pipeline import StageError
@@ -114,7 +114,7 @@ def begin(run: Run) -> tuple[TrainState, Progress]:
     run.output.truncate(0)
     started = time.monotonic()
     with _judges_may_fail(run, state, None):
-        before = {kind: evaluation.measures for kind, evaluation in measure_start(run.parts, state).items()}
+        before = {kind: evaluation.measures for kind, evaluation in measure_all(run.parts, state.variables).items()}
     progress = Progress(0, before, None, 0, {"evaluate": time.monotonic() - started}, mark)
     told = "  ".join(f"{name} {value:.3f}" for name, value in before["greedy"].items())
     run.output.say(f"baseline on {len(run.parts.test_rows)} held-out prompts: {told}")
@@ -126,20 +126,6 @@ def _keep_config(run: Run) -> None:
     """On --resume, config.yaml follows what was overridden, such as --on_judge_error; the next one starts from it."""
     if run.parts.config.resume:
         run.output.directory.write_config(configuration.to_yaml(dataclasses.replace(run.parts.config, resume=False)))
-
-
-def measure_start(parts: Parts, state: TrainState) -> dict[str, Evaluation]:
-    """Held-out measures before training: the policy, the unchanged prompts, and the oracle where there is one."""
-    rows = parts.test_rows
-    found = {"greedy": evaluate_policy(parts, state.variables, rows)}
-    if parts.config.evaluation.sampled:
-        found["sampled"] = evaluate_policy(parts, state.variables, rows, sampled=True)
-    if parts.config.task == "prompt_enhancement":
-        found["unchanged"] = evaluate_texts(parts, rows, [row.prompt for row in rows])
-    oracle = oracle_texts(rows)
-    if oracle is not None:
-        found["oracle"] = evaluate_texts(parts, rows, oracle)
-    return found
 
 
 def train(run: Run, state: TrainState, progress: Progress, stop: threading.Event) -> tuple[TrainState, Progress]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpo_jax import config as configuration
 from grpo_jax import reporting
-from grpo_jax.evaluate import Evaluation, evaluate_policy, weighted_reward
+from grpo_jax.evaluate import Evaluation, evaluate_policy, evaluate_texts, weighted_reward
 from grpo_jax.export import export_policy
 from grpo_jax.parts import Parts
+from grpo_jax.rollout import Judgement
 from grpo_jax.tasks.prompt_enhancement import most_added_words
 from grpo_jax.trainer import TrainState, saved_parts
 
@@ -36,7 +36,7 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     run.checkpoints.save_final(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
     export_policy(output.directory.policy, parts.loaded, state.variables, parts.lora)
     summary = summarise(run, progress, after, {**seconds, "total": time.monotonic() - run.clock})
-    gallery = make_gallery(parts, state, after["greedy"])
+    gallery = make_gallery(parts, after["greedy"])
     texts = [group[0] for group in after["greedy"].rollout.texts]
     words = most_added_words([row.prompt for row in parts.test_rows], texts)
     output.directory.write_summary(summary)
@@ -84,7 +84,7 @@ def summarise(run: Run, progress: Progress, after: dict[str, Evaluation], second
     }
 
 
-def make_gallery(parts: Parts, state: TrainState, after: Evaluation) -> list[dict[str, Any]]:
+def make_gallery(parts: Parts, after: Evaluation) -> list[dict[str, Any]]:
     """Before/after pairs of the first held-out prompts: the unchanged prompt's picture and the rewrite's.
 
     Both from the same noise, chosen by place and not by result.
@@ -92,27 +92,30 @@ def make_gallery(parts: Parts, state: TrainState, after: Evaluation) -> list[dic
     rows = parts.test_rows[: parts.config.evaluation.gallery]
     if not rows or parts.environment.render is None:
         return []
-    texts = [after.rollout.texts[index][0] for index in range(len(rows))]
-    unchanged = parts.environment.render(rows, [[row.prompt] for row in rows], 0, True)
-    rewritten = parts.environment.render(rows, [[text] for text in texts], 0, True)
-    if unchanged.images is None or rewritten.images is None:  # the renderer failed, and may
+    unchanged = evaluate_texts(parts, rows, [row.prompt for row in rows])
+    before, later = pictures_of(unchanged.judgement), pictures_of(after.judgement)
+    if before is None or later is None:  # the renderer failed, and may
         return []
-    before, later = (to_uint8(pictures.images) for pictures in (unchanged, rewritten))
     names = parts.environment.reward_names + parts.environment.watch_names
-    first = scores_of(parts, rows, [row.prompt for row in rows], unchanged)
-    second = scores_of(parts, rows, texts, rewritten)
+    first, second = scores_of(unchanged.judgement), scores_of(after.judgement)
     entries = []
     for index, row in enumerate(rows):
         scores = {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(names)}
-        entry = {"prompt": row.prompt, "rewrite": texts[index], "before": before[index], "after": later[index]}
-        entries.append({**entry, "scores": scores})
+        pair = {"before": before[index], "after": later[index], "scores": scores}
+        entries.append({"prompt": row.prompt, "rewrite": after.rollout.texts[index][0], **pair})
     return entries
 
 
-def scores_of(parts: Parts, rows: Sequence[Any], texts: Sequence[str], pictures: Any) -> np.ndarray:
+def scores_of(judgement: Judgement) -> np.ndarray:
     """Rewards and watched measures of one text per row: f32 [P, N + W]."""
-    rewards, watched = parts.environment.score(rows, [[text] for text in texts], pictures)
-    return np.concatenate([rewards, watched], axis=-1)[:, 0]
+    return np.concatenate([judgement.rewards, judgement.watched], axis=-1)[:, 0]
+
+
+def pictures_of(judgement: Judgement) -> np.ndarray | None:
+    """The judged pictures, uint8 [P, H, W, 3]; None where some could not be drawn."""
+    if any(chunk.images is None for chunk in judgement.pictures):
+        return None
+    return np.concatenate([to_uint8(chunk.images) for chunk in judgement.pictures])
 
 
 def to_uint8(images: Any) -> np.ndarray:
@@ -124,7 +127,7 @@ def to_uint8(images: Any) -> np.ndarray:
 def rewards_by_prompt(parts: Parts, after: Evaluation) -> list[dict[str, Any]]:
     """One line per held-out prompt: prompt, rewrite, each reward and watched measure."""
     environment = parts.environment
-    values = np.concatenate([after.judgement.rewards, after.judgement.watched], axis=-1)[:, 0]
+    values = scores_of(after.judgement)
     names = environment.reward_names + environment.watch_names
     return [
         {"prompt": row.prompt, "rewrite": after.rollout.texts[index][0]}

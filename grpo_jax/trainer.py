@@ -252,15 +252,20 @@ def make_train_step(
 
 def _accumulate(function: Callable[[Batch], Tree], batch: Batch, parts: int) -> Tree:
     """Sums function(part) over `parts` equal parts of the batch along P, one at a time."""
-    prompts = batch.tokens.shape[0]
-    if prompts % parts:
-        raise ValueError(f"batch: expected a number of prompts that {parts} micro-batches divide, got {prompts}")
     if parts == 1:
         return function(batch)
-    split = jax.tree.map(lambda array: array.reshape(parts, prompts // parts, *array.shape[1:]), batch)
+    split = _split(batch, parts)
     first = function(jax.tree.map(lambda array: array[0], split))
     rest = jax.tree.map(lambda array: array[1:], split)
     return jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None), first, rest)[0]
+
+
+def _split(batch: Batch, parts: int) -> Batch:
+    """The batch as `parts` equal micro-batches along P: a leading axis more."""
+    prompts = batch.tokens.shape[0]
+    if prompts % parts:
+        raise ValueError(f"batch: expected a number of prompts that {parts} micro-batches divide, got {prompts}")
+    return jax.tree.map(lambda array: array.reshape(parts, prompts // parts, *array.shape[1:]), batch)
 
 
 def make_logprob_step(
@@ -279,11 +284,7 @@ def make_logprob_step(
 
         if accumulation == 1:
             return part(batch)
-        prompts = batch.tokens.shape[0]
-        split = jax.tree.map(
-            lambda array: array.reshape(accumulation, prompts // accumulation, *array.shape[1:]), batch
-        )
-        return jax.lax.map(part, split).reshape(batch.tokens.shape)
+        return jax.lax.map(part, _split(batch, accumulation)).reshape(batch.tokens.shape)
 
     return jax.jit(step)
 

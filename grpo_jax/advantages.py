@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from grpo_jax.masking import as_float, as_mask, count, masked_mean, masked_std, safe_divide, select
+from grpo_jax.masking import as_float, as_mask, count, masked_mean, masked_std, masked_whiten, safe_divide, select
 
 
 class Condition(NamedTuple):
@@ -123,11 +123,49 @@ def leave_one_out_advantages(rewards: ArrayLike) -> jax.Array:
     return _centred(rewards) * safe_divide(number, jnp.maximum(number - 1, 0))
 
 
-def _as_weights(weights: Sequence[float] | ArrayLike | None, rewards: jax.Array) -> jax.Array:
-    objectives = rewards.shape[-1]
+def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps: float = 1e-4) -> jax.Array:
+    """REINFORCE++'s advantages: rewards whitened over the whole batch.
+
+        A[p, g] = (c[p, g] - mean(c)) / (std(c) + eps)
+
+    where c is the reward (`centre="batch"`), or the reward less its group's mean (`"group"`, which the paper calls
+    REINFORCE++-baseline). From https://arxiv.org/abs/2501.03262. Each completion has one vote. Under "group" a
+    group without signal gives exactly 0, and its zeros count in the standard deviation, as in `gdpo_advantages`.
+
+    The paper's reward has a KL penalty at each token; for that form whiten the returns over tokens:
+    `masked_whiten(discounted_returns(kl_penalised_rewards(…), discount=1.0, mask=mask), mask)`.
+
+    Args:
+        rewards: `[P, G]`, floating; NaN is missing. G may be 1 with "batch".
+        centre: "batch" or "group".
+        eps: added to the standard deviation.
+
+    Returns:
+        `[P, G]`, at least float32.
+
+    Raises:
+        TypeError: rewards are not floating.
+        ValueError: another rank, a group of one under "group", an unknown centre, a negative eps.
+    """
+    if centre not in ("batch", "group"):
+        raise ValueError(f"centre must be 'batch' or 'group', got {centre!r}")
+    rewards = _as_rewards(rewards, 2) if centre == "group" else as_float("rewards", rewards, ndim=2)
+    _check_eps(eps)
+    present = ~jnp.isnan(rewards)
+    if centre == "batch":
+        return masked_whiten(rewards, present, eps=eps)
+    return select(present & _signal(rewards), masked_whiten(_centred(rewards), present, eps=eps))
+
+
+def as_objective_weights(weights: Sequence[float] | ArrayLike | None, objectives: int, dtype) -> jax.Array:
+    """Weights of the objectives, `[N]`; ones by default.
+
+    Raises:
+        ValueError: another number of them than there are objectives.
+    """
     if weights is None:
-        return jnp.ones(objectives, rewards.dtype)
-    weights = jnp.asarray(weights, rewards.dtype)
+        return jnp.ones(objectives, dtype)
+    weights = jnp.asarray(weights, dtype)
     if weights.shape != (objectives,):
         raise ValueError(
             f"weights must have one entry for each of the {objectives} objectives, got shape {weights.shape}"
@@ -151,7 +189,7 @@ def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | No
     """
     rewards = as_float("rewards", rewards, ndim=3)
     present = ~jnp.isnan(rewards)
-    total = jnp.sum(select(present, rewards) * _as_weights(weights, rewards), axis=-1)
+    total = jnp.sum(select(present, rewards) * as_objective_weights(weights, rewards.shape[-1], rewards.dtype), axis=-1)
     return jnp.where(present.any(axis=-1), total, jnp.nan)
 
 
@@ -195,7 +233,7 @@ def gdpo_advantages(
         raise ValueError(f"whiten must be 'sequence', 'token' or None, got {whiten!r}")
     if whiten == "token" and mask is None:
         raise ValueError("mask must be given for whiten='token': it says how many tokens each row has")
-    weights = _as_weights(weights, rewards)
+    weights = as_objective_weights(weights, rewards.shape[-1], rewards.dtype)
     terms = _group_scaled(rewards, eps) * weights
     counted = weights != 0
     rows = (~jnp.isnan(rewards) & counted).any(axis=-1)
@@ -242,6 +280,46 @@ def groups_without_signal(rewards: ArrayLike) -> jax.Array:
     if rewards.ndim not in (2, 3):
         raise ValueError(f"rewards must be [P, G] or [P, G, N], got shape {rewards.shape}")
     return ~jnp.squeeze(_signal(rewards), axis=1)
+
+
+def distinct_advantages(
+    advantages: ArrayLike, *, mask: ArrayLike | None = None, axis: int | None = None, tolerance: float = 1e-4
+) -> jax.Array:
+    """How many different values the advantages take: what a learning signal can tell apart.
+
+    Rewards that are summed first and normalised then (GRPO) collapse: (1, 0) and (0, 1) become one value. GDPO
+    keeps them apart (https://arxiv.org/abs/2601.05242, section 3). Each group has its own mean and standard
+    deviation, so compare within groups: `axis=1` of `[P, G]`.
+
+    Args:
+        advantages: floating, any shape.
+        mask: bool of the same shape, the values that count; all by default. NaN never counts.
+        axis: the axis along which values are compared; all of them together by default.
+        tolerance: neighbours closer than this share of the spread (largest less smallest) are one value.
+
+    Returns:
+        int32, one count, or one for each place of the other axes.
+
+    Raises:
+        TypeError: advantages are not floating, or the mask is not bool.
+        ValueError: a mask of another shape, an axis that does not exist, a tolerance outside [0, 1).
+    """
+    advantages = as_float("advantages", advantages)
+    counted = ~jnp.isnan(advantages)
+    if mask is not None:
+        counted &= as_mask("mask", mask, advantages.shape)
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be in [0, 1), got {tolerance}")
+    if axis is None:
+        advantages, counted, axis = advantages.reshape(-1), counted.reshape(-1), 0
+    if not -advantages.ndim <= axis < advantages.ndim:
+        raise ValueError(f"axis must be one of the {advantages.ndim} axes of advantages, got {axis}")
+    # What does not count takes the largest value that does: it adds no step between neighbours.
+    highest = jnp.max(advantages, axis=axis, keepdims=True, where=counted, initial=-jnp.inf)
+    lowest = jnp.min(advantages, axis=axis, keepdims=True, where=counted, initial=jnp.inf)
+    ordered = jnp.sort(jnp.where(counted, advantages, highest), axis=axis)
+    steps = jnp.diff(ordered, axis=axis) > tolerance * (highest - lowest)
+    return jnp.sum(steps, axis=axis, dtype=jnp.int32) + counted.any(axis=axis).astype(jnp.int32)
 
 
 def _chains(conditions: Sequence[Condition], objectives: int) -> dict[int, set[tuple[int, float]]]:

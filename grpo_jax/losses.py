@@ -6,7 +6,6 @@ update (`loss_normaliser`), and metrics are `Mean`s that travel as (total, weigh
 up to the batch, however it is split.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -23,32 +22,9 @@ from grpo_jax.aggregation import (
     check_aggregation,
     loss_normaliser,
 )
+from grpo_jax.kl import KLPenalty, kl_divergence
 from grpo_jax.masking import as_float, as_mask, count, masked_mean, safe_divide, select
 from grpo_jax.surrogates import CappedWeight, Clip, SoftGate, Surrogate
-
-
-@dataclass(frozen=True)
-class KLPenalty:
-    """Penalty on the distance from a reference policy, aggregated as the policy loss is.
-
-    Attributes:
-        coef: its weight.
-        estimator: "k1", "k2" or "k3". As a loss, k1's expected gradient is 0 unless it is corrected; k2's is
-            that of the true KL on-policy; k3's is biased.
-        corrected: multiplies by the token's ratio, whose gradient makes the estimate unbiased off-policy too
-            (https://arxiv.org/abs/2512.02556, section 3.1).
-    """
-
-    coef: float
-    estimator: str = "k3"
-    corrected: bool = False
-
-    def __post_init__(self) -> None:
-        """Checks the values."""
-        if not self.coef >= 0:
-            raise ValueError(f"coef must be at least 0, got {self.coef}")
-        if self.estimator not in ("k1", "k2", "k3"):
-            raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {self.estimator!r}")
 
 
 class GRPOMetrics(NamedTuple):
@@ -112,42 +88,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 PRESET_SCALES: dict[str, str] = {name: "none" if name == "dr_grpo" else "group" for name in PRESETS}
 
 
-def kl_divergence(logprobs: ArrayLike, ref_logprobs: ArrayLike, *, estimator: str = "k3") -> jax.Array:
-    """Estimates KL(policy ‖ reference) from the log-probabilities of tokens that the policy drew.
-
-    With d = log π_ref - log π:
-
-        k1 = -d,  k2 = d² / 2,  k3 = exp(d) - d - 1
-
-    k1 and k3 are unbiased values, k3 with less variance and never negative
-    (http://joschu.net/blog/kl-approx.html). Their gradients are another matter: see `KLPenalty`.
-
-    Args:
-        logprobs: any shape, floating.
-        ref_logprobs: the same shape.
-        estimator: "k1", "k2" or "k3".
-
-    Returns:
-        The estimate of each element, at least float32.
-
-    Raises:
-        TypeError: arguments are not floating.
-        ValueError: shapes that differ, or an unknown estimator.
-    """
-    logprobs, ref_logprobs = as_float("logprobs", logprobs), as_float("ref_logprobs", ref_logprobs)
-    if logprobs.shape != ref_logprobs.shape:
-        raise ValueError(f"ref_logprobs must have logprobs' shape {logprobs.shape}, got {ref_logprobs.shape}")
-    difference = ref_logprobs.astype(logprobs.dtype) - logprobs
-    if estimator == "k1":
-        return -difference
-    if estimator == "k2":
-        return 0.5 * jnp.square(difference)
-    if estimator == "k3":
-        value = jnp.expm1(difference) - difference
-        return value - jax.lax.stop_gradient(jnp.minimum(value, 0))  # rounding near 0 may be negative
-    raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
-
-
 def _log_ratio(logprobs, old_logprobs, mask, ratio: str, per_token: bool) -> jax.Array:
     """log π - log π_old: `[.., T]`, or `[.., 1]` for one ratio per row."""
     log_ratio = select(mask, logprobs - old_logprobs)
@@ -188,6 +128,17 @@ def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy):
     ref_logprobs = jax.lax.stop_gradient(same("ref_logprobs", ref_logprobs))
     entropy = same("entropy", entropy)
     return select(mask, logprobs), old_logprobs, advantages, mask, ref_logprobs, entropy
+
+
+def _as_token_weights(weights, mask, dtype) -> jax.Array:
+    """The weights as constants, 0 or a finite number wherever nothing is to be learnt."""
+    weights = jnp.asarray(weights)
+    if weights.dtype != jnp.bool_:
+        weights = as_float("token_weights", weights)
+    rows = (*mask.shape[:-1], 1)
+    if weights.shape not in (mask.shape, rows):
+        raise ValueError(f"token_weights must have shape {mask.shape} or {rows}, got {weights.shape}")
+    return jax.lax.stop_gradient(select(mask, weights.astype(dtype)))
 
 
 def _check_choices(surrogate, ratio, aggregation, kl, ref_logprobs, entropy, entropy_coef) -> bool:
@@ -245,10 +196,11 @@ def grpo_loss(
     ref_logprobs: ArrayLike | None = None,
     entropy: ArrayLike | None = None,
     entropy_coef: float = 0.0,
+    token_weights: ArrayLike | None = None,
 ) -> tuple[jax.Array, GRPOMetrics]:
     """Policy loss of GRPO and its relatives.
 
-        loss = aggregate(-surrogate(ρ, A) + kl.coef · KL) - entropy_coef · mean over tokens of the entropy
+        loss = aggregate(-w · surrogate(ρ, A) + kl.coef · KL) - entropy_coef · mean over tokens of the entropy
 
     with ρ = π / π_old of the token, or its geometric mean over the row (GSPO). Gradients reach `logprobs` and
     `entropy` alone. A masked token, and a row without tokens, has no influence whatever it holds; with
@@ -270,6 +222,9 @@ def grpo_loss(
         ref_logprobs: `[.., T]`; without a penalty they are only measured.
         entropy: `[.., T]`; without a coefficient it is only measured.
         entropy_coef: weight of the entropy bonus.
+        token_weights: w, `[.., T]` or `[.., 1]`, floating or bool; ones by default. Multiplies the policy term
+            alone: penalty, bonus, denominators and metrics but `policy_loss` do not see it. For
+            `high_entropy_mask` and `truncated_importance_weights`.
 
     Returns:
         (loss, metrics); the loss a scalar of at least float32.
@@ -288,13 +243,15 @@ def grpo_loss(
     log_ratio = _log_ratio(logprobs, old, mask, ratio, per_token=advantages.shape == mask.shape)
 
     policy = -jnp.broadcast_to(surrogate.objective(log_ratio, logprobs, advantages), mask.shape)
+    if token_weights is not None:
+        policy *= _as_token_weights(token_weights, mask, policy.dtype)
     policy_total = aggregate(policy, mask, aggregation)
     loss = safe_divide(policy_total, whole.loss)
     divergence = None
     if ref is not None:
         divergence = kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3")
     if kl is not None:
-        penalty = divergence * jnp.exp(logprobs - old) if kl.corrected else divergence
+        penalty = kl.per_token(logprobs, old, ref)
         loss += kl.coef * safe_divide(aggregate(penalty, mask, aggregation), whole.loss)
     if bonus:
         loss -= entropy_coef * safe_divide(jnp.sum(entropy), whole.tokens)

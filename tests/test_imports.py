@@ -17,7 +17,12 @@ CORE = {
     "grpo_jax.advantages": 1,
     "grpo_jax.aggregation": 1,
     "grpo_jax.surrogates": 1,
+    "grpo_jax.returns": 1,
+    "grpo_jax.kl": 1,
+    "grpo_jax.shaping": 2,
+    "grpo_jax.selection": 2,
     "grpo_jax.losses": 2,
+    "grpo_jax.ppo": 3,
 }
 TORCH = {"torch", "torchvision", "diffusers", "open_clip", "accelerate"}
 # Where everything meets: the commands, and the parts they are put together from.

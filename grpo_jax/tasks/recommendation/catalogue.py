@@ -1,0 +1,183 @@
+"""The catalogue: items, their titles, and where they come from (TSV, CSV or JSON)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_jax.errors import UserError
+from grpo_jax.tasks.recommendation.reading import Problems, read_text
+
+BlankTitles = Literal["error", "keep"]
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All items, in the order of their file: an item's place in it is its *row*.
+
+    Attributes:
+        ids: I identifiers, all different.
+        titles: I titles, white space collapsed; "" where the file has none and that was allowed.
+        rows: Row of each identifier.
+        columns: Further columns of the file, I texts each (Beauty: "asin").
+    """
+
+    ids: tuple[str, ...]
+    titles: tuple[str, ...]
+    rows: dict[str, int]
+    columns: dict[str, tuple[str, ...]]
+
+    def __len__(self) -> int:
+        """I, how many items there are."""
+        return len(self.ids)
+
+    @property
+    def blank(self) -> tuple[int, ...]:
+        """Rows without a title."""
+        return tuple(row for row, title in enumerate(self.titles) if not title)
+
+
+def make_catalogue(ids: list[str], titles: list[str], columns: dict[str, list[str]] | None = None) -> Catalogue:
+    """A catalogue from lists of equal length.
+
+    Raises:
+        ValueError: If lengths differ or identifiers repeat.
+    """
+    columns = columns or {}
+    for name, values in {"titles": titles, **columns}.items():
+        if len(values) != len(ids):
+            raise ValueError(f"{name} must have {len(ids)} values, one for each id, got {len(values)}")
+    rows = {identifier: row for row, identifier in enumerate(ids)}
+    if len(rows) != len(ids):
+        raise ValueError(f"ids must be different, got {len(ids) - len(rows)} repeated")
+    collapsed = tuple(" ".join(title.split()) for title in titles)
+    return Catalogue(tuple(ids), collapsed, rows, {name: tuple(values) for name, values in columns.items()})
+
+
+def read_catalogue(path: str | Path, *, blank_titles: BlankTitles = "error") -> Catalogue:
+    """Reads item identifiers and titles.
+
+    ``.tsv`` (tabs, no quoting) and ``.csv`` (commas, quotes as usual) have a header line: the first column is the
+    identifier, the one called "title" the title, others are kept. ``.json`` is an object ``{id: title}`` or
+    ``{id: {"title": …, column: …}}``. Two items may share a title: no query can tell them apart, so they tie.
+
+    Args:
+        path: The file.
+        blank_titles: What an item without a title is: "error", or "keep": it stays in the ranking, as an empty text
+            that no query resembles (as a target it can hardly be found), and a prompt says "(no title)".
+
+    Raises:
+        UserError: If the file is missing, of another kind, empty, or has bad lines: wrong number of fields, a blank
+            or repeated identifier, a blank title where that is an error. All of them are named at once.
+        ValueError: If blank_titles is another word.
+    """
+    if blank_titles not in ("error", "keep"):
+        raise ValueError(f'blank_titles must be "error" or "keep", got {blank_titles!r}')
+    kind = Path(path).suffix.lower()
+    if kind not in (".tsv", ".csv", ".json"):
+        raise UserError(f"{path}: a catalogue is a .tsv, .csv or .json file")
+    text = read_text(path, "a catalogue of item ids and titles (.tsv, .csv or .json)")
+    problems = Problems(path)
+    records = _json_records(text, problems) if kind == ".json" else _table_records(text, kind, problems)
+    ids: dict[str, int | None] = {}
+    titles: list[str] = []
+    columns: dict[str, list[str]] = {}
+    for line, identifier, title, others in records:
+        if not identifier:
+            problems.add(line, "the item's id is blank")
+            continue
+        if identifier in ids:
+            first = f" (first on line {ids[identifier]})" if ids[identifier] is not None else ""
+            problems.add(line, f"item {identifier} occurs twice{first}")
+            continue
+        if not title.strip() and blank_titles == "error":
+            problems.add(line, f"item {identifier} has no title (blank_titles: keep allows it)")
+        ids[identifier] = line
+        titles.append(title)
+        for name, value in others.items():
+            columns.setdefault(name, []).append(value)
+    problems.check()
+    if not ids:
+        raise UserError(f"{path} has no items")
+    full = {name: values for name, values in columns.items() if len(values) == len(ids)}
+    return make_catalogue(list(ids), titles, full)
+
+
+_Record = tuple[int | None, str, str, dict[str, str]]  # line, id, title, other columns
+
+
+def _table_records(text: str, kind: str, problems: Problems) -> Iterator[_Record]:
+    for line, row in _table(text, kind, problems, needs=("title",)):
+        identifier = next(iter(row.values())).strip()
+        others = {name: value for name, value in list(row.items())[1:] if name != "title"}
+        yield line, identifier, row["title"], others
+
+
+def read_table(
+    path: str | Path, text: str, needs: tuple[str, ...]
+) -> tuple[list[tuple[int, dict[str, str]]], Problems]:
+    """The rows of a CSV file with a header that must have the columns `needs`: (line, {column: value}) each."""
+    problems = Problems(path)
+    return list(_table(text, ".csv", problems, needs=needs)), problems
+
+
+def _table(text: str, kind: str, problems: Problems, *, needs: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Rows of a table as {column: value} with their line; bad ones are noted and left out."""
+    if kind == ".tsv":
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] | None = None
+    try:
+        for fields in reader:
+            if not any(field.strip() for field in fields):
+                continue
+            if header is None:
+                header = [field.strip() for field in fields]
+                missing = [name for name in needs if name not in header]
+                if missing:
+                    problems.add(reader.line_num, f"the header has no column {missing[0]!r}, it says {header}")
+                    return
+                continue
+            if len(fields) != len(header):
+                problems.add(reader.line_num, f"expected {len(header)} fields as in the header, got {len(fields)}")
+                continue
+            yield reader.line_num, dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        problems.add(reader.line_num, f"not {kind[1:].upper()} ({error})")
+
+
+class _Pairs(list):
+    """An object of JSON as its pairs, so that a key that stands twice is seen."""
+
+
+def json_pairs(text: str, problems: Problems, expected: str) -> list[tuple[str, Any]]:
+    """The members of a JSON object, repeated keys included; inner objects come as lists of pairs."""
+    try:
+        value = json.loads(text, object_pairs_hook=_Pairs)
+    except (json.JSONDecodeError, RecursionError) as error:
+        problems.add(getattr(error, "lineno", None), f"not JSON ({getattr(error, 'msg', error)})")
+        return []
+    if not isinstance(value, _Pairs):
+        problems.add(None, f"expected an object {expected}, got {type(value).__name__}")
+        return []
+    return value
+
+
+def _json_records(text: str, problems: Problems) -> Iterator[_Record]:
+    for identifier, value in json_pairs(text, problems, "{id: title}"):
+        others: dict[str, str] = {}
+        if isinstance(value, _Pairs):
+            others = {name: str(item) for name, item in value if name != "title"}
+            value = dict(value).get("title", "")
+        if value is None:
+            value = ""
+        if not isinstance(value, str):
+            problems.add(None, f"the title of item {identifier} must be text, got {type(value).__name__}")
+            continue
+        yield None, identifier.strip(), value, others

@@ -1,0 +1,149 @@
+"""A generated world in which the next title follows from the history by rules that can be learned.
+
+Every item is a title of four words, brand, colour, material and kind ("alder crimson linen lamp"), and every
+combination is an item. A user has a brand and a material; with each step the kind moves on to the one that goes with
+it, and the colour to the next of the wheel:
+
+    brand      the user's own; an earlier item was of another brand with probability `fickle`
+    material   the user's own, always
+    colour     the successor of the last item's
+    kind       the successor of the last item's
+
+A share `noise` of all items is drawn from the whole catalogue instead; the wheels turn on underneath. So copying the
+last title gets two words of four right, the brand is a vote over the history, and the other two words are never in
+the last title. The periods of the two wheels are coprime: no title repeats within a history, and a prompt never holds
+the target's title.
+
+The rank of the target rises with every word that is right, which makes the reward dense: that is what a policy that
+starts with no idea of the rules climbs on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_jax.tasks.recommendation.catalogue import Catalogue, make_catalogue
+from grpo_jax.tasks.recommendation.sequences import Sequences, UserSequence
+
+COLOURS = ("crimson", "amber", "golden", "emerald", "azure", "indigo", "violet")
+MATERIALS = ("linen", "walnut", "copper", "marble", "leather")
+KINDS = ("lamp", "desk", "chair", "shelf", "mirror", "carpet", "basket", "clock")
+BRANDS = (
+    *("alder", "birch", "cedar", "dahlia", "elm", "fern", "ginkgo", "hazel"),
+    *("iris", "juniper", "kelp", "lotus", "maple", "nettle", "olive", "poppy"),
+)
+"""The first brands' names; beyond these, brands are numbered."""
+
+_PER_BRAND = len(COLOURS) * len(MATERIALS) * len(KINDS)
+
+
+class World(NamedTuple):
+    """A generated data set.
+
+    Attributes:
+        catalogue: Items and titles.
+        sequences: Users and their items.
+        expected: For each user the row that the rules lead to: the target, but where noise struck.
+    """
+
+    catalogue: Catalogue
+    sequences: Sequences
+    expected: tuple[int, ...]
+
+
+def brand_names(count: int) -> tuple[str, ...]:
+    """So many different words."""
+    return tuple(BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(count))
+
+
+def make_catalogue_of_words(items: int) -> Catalogue:
+    """All combinations of words, with as many brands as it takes to have at least so many items.
+
+    Raises:
+        ValueError: If items is below 1.
+    """
+    if items < 1:
+        raise ValueError(f"items must be at least 1, got {items}")
+    brands = brand_names(-(-items // _PER_BRAND))
+    titles = [" ".join(words) for words in itertools.product(brands, COLOURS, MATERIALS, KINDS)]
+    return make_catalogue([f"i{row}" for row in range(len(titles))], titles)
+
+
+def words() -> tuple[str, ...]:
+    """Every word a title may hold, brands beyond the named ones apart."""
+    return (*BRANDS, *COLOURS, *MATERIALS, *KINDS)
+
+
+def make_world(
+    *,
+    users: int = 2000,
+    items: int = 2000,
+    length: int = 8,
+    fickle: float = 0.1,
+    noise: float = 0.02,
+    seed: int = 0,
+) -> World:
+    """Draws users.
+
+    Args:
+        users: How many.
+        items: At least so many items; rounded up to a multiple of 280, the combinations of one brand.
+        length: Items of a user, the target included: at least 4, at most 56 (then titles would repeat).
+        fickle: Probability that an item before the target is of another brand than the user's.
+        noise: Probability that an item is drawn from the whole catalogue.
+        seed: The same seed draws the same world.
+
+    Returns:
+        The world; a user's items never repeat.
+
+    Raises:
+        ValueError: If an argument is out of range; the message names it.
+    """
+    period = len(COLOURS) * len(KINDS)
+    if users < 1:
+        raise ValueError(f"users must be at least 1, got {users}")
+    if not 4 <= length <= period:
+        raise ValueError(f"length must be from 4 to {period}, got {length}")
+    for name, value in {"fickle": fickle, "noise": noise}.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {value}")
+    catalogue = make_catalogue_of_words(items)
+    generator = np.random.Generator(np.random.PCG64(seed))
+    drawn, expected = [], []
+    for user in range(users):
+        sequence, rule = _user(generator, len(catalogue), length, fickle, noise)
+        drawn.append(UserSequence(f"u{user}", sequence))
+        expected.append(rule)
+    return World(catalogue, Sequences(tuple(drawn)), tuple(expected))
+
+
+def _user(
+    generator: np.random.Generator, items: int, length: int, fickle: float, noise: float
+) -> tuple[tuple[int, ...], int]:
+    """One user's rows, and the row that the rules lead to at the end."""
+    brands = items // _PER_BRAND
+    brand, colour, material, kind = (
+        int(generator.integers(count)) for count in (brands, len(COLOURS), len(MATERIALS), len(KINDS))
+    )
+    # Of another brand: any but the user's; with one brand there is no other.
+    others = (brand + generator.integers(1, max(brands, 2), length)) % brands
+    seen = np.where(generator.random(length) < fickle, others, brand)
+    seen[-1] = brand
+    steps = np.arange(length)
+    rows = _row(seen, (colour + steps) % len(COLOURS), material, (kind + steps) % len(KINDS))
+    expected, taken = int(rows[-1]), set(rows.tolist())
+    for step in np.flatnonzero(generator.random(length) < noise):
+        row = int(generator.integers(items))
+        while row in taken:
+            row = int(generator.integers(items))
+        taken.add(row)
+        rows[step] = row
+    return tuple(rows.tolist()), expected
+
+
+def _row(brand: np.ndarray, colour: np.ndarray, material: int, kind: np.ndarray) -> np.ndarray:
+    """Rows in the order of `make_catalogue_of_words`."""
+    return ((brand * len(COLOURS) + colour) * len(MATERIALS) + material) * len(KINDS) + kind

@@ -1,0 +1,238 @@
+"""Measures of a ranking with one relevant item, as functions of its rank, and how sure a mean of them is.
+
+The rank counts from 1 over the whole catalogue without the user's history; the target is never left out, even if the
+history holds it. Items that score the same as the target are *ties*, and a rule says where the target stands among
+them: behind them all ("against", the default: a query that tells nothing apart earns nothing), before them all
+("favour"), or anywhere with equal chance ("average": the mean over the places, as scikit-learn takes it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+TieRule = Literal["against", "average", "favour"]
+Measure = Callable[[np.ndarray], np.ndarray]
+
+MIXED_WEIGHTS: Mapping[str, float] = {"ndcg": 0.5, "mrr": 0.3, "hit": 0.2}
+"""Weights of `mixed`; whichever are given are divided by their sum."""
+
+
+class RankCounts(NamedTuple):
+    """i64 [B] each: items that score better than the target, and others that score the same."""
+
+    better: np.ndarray
+    ties: np.ndarray
+
+
+def count_better(scores: np.ndarray, targets: np.ndarray, exclude: Sequence[Sequence[int]]) -> RankCounts:
+    """Counts, for each row, the items that stand before the target and beside it.
+
+    Args:
+        scores: [B, I], higher is better; -inf is a score, NaN is none.
+        targets: i [B], catalogue rows.
+        exclude: For each row the catalogue rows that are left out (the target stays if it is among them).
+
+    Raises:
+        ValueError: If shapes do not fit or a score is NaN.
+    """
+    scores, targets = np.asarray(scores), np.asarray(targets)
+    if scores.ndim != 2 or targets.shape != scores.shape[:1] or len(exclude) != len(scores):
+        raise ValueError(
+            f"scores must be [B, I] with B targets and exclusions, got {scores.shape}, {targets.shape}, {len(exclude)}"
+        )
+    if np.isnan(scores).any():
+        raise ValueError("scores must not be NaN")
+    rows = np.arange(len(scores))
+    own = scores[rows, targets][:, None]
+    counted = np.ones(scores.shape, bool)
+    for row, left_out in enumerate(exclude):
+        counted[row, list(left_out)] = False
+    counted[rows, targets] = False
+    return RankCounts(((scores > own) & counted).sum(1), ((scores == own) & counted).sum(1))
+
+
+def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
+    """The target's rank f64 [B], from 1; under "average" the mean place, which may lie between two.
+
+    Raises:
+        ValueError: If the rule is unknown.
+    """
+    shares = {"against": 1.0, "average": 0.5, "favour": 0.0}
+    if rule not in shares:
+        raise ValueError(f"rule must be one of {', '.join(shares)}, got {rule!r}")
+    return 1.0 + np.asarray(counts.better, np.float64) + shares[rule] * np.asarray(counts.ties, np.float64)
+
+
+def measure_counts(measure: Measure, counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
+    """A measure under a rule for ties, f64 [B].
+
+    Under "average" it is the measure's mean over the tied places, (1 / (t+1)) Σ_{r=b+1}^{b+t+1} m(r) with b items
+    better and t tied, not the measure of the mean place: the two differ, and scikit-learn's `ndcg_score` is the first.
+
+    Args:
+        measure: Ranks → values.
+        counts: Of each row.
+        rule: For ties.
+    """
+    if rule != "average":
+        return measure(rank_of(counts, rule=rule))
+    better, ties = np.asarray(counts.better, np.int64), np.asarray(counts.ties, np.int64)
+    if not better.size:
+        return np.zeros(0)
+    last = better + ties + 1
+    total = np.concatenate([[0.0], np.cumsum(measure(np.arange(1.0, last.max() + 1)))])
+    # One place needs no difference of sums, and keeps its last digit.
+    return np.where(ties == 0, measure(better + 1.0), (total[last] - total[better]) / (ties + 1))
+
+
+def ndcg(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
+    """Normalised discounted cumulative gain with one relevant item, 1 / log2(1 + rank) (Järvelin & Kekäläinen 2002).
+
+    Args:
+        rank: f [..], from 1; NaN (no rank is known) stays NaN.
+        k: Ranks beyond it earn 0; None for no cut-off.
+
+    Raises:
+        ValueError: If a rank is below 1 or k is no positive whole number.
+    """
+    rank = _checked(rank)
+    return _cut(1.0 / np.log2(1.0 + rank), rank, k)
+
+
+def mrr(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
+    """Reciprocal rank, 1 / rank; arguments as in `ndcg`."""
+    rank = _checked(rank)
+    return _cut(1.0 / rank, rank, k)
+
+
+def hit(rank: np.ndarray, *, k: int | None = None, items: int | None = None) -> np.ndarray:
+    """Whether the target is among the first k: 1 or 0.
+
+    Without a cut-off every ranking is a hit; what is given then is the mean over all cut-offs from 1 to `items`,
+    (items - rank + 1) / items: the share of cut-offs that would find the target.
+
+    Args:
+        rank: f [..], from 1; NaN stays NaN.
+        k: The cut-off, or None.
+        items: How many items are ranked; needed without a cut-off.
+
+    Raises:
+        ValueError: If a rank is below 1 or beyond `items`, or neither k nor items is given.
+    """
+    rank = _checked(rank)
+    if k is not None:
+        return _cut(np.ones_like(rank), rank, k)
+    if items is None:
+        raise ValueError("items must be given where k is None: without a cut-off hit averages over all of them")
+    if (rank > items).any():
+        raise ValueError(f"ranks must be at most items = {items}, got {np.nanmax(rank)}")
+    return (items - rank + 1.0) / items
+
+
+def mixed(
+    rank: np.ndarray,
+    *,
+    k: int | None = None,
+    items: int | None = None,
+    weights: Mapping[str, float] = MIXED_WEIGHTS,
+) -> np.ndarray:
+    """Weighted mean of `ndcg`, `mrr` and `hit`: Σ wᵢ mᵢ / Σ wᵢ, so 1 is a perfect ranking whatever the weights.
+
+    Args:
+        rank: f [..], from 1; NaN stays NaN.
+        k: Cut-off of all three, or None.
+        items: How many items are ranked; needed for `hit` without a cut-off.
+        weights: Weight of each measure; one left out has none.
+
+    Raises:
+        ValueError: If a weight is negative or names no measure, or their sum is 0.
+    """
+    parts: dict[str, Measure] = {
+        "ndcg": lambda values: ndcg(values, k=k),
+        "mrr": lambda values: mrr(values, k=k),
+        "hit": lambda values: hit(values, k=k, items=items),
+    }
+    unknown = [name for name in weights if name not in parts]
+    if unknown or any(weight < 0 for weight in weights.values()) or not sum(weights.values()) > 0:
+        raise ValueError(f"weights must be >= 0, not all 0, for {', '.join(parts)}, got {dict(weights)}")
+    total = sum(weights.values())
+    return sum(weight / total * parts[name](rank) for name, weight in weights.items() if weight)
+
+
+def _checked(rank: np.ndarray) -> np.ndarray:
+    rank = np.asarray(rank, np.float64)
+    if (rank < 1).any():
+        raise ValueError(f"ranks count from 1, got {np.nanmin(rank)}")
+    return rank
+
+
+def _cut(values: np.ndarray, rank: np.ndarray, k: int | None) -> np.ndarray:
+    if k is None:
+        return values
+    if k < 1 or k != int(k):
+        raise ValueError(f"k must be None or a whole number from 1, got {k!r}")
+    return np.where(rank > k, 0.0, values)  # NaN is not beyond k
+
+
+# ----------------------------------------------------------------------------------------------- uncertainty
+
+
+class Interval(NamedTuple):
+    """A mean and the interval it lies in."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, seed: int = 0) -> list[Interval]:
+    """Percentile bootstrap intervals of means over users (Efron & Tibshirani 1993, ch. 13).
+
+    Users are drawn with replacement, all columns of a user together; an interval runs between the (1 ∓ level) / 2
+    quantiles of the means of the draws.
+
+    Args:
+        values: f [U, M]: M measures of U users.
+        level: Share of draws within.
+        samples: Draws.
+        seed: Of the draws: the same seed draws the same users.
+
+    Returns:
+        M intervals.
+
+    Raises:
+        ValueError: If values are not [U, M] with a user, or not finite, or another argument is out of range.
+    """
+    values = np.asarray(values, np.float64)
+    if values.ndim != 2 or not len(values):
+        raise ValueError(f"values must be [U, M] with at least one user, got {values.shape}")
+    if not np.isfinite(values).all():
+        raise ValueError("values must be finite: a user without a rank has no place in a mean")
+    if not 0 < level < 1 or samples < 1:
+        raise ValueError(f"level must be in (0, 1) and samples at least 1, got {level} and {samples}")
+    users, generator = len(values), np.random.Generator(np.random.PCG64(seed))
+    means = np.empty((samples, values.shape[1]))
+    for sample in range(samples):
+        drawn = np.bincount(generator.integers(0, users, users), minlength=users)
+        means[sample] = drawn @ values / users
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return [Interval(*map(float, column)) for column in zip(values.mean(0), low, high, strict=True)]
+
+
+def bootstrap_difference(
+    after: np.ndarray, before: np.ndarray, *, level: float = 0.95, samples: int = 1000, seed: int = 0
+) -> list[Interval]:
+    """Intervals of the mean gain of each user, after - before, both f [U, M] of the same users in the same order.
+
+    Paired: what makes a user easy or hard cancels, so this is narrower than two intervals side by side.
+
+    Raises:
+        ValueError: As `bootstrap`, or if the shapes differ.
+    """
+    after, before = np.asarray(after, np.float64), np.asarray(before, np.float64)
+    if after.shape != before.shape:
+        raise ValueError(f"after and before must have one shape, got {after.shape} and {before.shape}")
+    return bootstrap(after - before, level=level, samples=samples, seed=seed)

@@ -1,0 +1,149 @@
+"""Who took what, in which order: sequence files, ratings with a time, and prompts written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from grpo_jax.errors import UserError
+from grpo_jax.tasks.recommendation.catalogue import Catalogue, json_pairs, read_table
+from grpo_jax.tasks.recommendation.reading import Problems, read_text
+
+
+class UserSequence(NamedTuple):
+    """One user's items as catalogue rows, oldest first; the last one is what is to be predicted."""
+
+    user: str
+    items: tuple[int, ...]
+
+
+class Sequences(NamedTuple):
+    """All users, in the order of their file, and in plain words whom a rule left out (often nobody)."""
+
+    users: tuple[UserSequence, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
+    """Reads ``sequential.txt``: a line per user, ``user_id item1 … itemN target``, separated by white space.
+
+    Blank lines are skipped. An item may occur more than once in a line.
+
+    Raises:
+        UserError: If the file is missing or empty or has bad lines: no history (fewer than two items), an item that
+            is not in the catalogue, a user who had a line before. All of them are named at once.
+    """
+    text = read_text(path, "a line per user: user_id item1 … itemN target")
+    problems, lines, users = Problems(path), {}, []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        user, *items = line.split()
+        if user in lines:
+            problems.add(number, f"user {user} occurs twice (first on line {lines[user]})")
+            continue
+        lines[user] = number
+        unknown = [item for item in items if item not in catalogue.rows]
+        if unknown:
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            problems.add(number, f"user {user}: item {unknown[0]}{more} not in the catalogue")
+        elif len(items) < 2:
+            had = f"only item {items[0]}" if items else "nothing"
+            problems.add(number, f"user {user} has no history: a line needs at least two items, it has {had}")
+        else:
+            users.append(UserSequence(user, tuple(catalogue.rows[item] for item in items)))
+    problems.check()
+    if not users:
+        raise UserError(f"{path} has no users")
+    return Sequences(tuple(users))
+
+
+def read_ratings(
+    path: str | Path, catalogue: Catalogue, *, minimum_rating: float = 0.0, minimum_items: int = 2
+) -> Sequences:
+    """Reads ratings as MovieLens publishes them: a CSV with userId, movieId, rating and timestamp.
+
+    A user's items are sorted by time; ratings of the same second keep the order of the file. Ratings below
+    ``minimum_rating`` do not count, and users with fewer than ``minimum_items`` that do are left out: ``notes`` says
+    how many.
+
+    Raises:
+        UserError: If the file is missing or empty or has bad lines: a field that is no number, an item that is not in
+            the catalogue, an item that a user rated twice. All of them are named at once.
+        ValueError: If minimum_items is below 2: a history and a target.
+    """
+    if minimum_items < 2:
+        raise ValueError(f"minimum_items must be at least 2, got {minimum_items}")
+    text = read_text(path, "a CSV with userId, movieId, rating and timestamp")
+    rows, problems = read_table(path, text, ("userId", "movieId", "rating", "timestamp"))
+    events: dict[str, dict[int, float]] = {}
+    below = 0
+    for line, row in rows:
+        user, item = row["userId"].strip(), row["movieId"].strip()
+        try:
+            rating, time = float(row["rating"]), float(row["timestamp"])
+        except ValueError:
+            problems.add(line, f"rating and timestamp must be numbers, got {row['rating']!r} and {row['timestamp']!r}")
+            continue
+        if not user or rating != rating or time != time:
+            problems.add(line, "a blank user or a rating or timestamp that is NaN")
+        elif item not in catalogue.rows:
+            problems.add(line, f"user {user}: item {item} not in the catalogue")
+        elif catalogue.rows[item] in events.setdefault(user, {}):
+            problems.add(line, f"user {user} rated item {item} twice")
+        else:
+            # Kept although it may not count: rating it again would still be a mistake of the file.
+            events[user][catalogue.rows[item]] = time if rating >= minimum_rating else float("nan")
+            below += rating < minimum_rating
+    problems.check()
+    return _sorted_sequences(path, events, below, minimum_rating, minimum_items)
+
+
+def _sorted_sequences(
+    path: str | Path, events: dict[str, dict[int, float]], below: int, minimum_rating: float, minimum_items: int
+) -> Sequences:
+    users = []
+    for user, times in events.items():
+        counted = [(time, item) for item, time in times.items() if time == time]
+        items = tuple(item for _, item in sorted(counted, key=lambda event: event[0]))  # stable: file order in a tie
+        if len(items) >= minimum_items:
+            users.append(UserSequence(user, items))
+    notes = []
+    if below:
+        notes.append(f"{below} ratings below {minimum_rating:g} do not count")
+    if len(users) < len(events):
+        notes.append(f"{len(events) - len(users)} users with fewer than {minimum_items} items are left out")
+    if not users:
+        raise UserError(f"{path} has no user with at least {minimum_items} items; {'; '.join(notes) or 'it is empty'}")
+    return Sequences(tuple(users), tuple(notes))
+
+
+def read_user_prompts(path: str | Path, users: Sequence[UserSequence]) -> dict[str, str]:
+    """Reads ``prompts.json``, ``{user_id: prompt_text}``: one prompt for each user of the sequence file.
+
+    Raises:
+        UserError: If the file is missing or bad: a prompt that is blank or no text, a user who occurs twice, has no
+            sequence, or has no prompt. All of them are named at once.
+    """
+    text = read_text(path, 'an object {"user_id": "prompt text"}')
+    problems, prompts = Problems(path), {}
+    for user, prompt in json_pairs(text, problems, '{"user_id": "prompt text"}'):
+        if user in prompts:
+            problems.add(None, f"user {user} occurs twice")
+        elif not isinstance(prompt, str):
+            problems.add(None, f"the prompt of user {user} must be text, got {type(prompt).__name__}")
+        elif not prompt.strip():
+            problems.add(None, f"the prompt of user {user} is blank")
+        prompts.setdefault(user, prompt)
+    if not prompts and not problems.found:
+        problems.add(None, "it has no prompts")
+    known = dict.fromkeys(user.user for user in users)
+    for user in prompts:
+        if user not in known:
+            problems.add(None, f"user {user} has no sequence")
+    for user in known if prompts else ():
+        if user not in prompts:
+            problems.add(None, f"user {user} has no prompt")
+    problems.check()
+    return {user: prompt.strip() for user, prompt in prompts.items()}

@@ -1,0 +1,335 @@
+"""CartPole's peer: the same GRPO and PPO as a plain PyTorch loop over gymnasium.
+
+    python benchmarks/cartpole_torch.py --config configs/cartpole_grpo.yaml [--seed 0] [--stepping vector] [--threads 1]
+
+Network, batch, losses and settings are those of the config. Carts of an iteration are stepped together, forward passes
+are batched and in inference mode, the update sees the steps that happened and no padding. Three ways to step: "vector"
+(gymnasium's CartPole written in NumPy for many carts), "several" (one gymnasium environment per cart, those that are
+over left out) and "single" (one environment, one episode after the other; GRPO alone). Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium
+import numpy as np
+import torch
+import yaml
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from torch import Tensor, nn
+
+from grpo_jax.cartpole.config import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, cartpole_from_dict
+
+LIMIT = 500  # steps of CartPole-v1
+START = 0.05  # each number of a start is uniform in ±0.05
+
+
+class Steps(NamedTuple):
+    """Steps of R carts, time first."""
+
+    observations: np.ndarray  # [T, R, 4], before the step
+    actions: np.ndarray  # [T, R]
+    mask: np.ndarray  # [T, R], the steps that happened
+    terminated: np.ndarray  # [T, R]
+    truncated: np.ndarray  # [T, R], ended by the time limit alone
+    following: np.ndarray  # [T, R, 4], after the step and before a reset
+
+
+class Batch(NamedTuple):
+    """The steps of one update, one row each."""
+
+    observations: Tensor  # [S, 4]
+    actions: Tensor  # [S], 1 for right
+    old_logprobs: Tensor  # [S]
+    advantages: Tensor  # [S]
+    values: Tensor  # [S], PPO's, before the updates
+    returns: Tensor  # [S], and their targets
+
+
+class Carts:
+    """R carts in gymnasium's NumPy environment."""
+
+    def __init__(self, count: int, rng: np.random.Generator):
+        self.rng, self.envs = rng, CartPoleVectorEnv(count)
+        self.envs.reset(seed=0)
+
+    def place(self, rows: np.ndarray, starts: np.ndarray) -> None:
+        """Begins new episodes; the environment's own reset would cost a step."""
+        self.envs.state[:, rows], self.envs.steps[rows], self.envs.prev_done[rows] = starts.T, 0, False
+
+    def step(self, actions: np.ndarray, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All carts; what comes from those that are over is not used."""
+        self.envs.prev_done[~alive] = False
+        observations, _, terminated, truncated, _ = self.envs.step(actions)
+        return observations, terminated & alive, truncated & ~terminated & alive
+
+
+class SeparateCarts:
+    """R gymnasium environments; those that are over are not stepped."""
+
+    def __init__(self, count: int, rng: np.random.Generator):
+        self.rng = rng
+        self.envs = [gymnasium.make("CartPole-v1", disable_env_checker=True) for _ in range(count)]
+
+    def place(self, rows: np.ndarray, starts: np.ndarray) -> None:
+        """Begins new episodes."""
+        for row, start in zip(rows, starts, strict=True):
+            self.envs[row].reset()
+            self.envs[row].unwrapped.state = start
+
+    def step(self, actions: np.ndarray, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The carts that are on their way."""
+        observations = np.zeros((len(alive), 4), np.float32)
+        terminated, truncated = np.zeros(len(alive), bool), np.zeros(len(alive), bool)
+        for row in np.flatnonzero(alive):
+            observations[row], _, terminated[row], limit, _ = self.envs[row].step(int(actions[row]))
+            truncated[row] = limit and not terminated[row]
+        return observations, terminated, truncated
+
+
+def starts(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Fresh states `[count, 4]`."""
+    return rng.uniform(-START, START, (count, 4))
+
+
+def draw(policy: nn.Module, observations: np.ndarray) -> np.ndarray:
+    """An action for each observation."""
+    return torch.bernoulli(torch.sigmoid(policy(torch.from_numpy(observations)))[:, 0]).to(torch.int64).numpy()
+
+
+def likelier(policy: nn.Module, observations: np.ndarray) -> np.ndarray:
+    """The action of probability above a half."""
+    return (policy(torch.from_numpy(observations))[:, 0] > 0).to(torch.int64).numpy()
+
+
+@torch.inference_mode()
+def play_episodes(carts: Carts | SeparateCarts, policy: nn.Module, states: np.ndarray, act=draw) -> Steps:
+    """One episode from each state."""
+    count = len(states)
+    carts.place(np.arange(count), states)
+    rows, observations, alive = [], states.astype(np.float32), np.ones(count, bool)
+    while alive.any():
+        actions = act(policy, observations)
+        following, terminated, truncated = carts.step(actions, alive)
+        rows.append((observations, actions, alive, terminated, truncated, following))
+        observations, alive = following, alive & ~(terminated | truncated)
+    return Steps(*(np.stack(column) for column in zip(*rows, strict=True)))
+
+
+def play_episodes_singly(carts: SeparateCarts, policy: nn.Module, states: np.ndarray) -> Steps:
+    """The same, one episode after the other."""
+    parts = [play_episodes(carts, policy, state[None]) for state in states]
+    longest = max(len(part.mask) for part in parts)
+
+    def joined(arrays):
+        return np.concatenate([np.pad(a, [(0, longest - len(a))] + [(0, 0)] * (a.ndim - 1)) for a in arrays], axis=1)
+
+    return Steps(*(joined(arrays) for arrays in zip(*parts, strict=True)))
+
+
+@torch.inference_mode()
+def play_steps(carts: Carts | SeparateCarts, policy: nn.Module, observations: np.ndarray, count: int):
+    """A number of steps of every cart, starting anew where an episode ends; and where the carts are then."""
+    rows, alive = [], np.ones(len(observations), bool)
+    for _ in range(count):
+        actions = draw(policy, observations)
+        following, terminated, truncated = carts.step(actions, alive)
+        rows.append((observations, actions, alive, terminated, truncated, following))
+        observations, over = following, np.flatnonzero(terminated | truncated)
+        if len(over):
+            fresh = starts(carts.rng, len(over))
+            carts.place(over, fresh)
+            observations = following.copy()
+            observations[over] = fresh
+    return Steps(*(np.stack(column) for column in zip(*rows, strict=True))), observations
+
+
+def make_network(settings: CartPoleNetwork, gain: float) -> nn.Sequential:
+    """Perceptron with one output and orthogonal weights, the last layer's scaled by `gain`."""
+    sizes, layers = [4, *settings.hidden], []
+    for inputs, width in itertools.pairwise(sizes):
+        layers += [nn.Linear(inputs, width), {"tanh": nn.Tanh, "relu": nn.ReLU}[settings.activation]()]
+    layers.append(nn.Linear(sizes[-1], 1))
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            nn.init.orthogonal_(layer.weight, gain if layer is layers[-1] else 2**0.5)
+            nn.init.zeros_(layer.bias)
+    return nn.Sequential(*layers)
+
+
+def logprobs_of(policy: nn.Module, observations: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the actions, and entropies: with log-odds z, log σ(z) = -softplus(-z)."""
+    odds = policy(observations)[:, 0]
+    right, left = nn.functional.logsigmoid(odds), nn.functional.logsigmoid(-odds)
+    probability = torch.sigmoid(odds)
+    return torch.where(actions == 1, right, left), -(probability * right + (1 - probability) * left)
+
+
+def policy_loss(policy: nn.Module, batch: Batch, settings: CartPoleAlgorithm) -> Tensor:
+    """Clipped surrogate, k3 KL to the reference (the policy that the iteration began with), entropy bonus."""
+    logprobs, entropy = logprobs_of(policy, batch.observations, batch.actions)
+    difference = batch.old_logprobs - logprobs
+    ratio = torch.exp(-difference)
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
+    if settings.kl_coef:
+        loss = loss + settings.kl_coef * (torch.expm1(difference) - difference).mean()
+    return loss - settings.entropy_coef * entropy.mean()
+
+
+def value_loss(value: nn.Module, batch: Batch, settings: CartPoleAlgorithm) -> Tensor:
+    """Half the squared error, clipped or not."""
+    values = value(batch.observations)[:, 0]
+    error = (values - batch.returns).square()
+    if settings.value_clip:
+        near = batch.values + (values - batch.values).clamp(-settings.value_clip, settings.value_clip)
+        error = torch.maximum(error, (near - batch.returns).square())
+    return 0.5 * error.mean()
+
+
+def discounted_returns(mask: np.ndarray, discount: float) -> np.ndarray:
+    """Discounted sum of what is still to come, `[T, R]`; every step that happens pays 1."""
+    returns, following = np.zeros(mask.shape, np.float32), np.zeros(mask.shape[1], np.float32)
+    for step in reversed(range(len(returns))):
+        following = (1 + discount * following) * mask[step]
+        returns[step] = following
+    return returns
+
+
+def group_batch(steps: Steps, policy: nn.Module, config: CartPoleConfig) -> Batch:
+    """GRPO: returns normalised over all steps of a group; rows of a group stand side by side."""
+    returns = discounted_returns(steps.mask, config.algorithm.discount)
+    advantages = np.zeros_like(returns)
+    for group in range(config.rollout.groups):
+        columns = slice(group * config.rollout.group_size, (group + 1) * config.rollout.group_size)
+        exists = steps.mask[:, columns]
+        lengths = exists.sum(0)
+        if lengths.min() < lengths.max():  # episodes that all went alike have nothing to teach
+            present = returns[:, columns][exists]
+            advantages[:, columns][exists] = (present - present.mean()) / (present.std(ddof=1) + 1e-4)
+    taken = [torch.from_numpy(a[steps.mask]) for a in (steps.observations, steps.actions, advantages)]
+    with torch.no_grad():
+        old, _ = logprobs_of(policy, taken[0], taken[1])
+    return Batch(taken[0], taken[1], old, taken[2], old, old)  # no values
+
+
+def value_batch(steps: Steps, policy: nn.Module, value: nn.Module, settings: CartPoleAlgorithm) -> Batch:
+    """PPO: GAE; a termination is worth nothing afterwards, the time limit bootstraps."""
+    observations, following = torch.from_numpy(steps.observations), torch.from_numpy(steps.following)
+    actions = torch.from_numpy(steps.actions)
+    with torch.no_grad():
+        here, after = value(observations)[..., 0].numpy(), value(following)[..., 0].numpy()
+        old, _ = logprobs_of(policy, observations.flatten(0, 1), actions.flatten())
+    residual = 1 + settings.discount * after * ~steps.terminated - here
+    carry = settings.discount * settings.trace * ~(steps.terminated | steps.truncated)
+    advantages, later = np.zeros_like(here), np.zeros(here.shape[1], np.float32)
+    for step in reversed(range(len(here))):
+        later = residual[step] + carry[step] * later
+        advantages[step] = later
+    flat = [torch.from_numpy(a).flatten() for a in (advantages, here, advantages + here)]
+    return Batch(observations.flatten(0, 1), actions.flatten(), old, *flat)
+
+
+class Learner:
+    """Networks, optimizer and carts of one run."""
+
+    def __init__(self, config: CartPoleConfig, seed: int, stepping: str):
+        torch.manual_seed(seed)
+        self.config, self.rng, self.stepping = config, np.random.default_rng(seed), stepping
+        self.policy = make_network(config.network, 0.01)
+        self.value = make_network(config.network, 1.0) if config.algorithm.name == "ppo" else None
+        networks = [self.policy] + ([self.value] if self.value else [])
+        self.parameters = [weight for network in networks for weight in network.parameters()]
+        rates = (config.optimizer.beta1, config.optimizer.beta2)
+        self.optimizer = torch.optim.Adam(self.parameters, config.optimizer.learning_rate, rates, 1e-5, fused=True)
+        rollout = config.rollout
+        self.count = rollout.environments if self.value else rollout.groups * rollout.group_size
+        kind = Carts if stepping == "vector" else SeparateCarts
+        self.carts = kind(1 if stepping == "single" else self.count, self.rng)
+        self.judged = Carts(config.evaluation.episodes, self.rng)
+        if self.value:
+            first = starts(self.rng, self.count)
+            self.carts.place(np.arange(self.count), first)
+            self.observations = first.astype(np.float32)
+
+    def collect(self) -> tuple[Batch, int]:
+        """Plays one iteration: the batch, and its number of steps."""
+        rollout = self.config.rollout
+        if self.value:
+            steps, self.observations = play_steps(self.carts, self.policy, self.observations, rollout.steps)
+            return value_batch(steps, self.policy, self.value, self.config.algorithm), steps.mask.size
+        states = np.repeat(starts(self.rng, rollout.groups), rollout.group_size, axis=0)
+        play = play_episodes_singly if self.stepping == "single" else play_episodes
+        steps = play(self.carts, self.policy, states)
+        return group_batch(steps, self.policy, self.config), int(steps.mask.sum())
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Policy loss, and PPO's value loss."""
+        settings = self.config.algorithm
+        if not self.value:
+            return policy_loss(self.policy, batch, settings)
+        advantages = (batch.advantages - batch.advantages.mean()) / (batch.advantages.std() + 1e-4)
+        loss = policy_loss(self.policy, batch._replace(advantages=advantages), settings)
+        return loss + settings.value_coef * value_loss(self.value, batch, settings)
+
+    def update(self, batch: Batch) -> None:
+        """Several passes over the batch."""
+        settings, size = self.config.algorithm, len(batch.actions)
+        for _ in range(settings.epochs):
+            order = torch.randperm(size).chunk(settings.minibatches) if settings.minibatches > 1 else [slice(None)]
+            for rows in order:
+                self.optimizer.zero_grad()
+                self.loss(Batch(*(column[rows] for column in batch))).backward()
+                if self.config.optimizer.max_grad_norm:
+                    nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm)
+                self.optimizer.step()
+
+    def evaluate(self) -> float:
+        """Mean return of fresh episodes with the likelier action."""
+        states = starts(self.rng, self.config.evaluation.episodes)
+        return float(play_episodes(self.judged, self.policy, states, likelier).mask.sum(0).mean())
+
+
+def load(path: Path) -> CartPoleConfig:
+    """The settings of a config file."""
+    return cartpole_from_dict(yaml.safe_load(path.read_text()))
+
+
+def train(config: CartPoleConfig, seed: int, stepping: str = "vector", *, evaluate: bool = True) -> dict:
+    """One run: steps, seconds, evaluations as (iteration, environment steps, seconds, mean return)."""
+    learner, total, evaluations = Learner(config, seed, stepping), 0, []
+    began = time.perf_counter()
+    for iteration in range(1, config.training.iterations + 1):
+        if config.optimizer.schedule == "linear":
+            rate = config.optimizer.learning_rate * (1 - (iteration - 1) / config.training.iterations)
+            learner.optimizer.param_groups[0]["lr"] = rate
+        batch, steps = learner.collect()
+        learner.update(batch)
+        total += steps
+        if evaluate and iteration % config.evaluation.every == 0:
+            evaluations.append((iteration, total, time.perf_counter() - began, learner.evaluate()))
+    seconds = time.perf_counter() - began
+    return {"seed": seed, "stepping": stepping, "steps": total, "seconds": seconds, "evaluations": evaluations}
+
+
+def main() -> None:
+    """Trains once and prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stepping", choices=("vector", "several", "single"), default="vector")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    result = train(load(options.config), options.seed, options.stepping)
+    print(json.dumps({**result, "threads": options.threads, "steps_per_second": result["steps"] / result["seconds"]}))
+
+
+if __name__ == "__main__":
+    main()

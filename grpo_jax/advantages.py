@@ -314,12 +314,13 @@ def distinct_advantages(
         advantages, counted, axis = advantages.reshape(-1), counted.reshape(-1), 0
     if not -advantages.ndim <= axis < advantages.ndim:
         raise ValueError(f"axis must be one of the {advantages.ndim} axes of advantages, got {axis}")
+    some = counted.any(axis=axis, keepdims=True)
+    highest = select(some, jnp.max(advantages, axis=axis, keepdims=True, where=counted, initial=-jnp.inf))
+    lowest = select(some, jnp.min(advantages, axis=axis, keepdims=True, where=counted, initial=jnp.inf))
     # What does not count takes the largest value that does: it adds no step between neighbours.
-    highest = jnp.max(advantages, axis=axis, keepdims=True, where=counted, initial=-jnp.inf)
-    lowest = jnp.min(advantages, axis=axis, keepdims=True, where=counted, initial=jnp.inf)
     ordered = jnp.sort(jnp.where(counted, advantages, highest), axis=axis)
     steps = jnp.diff(ordered, axis=axis) > tolerance * (highest - lowest)
-    return jnp.sum(steps, axis=axis, dtype=jnp.int32) + counted.any(axis=axis).astype(jnp.int32)
+    return jnp.sum(steps, axis=axis, dtype=jnp.int32) + jnp.squeeze(some, axis).astype(jnp.int32)
 
 
 def _chains(conditions: Sequence[Condition], objectives: int) -> dict[int, set[tuple[int, float]]]:

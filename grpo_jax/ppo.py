@@ -41,7 +41,8 @@ class ValueMetrics(NamedTuple):
         error, target = self.error.value(), self.target.value()
         of_target = self.squared_target.value() - jnp.square(target)
         of_error = self.squared_error.value() - jnp.square(error)
-        varies = of_target > 8 * jnp.finfo(of_target.dtype).eps * self.squared_target.value()
+        noise = 8 * jnp.finfo(of_target.dtype).eps * self.squared_target.value()
+        varies = ~(of_target <= noise)  # true for a NaN too, which must not become a quiet 0
         return jnp.where(varies, 1 - safe_divide(of_error, jnp.where(varies, of_target, 0)), 0)
 
 

@@ -13,15 +13,16 @@ from grpo_jax.masking import as_float, as_mask, masked_whiten, select
 
 
 def _as_fraction(name: str, value: ArrayLike, like: jax.Array) -> jax.Array:
-    """A discount or trace as an array of `like`'s shape; what is known now must lie in [0, 1]."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be a number in [0, 1], got {value}")
-    if isinstance(value, (int, float, np.number)):
-        if not 0 <= value <= 1:
+    """A discount or trace as an array of `like`'s shape; what is known while tracing must lie in [0, 1]."""
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+        if value.ndim == 0 and value.dtype.kind in "iu":
+            value = value.astype(np.float32)
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f"{name} must be of a floating type, got {value.dtype}")
+        undefined = np.isnan(value) & (value.ndim == 0)  # an array may hold anything where it is masked
+        if ((value < 0) | (value > 1) | undefined).any():
             raise ValueError(f"{name} must be in [0, 1], got {value}")
-        return jnp.full(like.shape, value, like.dtype)
-    if isinstance(value, np.ndarray) and ((value < 0) | (value > 1)).any():
-        raise ValueError(f"{name} must be in [0, 1], got values from {np.nanmin(value)} to {np.nanmax(value)}")
     array = as_float(name, value).astype(like.dtype)
     if array.shape not in ((), like.shape):
         raise ValueError(f"{name} must be a scalar or have shape {like.shape}, got {array.shape}")

@@ -16,7 +16,8 @@ def high_entropy_mask(entropy: ArrayLike, mask: ArrayLike, *, share: float) -> j
     From "Beyond the 80/20 Rule" (https://arxiv.org/abs/2506.01939), which trains on a share of 0.2. Give it to
     `grpo_loss` as `token_weights`: the other tokens' policy term is 0 and the denominators stay. The quantile is
     interpolated linearly and tokens equal to it are in, so there may be more than the share. It is that of the
-    arrays given: ask for a whole batch at once if its parts are to agree.
+    arrays given: ask for a whole batch at once if its parts are to agree. The selection is TRL's
+    `get_high_entropy_mask`; an entropy bonus there sees the selected tokens alone, in `grpo_loss` all of them.
 
     Args:
         entropy: `[.., T]`, floating.
@@ -50,7 +51,8 @@ def without_truncated(mask: ArrayLike, truncated: ArrayLike) -> jax.Array:
     """The mask without the rows that were cut off before they ended.
 
     Their reward judges a text that the policy did not finish; DAPO's "overlong filtering"
-    (https://arxiv.org/abs/2503.14476, section 3.4). A row without tokens counts in no denominator.
+    (https://arxiv.org/abs/2503.14476, section 3.4). A row without tokens counts in no denominator; TRL leaves it
+    in the number of rows, which makes the other rows' gradients smaller.
 
     Args:
         mask: bool `[.., T]`.
@@ -109,7 +111,8 @@ def truncated_importance_weights(
     of each token, or of the whole row: the product of its tokens' ratios. An inference engine in another
     precision draws from a slightly different policy. From "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training" (https://fengyao.notion.site/off-policy-rl). Give them to `grpo_loss` as
-    `token_weights`. They are constants to gradients.
+    `token_weights`. They are constants to gradients. The same as TRL's "token_truncate" and "sequence_truncate",
+    save that a NaN from the sampler stays one; TRL takes such a token for right.
 
     Args:
         old_logprobs: `[.., T]`, floating: the trainer's, of the policy that drew the tokens.

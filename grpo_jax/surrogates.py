@@ -20,7 +20,8 @@ class Clip:
     Attributes:
         low: how far below 1 the ratio pays.
         high: how far above 1 (DAPO's "clip higher" when it is more than `low`).
-        dual: upper bound of the ratio where the advantage is negative (https://arxiv.org/abs/1912.09729).
+        dual: upper bound of the ratio where the advantage is negative (https://arxiv.org/abs/1912.09729). TRL's
+            `delta` bounds both signs; above 1 + high, where it belongs, that is the same.
     """
 
     low: float = 0.2

@@ -30,12 +30,12 @@ BONUS = {"entropy_coef": 0.2, "_entropy_bonus_enabled": True}
 LOSS, SCORES = "GRPOTrainer._compute_loss", "GRPOTrainer._generate_and_score_completions"
 
 
-def our_loss(parts, choices, **options):
+def our_loss(parts, choices, *, entropy_mask=1, **options):
     """(value, gradients of log-probabilities and entropies, metrics)."""
 
     def loss(logprobs, entropy):
         return grpo_loss(
-            logprobs, parts["old"], parts["advantages"], parts["mask"], entropy=entropy,
+            logprobs, parts["old"], parts["advantages"], parts["mask"], entropy=entropy * entropy_mask,
             **{"ref_logprobs": parts["ref"]} | choices | options,
         )  # fmt: skip
 

@@ -6,11 +6,12 @@ pytest.importorskip("trl", reason="TRL is the oracle of this file: pip install -
 
 from oracle import run
 from oracle_trl_cases import CASES
+from oracle_trl_selection import CASES as SELECTION
 
 TOLERANCE = 1e-6
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES + SELECTION, ids=lambda case: case.id)
 def test_agrees_with_trl(case):
     for seed in range(2):
         value, gradient = run(case, seed)

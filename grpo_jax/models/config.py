@@ -5,9 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_jax.models.lora import PROJECTIONS
 from grpo_jax.models.rope import SCALINGS, RopeConfig
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "tanh")
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 MODEL_TYPES = ("llama", "qwen2", "qwen3", *VISION_TYPES)
 
@@ -23,7 +24,7 @@ _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
 
 # Fields other models use to change what is computed, and the values at which they change nothing.
 # A folder that sets one of them to something else would be computed wrongly, so it is refused.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0,),
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
@@ -117,6 +118,11 @@ class DecoderConfig:
         if len(self.windows) != self.num_layers:
             raise ValueError(f"windows must have one entry per layer ({self.num_layers}), got {self.windows}")
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names that adapters can be put on."""
+        return PROJECTIONS
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
         """Read the contents of a ``config.json``, flat or with ``text_config`` / ``rope_parameters``.
@@ -169,11 +175,20 @@ def _text_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     return fields
 
 
-def _refuse_unsupported(fields: Mapping[str, Any], model_type: str) -> None:
-    for name, neutral in _NEUTRAL.items():
+def refuse_changed(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
+    """Refuse fields with a value other than those at which they change nothing; absent ones and None pass.
+
+    Raises:
+        ValueError: naming the field and its value.
+    """
+    for name, values in neutral.items():
         value = fields.get(name)
-        if value is not None and value not in neutral:
+        if value is not None and value not in values:
             raise ValueError(f"{name}={value!r} is not supported for model_type {model_type!r}")
+
+
+def _refuse_unsupported(fields: Mapping[str, Any], model_type: str) -> None:
+    refuse_changed(fields, NEUTRAL, model_type)
     if model_type.startswith("qwen2") and fields.get("attention_bias") is False:
         raise ValueError("attention_bias=False is not supported: Qwen2 always has query, key, value biases")
     if model_type != "llama" and fields.get("mlp_bias"):

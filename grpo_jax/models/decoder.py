@@ -1,9 +1,11 @@
 """A causal language model as pure functions: prefill, decode, forward_group, head.
 
-One scanned decoder serves Llama, Qwen2, Qwen2.5, Qwen3 and the language models of Qwen-VL. It runs prompts
-[P, L] and, for each, a group of completions [P, G, T] that read the prompt's keys and values where they are.
+One scanned decoder serves Llama, Qwen2, Qwen2.5, Qwen3, the language models of Qwen-VL, and GPT-2: the configuration
+chooses the layer and how positions enter. It runs prompts [P, L] and, for each, a group of completions [P, G, T]
+that read the prompt's keys and values where they are.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,13 +15,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from grpo_jax.models import cache as caches
+from grpo_jax.models import gpt2, llama
 from grpo_jax.models.cache import Cache, Prefix
 from grpo_jax.models.config import DecoderConfig
-from grpo_jax.models.layers import Block, Context, LayerInput, RMSNorm, Tokens
-from grpo_jax.models.lora import LoraConfig, init_adapters
+from grpo_jax.models.gpt2 import GPT2Config
+from grpo_jax.models.layers import Context, LayerInput, Tokens
+from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters
 from grpo_jax.models.rope import rotation
 
 Variables = Mapping[str, Any]
+ModelConfig = DecoderConfig | GPT2Config
 
 
 class Policy(NamedTuple):
@@ -37,6 +42,8 @@ class Policy(NamedTuple):
             mask bool [P, G, T]) -> hidden [P, G, T, D], the states that predict each completion token
             (the first is the prompt's last state). The prompt is computed once for its group.
         head: (variables) -> unembedding [V, D]; logits are hidden @ head.T.
+        max_positions: how many tokens prompt and completion may have together, where positions are learned;
+            None where they go on (rotations).
     """
 
     prefill: Callable[..., Prefix]
@@ -44,6 +51,7 @@ class Policy(NamedTuple):
     init_cache: Callable[..., Cache]
     forward_group: Callable[..., jax.Array]
     head: Callable[[Variables], jax.Array]
+    max_positions: int | None = None
 
 
 class Decoder(nn.Module):
@@ -57,7 +65,7 @@ class Decoder(nn.Module):
         lora: adapters' configuration; they are used where the ``lora`` collection holds them.
     """
 
-    config: DecoderConfig
+    config: ModelConfig
     dtype: jax.typing.DTypeLike = jnp.float32
     param_dtype: jax.typing.DTypeLike = jnp.float32
     remat: bool = True
@@ -66,11 +74,14 @@ class Decoder(nn.Module):
     def setup(self):
         """Declare the weights, layers stacked along a leading axis."""
         c = self.config
-        init = nn.initializers.normal(c.initializer_range)
-        self.embed_tokens = self.param("embed_tokens", init, (c.vocab_size, c.hidden_size), self.param_dtype)
+        learned_positions = isinstance(c, GPT2Config)
+        family = gpt2 if learned_positions else llama
+        self.embed_tokens = self._embedding("embed_tokens", c.vocab_size)
+        if learned_positions:
+            self.embed_positions = self._embedding("embed_positions", c.max_positions)
         if not c.tie_word_embeddings:
-            self.lm_head = self.param("lm_head", init, (c.vocab_size, c.hidden_size), self.param_dtype)
-        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+            self.lm_head = self._embedding("lm_head", c.vocab_size)
+        block = nn.remat(family.Block, prevent_cse=False) if self.remat else family.Block
         stack = nn.scan(
             block,
             variable_axes={"params": 0, "lora": 0},
@@ -79,7 +90,10 @@ class Decoder(nn.Module):
             length=c.num_layers,
         )
         self.layers = stack(c, self.dtype, self.param_dtype, self.lora)
-        self.norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+        self.norm = family.final_norm(c, self.param_dtype)
+
+    def _embedding(self, name: str, rows: int) -> jax.Array:
+        return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size), self.param_dtype)
 
     def __call__(
         self,
@@ -92,27 +106,29 @@ class Decoder(nn.Module):
 
         Args:
             tokens: i32 [P, S], the prompts' unless ``prefix`` is given, then the completions'.
-            context: their rotations, positions and masks.
+            context: their positions and masks.
             prefix: the prompts' keys and values [layers, P, K, L, E] when the prompts do not run.
             cache: the completions' keys and values so far [layers, P, K, G, T, E].
 
         Returns:
-            Final states [P, S, D], and the new keys and values of every layer (see ``Block``).
+            Final states [P, S, D], and the new keys and values of every layer (see ``attend_streams``).
         """
+        c = self.config
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
-        x, fresh = self.layers(x, LayerInput(self._windows(), prefix, cache), context)
+        if isinstance(c, GPT2Config):
+            # Past the table's end comes NaN, never another token's position.
+            places = jnp.take(self.embed_positions, context.positions, axis=0, mode="fill", fill_value=jnp.nan)
+            x = x + places.astype(self.dtype)
+            given = LayerInput(scale=gpt2.score_scales(c))
+        else:
+            context = context._replace(rotation=rotation(c.rope, c.head_dim, context.positions))
+            given = LayerInput(window=llama.windows(c))
+        x, fresh = self.layers(x, given._replace(prefix=prefix, cache=cache), context)
         return self.norm(x), fresh
-
-    def _windows(self) -> jax.Array | None:
-        """Window per layer i32 [layers]; None when no layer has one."""
-        if all(window is None for window in self.config.windows):
-            return None
-        everything = jnp.iinfo(jnp.int32).max
-        return jnp.array([everything if w is None else w for w in self.config.windows], jnp.int32)
 
 
 def make_policy(
-    config: DecoderConfig,
+    config: ModelConfig,
     *,
     compute_dtype: str = "float32",
     remat: bool = True,
@@ -127,9 +143,12 @@ def make_policy(
         lora: configuration of the adapters, if variables will hold any.
 
     Raises:
-        ValueError: if the dtype is another one.
+        ValueError: if the dtype is another one, or an adapter's target is no projection of this architecture.
     """
     dtype = _dtype(compute_dtype, "compute_dtype")
+    if lora is not None:
+        check_targets(lora, config.projections, config.model_type)
+    limit = config.max_positions if isinstance(config, GPT2Config) else None
     decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora)
 
     def apply(variables: Variables, *args, **kwargs):
@@ -140,12 +159,13 @@ def make_policy(
     def prefill(variables: Variables, tokens: jax.Array, mask: jax.Array) -> Prefix:
         _check_tokens("tokens", tokens, mask, 2)
         prompt, lengths = _prompt(mask)
-        context = Context(*rotation(config.rope, config.head_dim, prompt.positions), prompt)
+        _check_room("tokens", mask, 0, limit)
+        context = Context(prompt.positions, prompt)
         hidden, (keys, values) = apply(variables, jnp.where(mask, tokens, 0), context)
         return Prefix(hidden[:, -1], keys, values, mask, prompt.positions, lengths)
 
     def decode(variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        context = _decode_context(config, prefix, cache, tokens.shape[1])
+        context = _decode_context(prefix, cache, tokens.shape[1])
         remembered = (prefix.keys, prefix.values), (cache.keys, cache.values)
         hidden, fresh = apply(variables, tokens, context, *remembered)
         return hidden, caches.append(cache, *fresh)
@@ -159,8 +179,9 @@ def make_policy(
     ) -> jax.Array:
         _check_tokens("prompt_tokens", prompt_tokens, prompt_mask, 2)
         _check_tokens("tokens", tokens, mask, 3)
+        _check_room("prompt_tokens", prompt_mask, tokens.shape[2], limit)
         prompt, lengths = _prompt(prompt_mask)
-        context = _group_context(config, prompt, lengths, tokens.shape)
+        context = _group_context(prompt, lengths, tokens.shape)
         inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
         row = jnp.concatenate(
             [jnp.where(prompt_mask, prompt_tokens, 0), inputs.reshape(len(inputs), inputs[0].size)], 1
@@ -171,23 +192,25 @@ def make_policy(
         rest = hidden[:, length:].reshape(*inputs.shape, hidden.shape[-1])
         return jnp.concatenate([first, rest], axis=2)
 
-    return Policy(prefill, decode, partial(_init_cache, config, dtype), forward_group, partial(_head, config, dtype))
+    return Policy(
+        prefill, decode, partial(_init_cache, config, dtype), forward_group, partial(_head, config, dtype), limit
+    )
 
 
 def _init_cache(
-    config: DecoderConfig, compute_dtype: Any, prompts: int, group: int, length: int, dtype: Any = None
+    config: ModelConfig, compute_dtype: Any, prompts: int, group: int, length: int, dtype: Any = None
 ) -> Cache:
     shape = (config.num_layers, prompts, config.num_kv_heads, group, length, config.head_dim)
     return caches.init_cache(shape, dtype or compute_dtype)
 
 
-def _head(config: DecoderConfig, dtype: Any, variables: Variables) -> jax.Array:
+def _head(config: ModelConfig, dtype: Any, variables: Variables) -> jax.Array:
     name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
     return variables["params"][name].astype(dtype)
 
 
 def init_variables(
-    config: DecoderConfig,
+    config: ModelConfig,
     key: jax.Array,
     *,
     param_dtype: str = "float32",
@@ -195,17 +218,19 @@ def init_variables(
 ) -> dict[str, Any]:
     """Freshly drawn variables: normal weights, unit norms, zero biases; adapters float32 if asked for.
 
+    GPT-2's weights that add to the residual stream are drawn smaller, by sqrt(2 · layers), as its paper says.
+
     The forward pass is traced for its shapes only. Under ``jax.eval_shape`` nothing is allocated.
     """
     decoder = Decoder(config, param_dtype=_dtype(param_dtype, "param_dtype"), remat=False)
     prompt, _ = _prompt(jnp.ones((1, 1), bool))
-    context = Context(*rotation(config.rope, config.head_dim, prompt.positions), prompt)
+    context = Context(prompt.positions, prompt)
     shapes = jax.eval_shape(decoder.init, key, prompt.positions, context)["params"]
     weights_key, adapters_key = jax.random.split(key)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(weights_key, len(leaves))
     params = [
-        _draw(path[-1].key, leaf, subkey, config.initializer_range)
+        _draw([entry.key for entry in path], leaf, subkey, config)
         for (path, leaf), subkey in zip(leaves, keys, strict=True)
     ]
     variables = {"params": jax.tree_util.tree_unflatten(structure, params)}
@@ -214,11 +239,14 @@ def init_variables(
     return variables
 
 
-def _draw(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, stddev: float) -> jax.Array:
-    if name == "scale":
+def _draw(path: list[str], leaf: jax.ShapeDtypeStruct, key: jax.Array, config: ModelConfig) -> jax.Array:
+    if path[-1] == "scale":
         return jnp.ones(leaf.shape, leaf.dtype)
-    if name == "bias":
+    if path[-1] == "bias":
         return jnp.zeros(leaf.shape, leaf.dtype)
+    stddev = config.initializer_range
+    if isinstance(config, GPT2Config) and path[-2:][0] in gpt2.RESIDUAL:
+        stddev /= math.sqrt(2 * config.num_layers)
     return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev).astype(leaf.dtype)
 
 
@@ -234,25 +262,25 @@ def _continuation(lengths: jax.Array, steps: jax.Array) -> Tokens:
     return Tokens(positions, jnp.ones(positions.shape, bool))
 
 
-def _group_context(config: DecoderConfig, prompt: Tokens, lengths: jax.Array, shape: tuple[int, int, int]) -> Context:
+def _group_context(prompt: Tokens, lengths: jax.Array, shape: tuple[int, int, int]) -> Context:
     """Prompts followed by groups of completions of ``shape`` [P, G, T], each without its last token."""
     prompts, group, steps = shape
     if steps == 1:
-        return Context(*rotation(config.rope, config.head_dim, prompt.positions), prompt)
+        return Context(prompt.positions, prompt)
     completion = _continuation(lengths, jnp.arange(steps - 1, dtype=jnp.int32))
     repeated = jnp.broadcast_to(completion.positions[:, None], (prompts, group, steps - 1))
     positions = jnp.concatenate([prompt.positions, repeated.reshape(prompts, -1)], axis=1)
-    return Context(*rotation(config.rope, config.head_dim, positions), prompt, completion)
+    return Context(positions, prompt, completion)
 
 
-def _decode_context(config: DecoderConfig, prefix: Prefix, cache: Cache, group: int) -> Context:
+def _decode_context(prefix: Prefix, cache: Cache, group: int) -> Context:
     """The token being decoded, the prompts it reads, and the slots of the cache that are written."""
     completion = _continuation(prefix.lengths, cache.length[None])
     positions = jnp.broadcast_to(completion.positions, (len(prefix.lengths), group))
     slots = jnp.arange(cache.keys.shape[4], dtype=jnp.int32)[None]
     written = Tokens(prefix.lengths[:, None] + slots, slots < cache.length)
     prompt = Tokens(prefix.positions, prefix.mask)
-    return Context(*rotation(config.rope, config.head_dim, positions), prompt, completion, written)
+    return Context(positions, prompt, completion, written)
 
 
 def _dtype(name: str, argument: str) -> jnp.dtype:
@@ -269,3 +297,15 @@ def _check_tokens(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> N
         )
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or mask.dtype != jnp.bool_:
         raise TypeError(f"{name} must be integers and its mask bool, got {tokens.dtype} and {mask.dtype}")
+
+
+def _check_room(name: str, mask: jax.Array, steps: int, limit: int | None) -> None:
+    """Learned positions end; under jit only the completions' length is known here."""
+    if limit is None:
+        return
+    longest = 1 if isinstance(mask, jax.core.Tracer) else int(mask.sum(axis=1).max())
+    if longest + steps > limit:
+        raise ValueError(
+            f"{name} and completions must have at most {limit} tokens together, the model's n_positions; "
+            f"got {longest} and {steps}"
+        )

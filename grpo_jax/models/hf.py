@@ -13,6 +13,9 @@ from safetensors import SafetensorError
 
 from grpo_jax.errors import UserError
 from grpo_jax.models.config import MODEL_TYPES, DecoderConfig
+from grpo_jax.models.decoder import ModelConfig
+from grpo_jax.models.gpt2 import MODEL_TYPE as GPT2
+from grpo_jax.models.gpt2 import GPT2Config
 from grpo_jax.models.weights import (
     INDEX,
     TensorFiles,
@@ -41,7 +44,7 @@ class LoadedPolicy(NamedTuple):
         folder: where it was loaded from.
     """
 
-    config: DecoderConfig
+    config: ModelConfig
     params: dict[str, Any]
     tokenizer: Any
     eos_ids: tuple[int, ...]
@@ -50,7 +53,7 @@ class LoadedPolicy(NamedTuple):
 
 
 def load_folder(folder: str | Path, *, param_dtype: str | None = "float32", tokenizer: bool = True) -> LoadedPolicy:
-    """Load a Llama, Qwen2, Qwen3 or Qwen-VL folder (of the latter, the language model).
+    """Load a Llama, Qwen2, Qwen3, GPT-2 or Qwen-VL folder (of the last, the language model).
 
     Args:
         folder: a local folder, or a hub id.
@@ -64,7 +67,7 @@ def load_folder(folder: str | Path, *, param_dtype: str | None = "float32", toke
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
     folder = resolve_folder(folder)
     raw = _read_config(folder)
-    config = _decoder_config(folder, raw)
+    config = _model_config(folder, raw)
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
     try:
         host = read_params(config, TensorFiles(weight_files(folder)), dtype)
@@ -98,7 +101,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 def save_folder(
     folder: str | Path,
     source_folder: str | Path,
-    config: DecoderConfig,
+    config: ModelConfig,
     params: Mapping[str, Any],
     *,
     dtype: str | None = None,
@@ -193,12 +196,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def _decoder_config(folder: Path, raw: dict[str, Any]) -> DecoderConfig:
+def _model_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+    read = GPT2Config.from_hf if raw.get("model_type") == GPT2 else DecoderConfig.from_hf
     try:
-        return DecoderConfig.from_hf(raw)
+        return read(raw)
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise UserError(
-            f"{folder / 'config.json'}: {error}. Supported architectures: {', '.join(MODEL_TYPES)}"
+            f"{folder / 'config.json'}: {error}. Supported architectures: {', '.join((*MODEL_TYPES, GPT2))}"
         ) from error
 
 
@@ -224,7 +228,7 @@ def _special_ids(folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: 
     return eos_ids, (pads or eos_ids)[0]
 
 
-def _checked_leaves(config: DecoderConfig, params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+def _checked_leaves(config: ModelConfig, params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     leaves, expected = flatten(params), flatten(shapes(config))
     wrong = sorted(
         ".".join(path)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GPT2_PROJECTIONS = ("c_attn", "attn_c_proj", "c_fc", "mlp_c_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,8 @@ class LoraConfig:
     Attributes:
         rank: inner size of the adapters.
         alpha: their strength before division by the rank.
-        targets: projections that get one, of ``PROJECTIONS``.
+        targets: projections that get one: of ``PROJECTIONS``, or of ``GPT2_PROJECTIONS`` for a GPT-2 (whose
+            ``c_attn`` makes queries, keys and values in one product and has one adapter for all three).
     """
 
     rank: int = 16
@@ -28,15 +30,28 @@ class LoraConfig:
         """Refuse an empty or unknown choice."""
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"rank must be a positive integer, got {self.rank!r}")
-        unknown = [name for name in self.targets if name not in PROJECTIONS]
+        unknown = [name for name in self.targets if name not in PROJECTIONS + GPT2_PROJECTIONS]
         if unknown or not self.targets:
-            raise ValueError(f"targets must be some of {PROJECTIONS}, got {self.targets!r}")
+            raise ValueError(
+                f"targets must be some of {PROJECTIONS}, for GPT-2 of {GPT2_PROJECTIONS}, got {self.targets!r}"
+            )
         object.__setattr__(self, "targets", tuple(self.targets))
 
     @property
     def scale(self) -> float:
         """What the product of the two factors is multiplied by."""
         return self.alpha / self.rank
+
+
+def check_targets(lora: LoraConfig, projections: tuple[str, ...], model_type: str) -> None:
+    """Refuse targets that an architecture with these projections lacks.
+
+    Raises:
+        ValueError: naming them and the projections there are.
+    """
+    unknown = [name for name in lora.targets if name not in projections]
+    if unknown:
+        raise ValueError(f"targets must be some of {projections} for model_type {model_type!r}, got {unknown}")
 
 
 def init_adapters(params: Mapping[str, Any], key: jax.Array, lora: LoraConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Hugging Face tensor names ↔ places in the decoder's parameters, and the files that hold them."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,22 +12,66 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.config import VISION_TYPES, DecoderConfig
-from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.config import VISION_TYPES
+from grpo_jax.models.decoder import ModelConfig, init_variables
+from grpo_jax.models.gpt2 import MODEL_TYPE as GPT2
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
-# Where a folder keeps its language model; the first prefix that has an embedding wins.
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
-_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _VISION = ("visual.", "model.visual.")
-_SUBMODULE = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"), "self_attn."),
-    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp."),
-    **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), ""),
-}
+# Constants that old folders store: rotations of Llama, masks of GPT-2.
+_CONSTANTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))$")
+
+
+class Naming(NamedTuple):
+    """How the folders of an architecture name their tensors.
+
+    Attributes:
+        prefixes: where a folder keeps its language model; the first that has an embedding wins.
+        heads: names of a head of its own.
+        tensors: what is not in a layer: the decoder's name → Hugging Face's behind the prefix.
+        layers: name of the list of layers.
+        modules: what is in a layer: the decoder's name → Hugging Face's.
+        transposed: kernels are stored [out, in] (Linear), not [in, out] (Conv1D).
+    """
+
+    prefixes: tuple[str, ...]
+    heads: tuple[str, ...]
+    tensors: dict[str, str]
+    layers: str
+    modules: dict[str, str]
+    transposed: bool
+
+
+_LLAMA_NAMING = Naming(
+    prefixes=("model.", "model.language_model.", "language_model.model.", "language_model.", ""),
+    heads=("lm_head.weight", "language_model.lm_head.weight"),
+    tensors={"embed_tokens": "embed_tokens", "norm": "norm"},
+    layers="layers",
+    modules={
+        **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
+        **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+        **{name: name for name in ("input_layernorm", "post_attention_layernorm")},
+    },
+    transposed=True,
+)
+_GPT2_NAMING = Naming(
+    prefixes=("transformer.", ""),
+    heads=("lm_head.weight",),
+    tensors={"embed_tokens": "wte", "embed_positions": "wpe", "norm": "ln_f"},
+    layers="h",
+    modules={
+        "ln_1": "ln_1",
+        "c_attn": "attn.c_attn",
+        "attn_c_proj": "attn.c_proj",
+        "ln_2": "ln_2",
+        "c_fc": "mlp.c_fc",
+        "mlp_c_proj": "mlp.c_proj",
+    },
+    transposed=False,
+)
 
 
 class Place(NamedTuple):
@@ -35,7 +80,7 @@ class Place(NamedTuple):
     Attributes:
         path: keys from the parameters' root to a leaf.
         layer: index along the leaf's first axis, or None for a leaf that is not stacked.
-        transpose: Hugging Face stores [out, in], the decoder [in, out].
+        transpose: the folder stores [out, in], the decoder [in, out].
         shape: of the tensor in the folder.
     """
 
@@ -45,7 +90,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-def shapes(config: DecoderConfig) -> dict[str, Any]:
+def shapes(config: ModelConfig) -> dict[str, Any]:
     """The decoder's parameters as shapes; nothing is allocated."""
     return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]
 
@@ -72,38 +117,37 @@ def unflatten(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     return tree
 
 
-def name_table(config: DecoderConfig, names: Iterable[str]) -> dict[str, Place]:
+def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     """Tensor name → place, in the naming that a folder with these names uses.
 
     A tied model has no head of its own; where the folder repeats the embedding as one, both names
     lead to the embedding.
     """
-    names = set(names)
-    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in names), "model.")
-    head = next((h for h in _HEADS if h in names), _HEADS[0])
+    names, naming = set(names), _GPT2_NAMING if config.model_type == GPT2 else _LLAMA_NAMING
+    embedding = f"{naming.tensors['embed_tokens']}.weight"
+    prefix = next((p for p in naming.prefixes if p + embedding in names), naming.prefixes[0])
+    head = next((h for h in naming.heads if h in names), naming.heads[0])
     table = {}
     for path, leaf in flatten(shapes(config)).items():
-        if path == ("embed_tokens",):
-            table[f"{prefix}embed_tokens.weight"] = Place(path, None, False, leaf.shape)
-            if config.tie_word_embeddings and head in names:
-                table[head] = Place(path, None, False, leaf.shape)
-        elif path == ("lm_head",):
+        kind = "bias" if path[-1] == "bias" else "weight"
+        if path == ("lm_head",):
             table[head] = Place(path, None, False, leaf.shape)
-        elif path == ("norm", "scale"):
-            table[f"{prefix}norm.weight"] = Place(path, None, False, leaf.shape)
+        elif path[0] != "layers":
+            table[f"{prefix}{naming.tensors[path[0]]}.{kind}"] = Place(path, None, False, leaf.shape)
         else:
-            module, kind = path[1:]
-            name = f"{_SUBMODULE[module]}{module}.{'bias' if kind == 'bias' else 'weight'}"
-            transpose = kind == "kernel"
+            transpose = naming.transposed and path[-1] == "kernel"
             shape = leaf.shape[:0:-1] if transpose else leaf.shape[1:]
             for layer in range(config.num_layers):
-                table[f"{prefix}layers.{layer}.{name}"] = Place(path, layer, transpose, shape)
+                name = f"{prefix}{naming.layers}.{layer}.{naming.modules[path[1]]}.{kind}"
+                table[name] = Place(path, layer, transpose, shape)
+    if config.tie_word_embeddings and head in names:
+        table[head] = table[prefix + embedding]
     return table
 
 
-def passes_through(config: DecoderConfig, name: str) -> bool:
+def passes_through(config: ModelConfig, name: str) -> bool:
     """Whether a tensor is none of the language model's and goes to an export untouched."""
-    if name.endswith("rotary_emb.inv_freq"):  # old Llama folders store this constant
+    if _CONSTANTS.search(name):
         return True
     return config.model_type in VISION_TYPES and name.startswith(_VISION)
 
@@ -187,7 +231,7 @@ class TensorFiles:
         return {"format": "pt", **(self._open[path].metadata() or {})}
 
 
-def read_params(config: DecoderConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
+def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
     """Parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's.
 
     Raises:
@@ -212,7 +256,7 @@ def read_params(config: DecoderConfig, files: TensorFiles, dtype: np.dtype | Non
     return unflatten(leaves)
 
 
-def _problems(config: DecoderConfig, table: dict[str, Place], files: TensorFiles) -> list[str]:
+def _problems(config: ModelConfig, table: dict[str, Place], files: TensorFiles) -> list[str]:
     problems = [f"{name} is missing" for name in table if name not in files.names]
     for name in files.names:
         if name not in table:
@@ -233,7 +277,7 @@ def _more(problems: list[str]) -> str:
 def write_shard(
     path: Path,
     source: Path,
-    config: DecoderConfig,
+    config: ModelConfig,
     files: TensorFiles,
     leaves: Mapping[tuple[str, ...], Any],
     dtype: np.dtype | None,

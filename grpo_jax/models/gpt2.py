@@ -1,0 +1,198 @@
+"""GPT-2: learned positions, layer norms, one fused projection for queries, keys and values (Radford et al. 2019).
+
+Adapters go on ``c_attn`` (fused queries, keys and values), ``attn_c_proj``, ``c_fc`` and ``mlp_c_proj``: Hugging
+Face calls both of the latter kind ``c_proj``.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from grpo_jax.models.config import NEUTRAL, refuse_changed
+from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, attend_streams
+from grpo_jax.models.lora import GPT2_PROJECTIONS, LoraConfig
+
+MODEL_TYPE = "gpt2"
+RESIDUAL = ("attn_c_proj", "mlp_c_proj")  # what adds to the residual stream; drawn smaller
+
+_REQUIRED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+# Names that transformers takes for the same fields.
+_ALIASES = {
+    "max_position_embeddings": "n_positions",
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+}
+_NEUTRAL = {**NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({},)}
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config:
+    """Shape and choices of a GPT-2; hashable, hence static under jit.
+
+    Attributes:
+        vocab_size: V, rows of the embedding.
+        hidden_size: D.
+        intermediate_size: width of the MLP.
+        num_layers: number of layers.
+        num_heads: H, heads; divides D.
+        max_positions: rows of the position embedding; prompt and completion together have no more tokens.
+        activation: the MLP's, one of ``layers.ACTIVATIONS``.
+        layer_norm_eps: epsilon of every layer norm.
+        scale_attn_weights: divide attention's scores by the root of the head's size.
+        scale_attn_by_inverse_layer_idx: divide them by the layer's number (from 1) too.
+        tie_word_embeddings: the head is the embedding.
+        initializer_range: standard deviation of freshly drawn weights.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    max_positions: int
+    activation: str = "gelu_new"
+    layer_norm_eps: float = 1e-5
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+
+    def __post_init__(self):
+        """Refuse shapes that cannot be."""
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"n_embd must be a multiple of n_head, got {self.hidden_size} and {self.num_heads}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation_function must be one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
+
+    @property
+    def model_type(self) -> str:
+        """Hugging Face's name of the architecture."""
+        return MODEL_TYPE
+
+    @property
+    def head_dim(self) -> int:
+        """E, size of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K: every query head has its own keys and values."""
+        return self.num_heads
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names that adapters can be put on."""
+        return GPT2_PROJECTIONS
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "GPT2Config":
+        """Read the contents of a ``config.json``.
+
+        Every field that changes what the decoder computes is honoured or refused by name. Dropouts
+        (``resid_pdrop``, ``embd_pdrop``, ``attn_pdrop``) are not applied, in training neither: sampler and
+        update must see one distribution. ``reorder_and_upcast_attn`` asks for scores in float32, which they
+        always are here. The ``summary_*`` fields belong to a head that a causal language model lacks.
+
+        Raises:
+            ValueError: naming the field that is missing or unsupported, with its value.
+        """
+        if config.get("model_type") != MODEL_TYPE:
+            raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {config.get('model_type')!r}")
+        fields = {name: config[alias] for alias, name in _ALIASES.items() if alias in config} | dict(config)
+        missing = [name for name in _REQUIRED if fields.get(name) is None]
+        if missing:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
+        refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
+        inner = fields.get("n_inner")
+        return cls(
+            vocab_size=fields["vocab_size"],
+            hidden_size=fields["n_embd"],
+            intermediate_size=4 * fields["n_embd"] if inner is None else inner,
+            num_layers=fields["n_layer"],
+            num_heads=fields["n_head"],
+            max_positions=fields["n_positions"],
+            activation=fields.get("activation_function", "gelu_new"),
+            layer_norm_eps=float(fields.get("layer_norm_epsilon", 1e-5)),
+            scale_attn_weights=bool(fields.get("scale_attn_weights", True)),
+            scale_attn_by_inverse_layer_idx=bool(fields.get("scale_attn_by_inverse_layer_idx", False)),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings", True)),
+            initializer_range=float(fields.get("initializer_range", 0.02)),
+        )
+
+
+class LayerNorm(nn.Module):
+    """Zero mean and unit variance over the last axis, in float32 (Ba et al. 2016, arXiv:1607.06450)."""
+
+    epsilon: float
+    param_dtype: jax.typing.DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] to the same shape and dtype."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
+        scale, bias = (part.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,)) for part in (scale, bias))
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * scale + bias).astype(x.dtype)
+
+
+class Block(nn.Module):
+    """One layer over prompts and completions at once (see ``attend_streams``)."""
+
+    config: GPT2Config
+    dtype: jax.typing.DTypeLike
+    param_dtype: jax.typing.DTypeLike
+    lora: LoraConfig | None = None
+
+    def setup(self):
+        """Declare the layer's weights."""
+        c = self.config
+
+        def projection(features: int) -> Projection:
+            return Projection(features, True, self.dtype, self.param_dtype, self.lora)
+
+        self.ln_1 = LayerNorm(c.layer_norm_eps, self.param_dtype)
+        self.c_attn = projection(3 * c.hidden_size)
+        self.attn_c_proj = projection(c.hidden_size)
+        self.ln_2 = LayerNorm(c.layer_norm_eps, self.param_dtype)
+        self.c_fc = projection(c.intermediate_size)
+        self.mlp_c_proj = projection(c.hidden_size)
+
+    def __call__(
+        self, x: jax.Array, given: LayerInput, context: Context
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
+        c = self.config
+        fused = self.c_attn(self.ln_1(x)).reshape(*x.shape[:-1], 3, c.num_heads, c.head_dim)
+        query, key, value = fused[:, :, 0, :, None], fused[:, :, 1], fused[:, :, 2]
+        mixed, fresh = attend_streams(query, key, value, given, context)
+        x = x + self.attn_c_proj(mixed)
+        inner = ACTIVATIONS[c.activation](self.c_fc(self.ln_2(x)))
+        return x + self.mlp_c_proj(inner), fresh
+
+
+def final_norm(config: GPT2Config, param_dtype: jax.typing.DTypeLike) -> LayerNorm:
+    """The norm after the last layer."""
+    return LayerNorm(config.layer_norm_eps, param_dtype)
+
+
+def score_scales(config: GPT2Config) -> jax.Array | None:
+    """What multiplies attention's scores in each layer, float32 [layers]; None for E^-0.5 in all."""
+    if config.scale_attn_weights and not config.scale_attn_by_inverse_layer_idx:
+        return None
+    scales = np.full(config.num_layers, config.head_dim**-0.5 if config.scale_attn_weights else 1.0)
+    if config.scale_attn_by_inverse_layer_idx:
+        scales /= np.arange(1, config.num_layers + 1)
+    return jnp.asarray(scales, jnp.float32)

@@ -1,0 +1,88 @@
+"""The layer of Llama, Qwen2, Qwen3 and the language models of Qwen-VL: RMS norms, rotations, a gated MLP."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from grpo_jax.models.config import DecoderConfig
+from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, attend_streams
+from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.rope import rotate
+
+
+class RMSNorm(nn.Module):
+    """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    epsilon: float
+    param_dtype: jax.typing.DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] to the same shape and dtype."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return wide.astype(x.dtype) * scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class Block(nn.Module):
+    """One layer over prompts and completions at once (see ``attend_streams``)."""
+
+    config: DecoderConfig
+    dtype: jax.typing.DTypeLike
+    param_dtype: jax.typing.DTypeLike
+    lora: LoraConfig | None = None
+
+    def setup(self):
+        """Declare the layer's weights."""
+        c = self.config
+
+        def projection(features: int, use_bias: bool) -> Projection:
+            return Projection(features, use_bias, self.dtype, self.param_dtype, self.lora)
+
+        self.q_proj = projection(c.num_heads * c.head_dim, c.qkv_bias)
+        self.k_proj = projection(c.num_kv_heads * c.head_dim, c.qkv_bias)
+        self.v_proj = projection(c.num_kv_heads * c.head_dim, c.qkv_bias)
+        self.o_proj = projection(c.hidden_size, c.output_bias)
+        self.gate_proj = projection(c.intermediate_size, c.mlp_bias)
+        self.up_proj = projection(c.intermediate_size, c.mlp_bias)
+        self.down_proj = projection(c.hidden_size, c.mlp_bias)
+        self.input_layernorm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+        self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+            self.k_norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+
+    def __call__(
+        self, x: jax.Array, given: LayerInput, context: Context
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
+        mixed, fresh = attend_streams(*self._heads(self.input_layernorm(x), context), given, context)
+        x = x + self.o_proj(mixed)
+        y = self.post_attention_layernorm(x)
+        gate = ACTIVATIONS[self.config.activation](self.gate_proj(y))
+        return x + self.down_proj(gate * self.up_proj(y)), fresh
+
+    def _heads(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""
+        c = self.config
+        query = self.q_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, -1, c.head_dim)
+        key = self.k_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
+        value = self.v_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
+        if c.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        cos, sin = (part[:, :, None] for part in context.rotation)
+        return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
+
+
+def final_norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
+    """The norm after the last layer."""
+    return RMSNorm(config.rms_norm_eps, param_dtype)
+
+
+def windows(config: DecoderConfig) -> jax.Array | None:
+    """Window per layer i32 [layers]; None when no layer has one."""
+    if all(window is None for window in config.windows):
+        return None
+    everything = jnp.iinfo(jnp.int32).max
+    return jnp.array([everything if w is None else w for w in config.windows], jnp.int32)

@@ -111,12 +111,13 @@ class Config:
                 target in (None, "none", *others), f"rewards.{reward.label}.condition_on", f"one of {others}", target
             )
         group, most = self.sampling.group_size, self.sampling.max_new_tokens
-        grouped = group >= 2 or self.algorithm.advantage == "gae"
+        grouped = group >= 2 or self.algorithm.advantage in ("gae", "batch")
         require(grouped, "sampling.group_size", "at least 2 (a group is compared)", group)
         buffer = self.algorithm.overlong_buffer
         require(buffer <= most, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {most}", buffer)
         named = buffer == 0 or "overlong" not in labels
         require(named, "rewards.overlong", "another name: the penalty of algorithm.overlong_buffer has it", labels)
+        self._check_kl_control()
         chunk = self.training.chunk_prompts
         require(
             chunk == 0 or self.training.prompts_per_batch % chunk == 0,
@@ -124,6 +125,11 @@ class Config:
             f"a divisor of prompts_per_batch = {self.training.prompts_per_batch}",
             chunk,
         )
+
+    def _check_kl_control(self) -> None:
+        rows, horizon = self.training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
+        steady = self.ppo.kl_target == 0 or rows <= horizon
+        require(steady, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)
 
 
 def from_dict(values: dict[str, Any]) -> Config:

@@ -76,7 +76,7 @@ class AlgorithmSection:
         require(
             scaled, "algorithm.scale", f"null with advantage {advantage!r}, which has a scale of its own", self.scale
         )
-        grouped = self.dead_groups == "keep" or advantage != "gae"
+        grouped = self.dead_groups == "keep" or advantage not in ("gae", "batch")
         require(
             grouped, "algorithm.dead_groups", "'keep' with advantage 'gae', which compares no groups", self.dead_groups
         )
@@ -111,7 +111,7 @@ class PPOSection:
         kl_coef: Weight of the KL against the reference in each token's reward.
         kl_estimator: KL estimator of the reward.
         kl_target: KL of one completion, summed over its tokens, that kl_coef is steered to; 0 keeps kl_coef.
-        kl_horizon: Completions over which the steering would double kl_coef or more (smaller is faster).
+        kl_horizon: Completions in which the steering changes kl_coef by a fifth, at most (smaller is faster).
     """
 
     discount: float = 1.0

@@ -150,7 +150,7 @@ def step(run: Run, state: TrainState, progress: Progress) -> tuple[TrainState, P
     with _judges_may_fail(run, state, progress):
         result = run_iteration(run.parts, run.learner, state, progress.iteration)
     state = result.state
-    seconds = {**result.rollout.seconds, "update": result.update_seconds, "total": time.monotonic() - started}
+    seconds = {**result.seconds, "total": time.monotonic() - started}
     row = {**result.row, **_timings(seconds, result.row, run.parts)}
     progress = progress._replace(iteration=progress.iteration + 1, seconds=_add(progress.seconds, seconds))
     validation: dict[str, float] = {}
@@ -208,6 +208,7 @@ def _add(total: dict[str, float], more: dict[str, float]) -> dict[str, float]:
 
 
 def _timings(seconds: dict[str, float], row: dict[str, float], parts: Parts) -> dict[str, float]:
-    tokens = row["completion_tokens"] * parts.config.training.prompts_per_batch * parts.config.sampling.group_size
+    prompts = parts.config.training.prompts_per_batch * row.get("draws", 1)
+    tokens = row["completion_tokens"] * prompts * parts.config.sampling.group_size
     timings = {f"seconds/{name}": value for name, value in seconds.items()}
     return {**timings, "tokens_per_second": tokens / max(seconds["sample"], 1e-9)}

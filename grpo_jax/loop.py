@@ -15,12 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax import trainer
-from grpo_jax.advantages import condition_rewards, groups_without_signal
+from grpo_jax.advantages import sum_rewards
+from grpo_jax.drawing import draw, objectives_of
+from grpo_jax.estimators import OVERLONG, estimate_advantages, learning_groups, signal_metrics
+from grpo_jax.objectives import Batch
 from grpo_jax.parts import Parts
-from grpo_jax.rollout import Rollout, collect
+from grpo_jax.rollout import Rollout
+from grpo_jax.selection import without_truncated
 from grpo_jax.tasks.prompt_enhancement import rewrite_statistics
-from grpo_jax.tasks.prompts import batch_at, batches_per_epoch
-from grpo_jax.trainer import Batch, TrainState
+from grpo_jax.tasks.prompts import batches_per_epoch
+from grpo_jax.trainer import TrainState
 
 _UPDATE_STREAM = 2**31 - 3
 
@@ -44,13 +48,21 @@ class Learner(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """What one iteration gives: the new state, its metrics row, its rollout, advantages [P, G], the update's time."""
+    """What one iteration gives.
+
+    Attributes:
+        state: After the update.
+        row: Its metrics.
+        rollout: The groups it learned from.
+        advantages: f32 [P, G]; of PPO the mean over each completion's tokens.
+        seconds: Seconds of work by stage.
+    """
 
     state: TrainState
     row: dict[str, float]
     rollout: Rollout
     advantages: np.ndarray
-    update_seconds: float
+    seconds: dict[str, float]
 
 
 def make_learner(parts: Parts) -> Learner:
@@ -69,8 +81,15 @@ def make_learner(parts: Parts) -> Learner:
         config.training,
         temperature=config.sampling.temperature,
         allowed_tokens=allowed,
+        ppo=config.ppo,
     )
-    state = trainer.init_state(parts.variables, optimizer, keep_reference=config.algorithm.kl_coef > 0)
+    steered = config.algorithm.advantage == "gae" and config.ppo.kl_coef > 0
+    state = trainer.init_state(
+        parts.variables,
+        optimizer,
+        keep_reference=trainer.needs_reference(config.algorithm, config.ppo),
+        kl_coef=config.ppo.kl_coef if steered else None,
+    )
     return Learner(state, update, schedule, iterations, per_iteration)
 
 
@@ -84,80 +103,103 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
         iteration: From 0.
     """
     config = parts.config
-    size, rows = config.training.prompts_per_batch, parts.prompts.train
-    chosen = [rows[index] for index in batch_at(config.seed, iteration, batch_size=size, n=len(rows))]
-    rollout = collect(
-        parts.environment,
-        parts.sampler,
-        state.variables,
-        chosen,
-        key=parts.key,
-        iteration=iteration,
-        chunk_prompts=config.training.chunk_prompts,
-        timeout=parts.timeout,
-    )
+    drawn = draw(parts, state.variables, iteration)
     started = time.perf_counter()
-    batch, advantages = make_batch(parts, rollout)
+    batch, kept = make_batch(parts, drawn.rollout)
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _UPDATE_STREAM), iteration)
     state, report = learner.update(state, batch, key)
-    seconds = time.perf_counter() - started
+    seconds = {**drawn.seconds, "update": time.perf_counter() - started}
     every = config.algorithm.update_ref_every
-    if config.algorithm.kl_coef > 0 and every and (iteration + 1) % every == 0:
+    if trainer.needs_reference(config.algorithm, config.ppo) and every and (iteration + 1) % every == 0:
         state = trainer.refresh_reference(state)
     row = {
         "step": iteration + 1,
-        "epoch": (iteration + 1) / batches_per_epoch(len(rows), size),
+        "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
         **update_metrics(report),
         "learning_rate": float(learner.schedule(iteration * learner.updates_per_iteration)),
-        **rollout_metrics(parts, rollout),
+        **rollout_metrics(parts, drawn.first),
     }
-    return Iteration(state, row, rollout, advantages, seconds)
+    if config.algorithm.dead_groups != "keep":
+        row |= {"draws": drawn.draws, "groups_kept": kept}
+    estimates = report["measured"].get("estimates")
+    advantages = batch.advantages if estimates is None else estimates.advantages
+    return Iteration(state, row, drawn.rollout, np.asarray(advantages), seconds)
 
 
-def make_batch(parts: Parts, rollout: Rollout) -> tuple[Batch, np.ndarray]:
-    """A rollout as the trainer takes it, on the policy's device, and its advantages [P, G]."""
-    algorithm = parts.config.algorithm
-    device = next(iter(jax.tree.leaves(parts.variables)[0].devices()))
-    mask = rollout.samples.mask
-    if algorithm.mask_truncated:
-        mask = mask & ~rollout.samples.truncated[..., None]
-    rewards = condition_rewards(jax.device_put(rollout.judgement.rewards, device), parts.conditions)
-    advantages = trainer.estimate_advantages(
-        rewards, jax.device_put(mask, device), algorithm, tuple(parts.weights.values())
+def make_batch(parts: Parts, rollout: Rollout) -> tuple[Batch, int]:
+    """A rollout as the trainer takes it, on the policy's device, and how many of its groups teach something.
+
+    Under dead_groups "drop" and "resample" the others are masked, and out of every statistic.
+    """
+    algorithm, samples = parts.config.algorithm, rollout.samples
+    objectives = objectives_of(parts, rollout)
+    device = next(iter(objectives.rewards.devices()))
+    prompt_tokens, prompt_mask, tokens, mask, truncated = jax.device_put(
+        (rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask, samples.truncated), device
     )
-    arrays = (rollout.prompt_tokens, rollout.prompt_mask, rollout.samples.tokens, mask)
-    return Batch(*jax.device_put(arrays, device), advantages), np.asarray(advantages)
+    if algorithm.mask_truncated:
+        mask = without_truncated(mask, truncated)
+    teaching = learning_groups(objectives.rewards, objectives.weights, algorithm)
+    rewards = objectives.rewards
+    if algorithm.dead_groups != "keep":
+        mask &= teaching[:, None, None]
+        rewards = jnp.where(teaching[:, None, None], rewards, jnp.nan)
+    batch = Batch(prompt_tokens, prompt_mask, tokens, mask)
+    if algorithm.importance_cap > 0:
+        batch = batch._replace(sampler_logprobs=jax.device_put(samples.sampler_logprobs, device))
+    if algorithm.advantage == "gae":
+        # A completion without a reward says nothing about its tokens: it takes no part.
+        scores = sum_rewards(rewards, weights=objectives.weights)
+        batch = batch._replace(scores=scores, mask=mask & ~jnp.isnan(scores)[..., None])
+    else:
+        advantages = estimate_advantages(rewards, mask, algorithm, objectives.weights)
+        batch = batch._replace(advantages=advantages)
+    return batch, int(teaching.sum())
 
 
 def update_metrics(report: dict[str, Any]) -> dict[str, float]:
-    """The update's part of a metrics row."""
-    metrics = {name: float(mean.value()) for name, mean in report["metrics"]._asdict().items()}
-    return {
+    """The update's part of a metrics row; a value head adds its own."""
+    parts, measured = report["metrics"], report["measured"]
+    policy = {name: float(mean.value()) for name, mean in parts["policy"]._asdict().items()}
+    row = {
         "loss": report["loss"],
-        "policy_loss": metrics["policy_loss"],
-        "kl": metrics["kl"],
-        "entropy": metrics["entropy"],
-        "mean_advantage": metrics["advantage"],
+        "policy_loss": policy["policy_loss"],
+        "kl": policy["kl"],
+        "entropy": policy["entropy"],
+        "mean_advantage": policy["advantage"],
         "grad_norm": report["grad_norm"],
-        "clip_low": metrics["clip_low"],
-        "clip_high": metrics["clip_high"],
-        "mean_ratio": metrics["ratio"],
-        "old_kl": metrics["old_kl"],
+        "clip_low": policy["clip_low"],
+        "clip_high": policy["clip_high"],
+        "mean_ratio": policy["ratio"],
+        "old_kl": policy["old_kl"],
     }
+    if "value" in parts:
+        estimates = measured["estimates"]
+        row |= {
+            "value/loss": float(parts["value"].loss.value()),
+            "value/clipped": float(parts["value"].clip_fraction.value()),
+            "value/mean": float(estimates.value),
+            "value/return": float(estimates.returns),
+            "value/explained_variance": float(estimates.explained_variance),
+            "completion_kl": float(estimates.completion_kl),
+        }
+    return row | {name: float(measured[name]) for name in ("kl_coef", "importance_weight") if name in measured}
 
 
 def rollout_metrics(parts: Parts, rollout: Rollout) -> dict[str, float]:
-    """The batch's part of a metrics row: rewards, lengths, groups without signal."""
+    """The batch's part of a metrics row: rewards, signal, lengths, looks."""
     samples, judgement = rollout.samples, rollout.judgement
+    objectives = objectives_of(parts, rollout)
     row: dict[str, float] = {}
-    dead = np.asarray(groups_without_signal(jnp.asarray(judgement.rewards)))
     for index, name in enumerate(parts.environment.reward_names):
         values = judgement.rewards[..., index]
         row |= _spread(f"reward/{name}", values)
-        row[f"dead_groups/{name}"] = float(dead[:, index].mean())
         row[f"missing/{name}"] = float(np.isnan(values).mean())
     weights = np.array(list(parts.weights.values()), np.float32)
     row |= _spread("reward/total", judgement.rewards @ weights)
+    if OVERLONG in objectives.names:
+        row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[..., -1]))
+    row |= signal_metrics(objectives)
     for index, name in enumerate(parts.environment.watch_names):
         row |= _spread(f"watch/{name}", judgement.watched[..., index])
     lengths = samples.mask.sum(-1)

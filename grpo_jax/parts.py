@@ -19,7 +19,8 @@ from grpo_jax.judges import make_environment
 from grpo_jax.pipeline import StageError
 from grpo_jax.rollout import Environment
 from grpo_jax.sampling import SamplingParams, make_sampler
-from grpo_jax.trainer import trained_collection
+from grpo_jax.trainer import trained_collections
+from grpo_jax.value_head import VALUE, init_value_head
 
 Say = Callable[..., None]
 
@@ -230,15 +231,31 @@ def _load_policy(config: Config, device: jax.Device, say: Say) -> tuple[Any, Any
     lora = lora_config(section.lora)
     folder = own_bridges()("miniature").path("policy") if section.path == "miniature" else section.path
     loaded = hf.load_folder(folder, param_dtype=section.frozen_dtype if lora else "float32")
-    policy = make_policy(loaded.config, compute_dtype=section.compute_dtype, remat=section.remat, lora=lora)
+    try:
+        policy = make_policy(loaded.config, compute_dtype=section.compute_dtype, remat=section.remat, lora=lora)
+    except ValueError as error:  # names that another architecture gives its projections
+        raise UserError(f"policy.lora: {error}") from error
+    _check_room(config, policy.max_positions)
     variables = {"params": jax.device_put(loaded.params, device)}
     if lora is not None:
         key = jax.random.fold_in(jax.random.key(config.seed), 2**30)
         variables["lora"] = jax.device_put(init_adapters(variables["params"], key, lora), device)
+    if config.algorithm.advantage == "gae":
+        variables[VALUE] = jax.device_put(init_value_head(loaded.config.hidden_size), device)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
-    trained = f", LoRA rank {lora.rank}" if lora else ""
+    trained = (f", LoRA rank {lora.rank}" if lora else "") + (", value head" if VALUE in variables else "")
     say("policy", f"{section.path}: {count:,} parameters, {section.compute_dtype}{trained}, on {device}")
     return loaded._replace(params=None), policy, lora, variables
+
+
+def _check_room(config: Config, limit: int | None) -> None:
+    """Learned positions end: the longest prompt and the longest completion must fit together."""
+    prompt, completion = config.data.max_prompt_tokens, config.sampling.max_new_tokens
+    if limit is not None and prompt + completion > limit:
+        raise UserError(
+            f"data.max_prompt_tokens = {prompt} and sampling.max_new_tokens = {completion} make {prompt + completion} "
+            f"tokens, but {config.policy.path} has learned positions for {limit} only: lower one of them"
+        )
 
 
 def _load_prompts(config: Config, prompts: Any, say: Say) -> Any:
@@ -300,10 +317,10 @@ def restore_policy(run_dir: str | Path, checkpoint: str) -> tuple[Any, Any, Any,
 
 
 def _restore(variables: dict[str, Any], run_dir: str | Path, checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint holds the trained collection alone; frozen weights are those of the folder."""
+    """A checkpoint holds the trained collections alone; frozen weights are those of the folder."""
     from grpo_jax.checkpoint import restore_params
 
-    name = trained_collection(variables)
     which = int(checkpoint) if checkpoint.isdigit() else checkpoint
-    restored, meta = restore_params(run_dir, which, {name: variables[name]})
+    trained = {name: variables[name] for name in trained_collections(variables)}
+    restored, meta = restore_params(run_dir, which, trained)
     return {**variables, **restored}, meta

@@ -1,12 +1,11 @@
-"""From a sampled batch to a better policy: state, objective, one donated update step.
+"""From a sampled batch to a better policy: state, one donated update step, and all that is learned from a batch.
 
 Nothing here knows a concrete model or task: the policy comes as functions (`prefill`, `forward_group`, `head`),
-rewards have already become advantages.
+rewards have already become advantages, or scores that PPO's values make advantages of.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,33 +14,22 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax import losses
-from grpo_jax.advantages import gdpo_advantages, group_advantages, leave_one_out_advantages, sum_rewards
-from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
-from grpo_jax.logprobs import token_logprobs
+from grpo_jax.config import AlgorithmSection, OptimizerSection, PPOSection, TrainingSection
+from grpo_jax.masking import masked_mean
+from grpo_jax.objectives import (
+    Batch,
+    Forward,
+    ForwardPass,
+    Objective,
+    loss_options,
+    make_forward,
+    make_policy_objective,
+)
+from grpo_jax.ppo_trainer import make_estimates, make_kl_control, make_ppo_objective
+from grpo_jax.selection import high_entropy_mask, truncated_importance_weights
+from grpo_jax.value_head import VALUE
 
 Tree = Any
-
-
-class Batch(NamedTuple):
-    """One sampled batch on the policy's device; P may be a minibatch's share.
-
-    Attributes:
-        prompt_tokens: i32 [P, L], left-padded.
-        prompt_mask: bool [P, L].
-        tokens: i32 [P, G, T].
-        mask: bool [P, G, T], EOS included.
-        advantages: f32 [P, G].
-        old_logprobs: f32 [P, G, T] of the policy that sampled, or None with one update per batch.
-        ref_logprobs: f32 [P, G, T] of the reference, or None without a KL term.
-    """
-
-    prompt_tokens: jax.Array
-    prompt_mask: jax.Array
-    tokens: jax.Array
-    mask: jax.Array
-    advantages: jax.Array
-    old_logprobs: jax.Array | None = None
-    ref_logprobs: jax.Array | None = None
 
 
 class TrainState(NamedTuple):
@@ -49,24 +37,38 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: i32 scalar, optimizer updates so far.
-        variables: {"params": …} or {"params": …, "lora": …}; with "lora" that alone is trained.
-        opt_state: Optimizer state of the trained collection.
-        reference: A copy of the trained collection that the KL term is measured against, or None: no KL term, or
+        variables: {"params": …}, perhaps "lora" (then the params are frozen), perhaps "value" (PPO's value head).
+        opt_state: Optimizer state of the trained collections.
+        reference: A copy of the policy's trained collection that KL is measured against, or None: no KL, or
             (with LoRA, before the first refresh) the base without its adapters.
+        kl_coef: f32 scalar, the weight of the KL in PPO's rewards, or None where there is none.
     """
 
     step: jax.Array
     variables: dict[str, Tree]
     opt_state: Tree
     reference: Tree | None
+    kl_coef: jax.Array | None = None
 
 
-Objective = Callable[[dict[str, Tree], Batch, Any], tuple[jax.Array, Any]]
-
-
-def trained_collection(variables: dict[str, Tree]) -> str:
-    """The collection that gradients are taken for: "lora" if there is one, else "params"."""
+def policy_collection(variables: dict[str, Tree]) -> str:
+    """The collection that holds the policy's trained weights: "lora" if there is one, else "params"."""
     return "lora" if "lora" in variables else "params"
+
+
+def trained_collections(variables: dict[str, Tree]) -> tuple[str, ...]:
+    """The collections that gradients are taken for: the policy's, and the value head where there is one."""
+    policy = policy_collection(variables)
+    return (policy, VALUE) if VALUE in variables else (policy,)
+
+
+def _trained(variables: dict[str, Tree]) -> dict[str, Tree]:
+    return {name: variables[name] for name in trained_collections(variables)}
+
+
+def needs_reference(algorithm: AlgorithmSection, ppo: PPOSection) -> bool:
+    """Whether anything is measured against a reference: a KL term of the loss, or PPO's KL in the rewards."""
+    return algorithm.kl_coef > 0 or (algorithm.advantage == "gae" and ppo.kl_coef > 0)
 
 
 def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedule:
@@ -96,25 +98,31 @@ def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax
 
 
 def init_state(
-    variables: dict[str, Tree], optimizer: optax.GradientTransformation, *, keep_reference: bool
+    variables: dict[str, Tree],
+    optimizer: optax.GradientTransformation,
+    *,
+    keep_reference: bool,
+    kl_coef: float | None = None,
 ) -> TrainState:
     """A fresh state; owns copies of the trained weights, so that it can be donated.
 
     Args:
         variables: The start.
         optimizer: Gives the optimizer state.
-        keep_reference: A KL term will be computed. With LoRA the base itself is the reference and nothing is kept.
+        keep_reference: A KL will be computed. With LoRA the base itself is the reference and nothing is kept.
+        kl_coef: Weight of the KL in PPO's rewards, or None.
     """
-    name = trained_collection(variables)
-    trained = jax.tree.map(jnp.array, variables[name])
-    reference = jax.tree.map(jnp.array, trained) if keep_reference and name == "params" else None
-    return TrainState(jnp.zeros((), jnp.int32), {**variables, name: trained}, optimizer.init(trained), reference)
+    name = policy_collection(variables)
+    trained = jax.tree.map(jnp.array, _trained(variables))
+    reference = jax.tree.map(jnp.array, trained[name]) if keep_reference and name == "params" else None
+    coefficient = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(step, {**variables, **trained}, optimizer.init(trained), reference, coefficient)
 
 
 def saved_parts(state: TrainState) -> dict[str, Tree]:
     """What a checkpoint holds of a state: everything that training changes, frozen weights left out."""
-    name = trained_collection(state.variables)
-    return {**state._asdict(), "variables": {name: state.variables[name]}}
+    return {**state._asdict(), "variables": _trained(state.variables)}
 
 
 def restored_state(parts: dict[str, Tree], variables: dict[str, Tree]) -> TrainState:
@@ -123,12 +131,13 @@ def restored_state(parts: dict[str, Tree], variables: dict[str, Tree]) -> TrainS
 
 
 def reference_variables(state: TrainState) -> dict[str, Tree]:
-    """The variables of the reference policy."""
-    name = trained_collection(state.variables)
+    """The variables of the reference policy; it has no value head."""
+    policy = {name: tree for name, tree in state.variables.items() if name != VALUE}
+    name = policy_collection(policy)
     if state.reference is not None:
-        return {**state.variables, name: state.reference}
+        return {**policy, name: state.reference}
     if name == "lora":
-        return {"params": state.variables["params"]}
+        return {"params": policy["params"]}
     raise ValueError(
         "state.reference: expected the reference weights, got None; pass keep_reference=True to init_state"
     )
@@ -136,73 +145,8 @@ def reference_variables(state: TrainState) -> dict[str, Tree]:
 
 def refresh_reference(state: TrainState) -> TrainState:
     """The current policy becomes the reference."""
-    name = trained_collection(state.variables)
+    name = policy_collection(state.variables)
     return state._replace(reference=jax.tree.map(jnp.array, state.variables[name]))
-
-
-def completion_logprobs(
-    policy: Any, variables: dict[str, Tree], batch: Batch, *, temperature: float, allowed_tokens: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy of each completion token, both f32 [P, G, T], under softmax(logits / temperature)."""
-    hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, batch.tokens, batch.mask)
-    return token_logprobs(
-        hidden, policy.head(variables), batch.tokens, temperature=temperature, allowed_tokens=allowed_tokens
-    )
-
-
-def loss_options(section: AlgorithmSection) -> dict[str, Any]:
-    """The keyword arguments of `losses.grpo_loss` that a config names: a preset with its overrides."""
-    options = dict(losses.PRESETS[section.preset])
-    surrogate = options["surrogate"]
-    bounds = {"low": section.clip_low, "high": section.clip_high}
-    given = {name: value for name, value in bounds.items() if value is not None}
-    if given:
-        if not isinstance(surrogate, losses.Clip):
-            raise ValueError(
-                f"algorithm.clip_low/clip_high: expected null for preset {section.preset!r}, which has no clip bounds, "
-                f"got {given}"
-            )
-        options["surrogate"] = dataclasses.replace(surrogate, **given)
-    if section.kl_coef > 0:
-        options["kl"] = losses.KLPenalty(
-            section.kl_coef, estimator=section.kl_estimator, corrected=section.kl_corrected
-        )
-    options["entropy_coef"] = section.entropy_coef
-    return options
-
-
-def make_grpo_objective(
-    policy: Any, options: dict[str, Any], *, temperature: float, allowed_tokens: jax.Array | None = None
-) -> Objective:
-    """The policy-gradient objective of a batch.
-
-    Args:
-        policy: The policy's functions.
-        options: Keyword arguments of `losses.grpo_loss`.
-        temperature: Of the trained distribution.
-        allowed_tokens: bool [V], or None for all.
-
-    Returns:
-        objective(variables, batch, normaliser) → (loss, metrics).
-    """
-
-    def objective(variables: dict[str, Tree], batch: Batch, normaliser: Any) -> tuple[jax.Array, Any]:
-        logprobs, entropy = completion_logprobs(
-            policy, variables, batch, temperature=temperature, allowed_tokens=allowed_tokens
-        )
-        old = jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
-        return losses.grpo_loss(
-            logprobs,
-            old,
-            batch.advantages,
-            batch.mask,
-            normaliser=normaliser,
-            ref_logprobs=batch.ref_logprobs,
-            entropy=entropy,
-            **options,
-        )
-
-    return objective
 
 
 def make_train_step(
@@ -216,7 +160,7 @@ def make_train_step(
 
     Args:
         objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
-        optimizer: For the trained collection.
+        optimizer: For the trained collections.
         normaliser: Denominators of the whole update from its whole batch, so that splitting changes nothing.
         accumulation: Micro-batches along P, run one after the other; P must be a multiple.
 
@@ -231,20 +175,19 @@ def make_train_step(
     def compute(moving: TrainState, frozen: dict[str, Tree], batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         trained, whole = moving.variables, normaliser(batch)
         (loss, metrics), grads = _accumulate(lambda micro: gradient(trained, frozen, micro, whole), batch, accumulation)
-        (weights,), (slopes,) = trained.values(), grads.values()
-        updates, opt_state = optimizer.update(slopes, moving.opt_state, weights)
-        variables = {name: optax.apply_updates(weights, updates) for name in trained}
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(slopes)))
+        updates, opt_state = optimizer.update(grads, moving.opt_state, trained)
+        variables = optax.apply_updates(trained, updates)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
         report = {"loss": loss, "grad_norm": norm, "metrics": metrics}
-        return TrainState(moving.step + 1, variables, opt_state, moving.reference), report
+        return moving._replace(step=moving.step + 1, variables=variables, opt_state=opt_state), report
 
     compiled = jax.jit(compute, donate_argnums=0)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         # Frozen weights stay outside what is donated: they may be shared, and are never copied.
-        name = trained_collection(state.variables)
-        frozen = {other: tree for other, tree in state.variables.items() if other != name}
-        moving, report = compiled(state._replace(variables={name: state.variables[name]}), frozen, batch)
+        trained = _trained(state.variables)
+        frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
+        moving, report = compiled(state._replace(variables=trained), frozen, batch)
         return moving._replace(variables={**frozen, **moving.variables}), report
 
     return train_step
@@ -268,25 +211,21 @@ def _split(batch: Batch, parts: int) -> Batch:
     return jax.tree.map(lambda array: array.reshape(parts, prompts // parts, *array.shape[1:]), batch)
 
 
-def make_logprob_step(
-    policy: Any, *, temperature: float, allowed_tokens: jax.Array | None = None, accumulation: int = 1
-) -> Callable[[dict[str, Tree], Batch], jax.Array]:
-    """A compiled function (variables, batch) → log-probabilities f32 [P, G, T], without gradients.
+def make_forward_step(forward: ForwardPass, *, accumulation: int = 1) -> Callable[[dict[str, Tree], Batch], Forward]:
+    """A compiled function (variables, batch) → `Forward`, without gradients, some prompts at a time.
 
     The reference's, and the old policy's when a batch is used for more than one update.
     """
 
-    def step(variables: dict[str, Tree], batch: Batch) -> jax.Array:
-        def part(micro: Batch) -> jax.Array:
-            return completion_logprobs(
-                policy, variables, micro, temperature=temperature, allowed_tokens=allowed_tokens
-            )[0]
-
+    def step(variables: dict[str, Tree], batch: Batch) -> Forward:
         if accumulation == 1:
-            return part(batch)
-        return jax.lax.map(part, _split(batch, accumulation)).reshape(batch.tokens.shape)
+            return forward(variables, batch)
+        parts = jax.lax.map(lambda micro: forward(variables, micro), _split(batch, accumulation))
+        return jax.tree.map(lambda array: array.reshape(batch.tokens.shape), parts)
 
-    return jax.jit(step)
+    compiled = jax.jit(step)
+    # Only what the policy reads goes in: whatever else a batch holds by then must not compile it anew.
+    return lambda variables, batch: compiled(variables, Batch(*batch[:4]))
 
 
 def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
@@ -298,21 +237,63 @@ def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
     return [jax.tree.map(lambda array, rows=rows: array[rows], batch) for rows in order]
 
 
-def estimate_advantages(
-    rewards: jax.Array, mask: jax.Array, section: AlgorithmSection, weights: tuple[float, ...]
-) -> jax.Array:
-    """Advantages f32 [P, G] of rewards f32 [P, G, N] (NaN: missing) by the estimator that a config names.
+def make_token_weights(section: AlgorithmSection) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The compiled function (batch, entropy [P, G, T]) → weights f32 [P, G, T] and their mean over tokens.
 
-    "gdpo" keeps the objectives apart until each is normalised in its group; "grpo" and "rloo" work on their weighted
-    sum. The scaling of "grpo" is its preset's (Dr.GRPO: none).
+    The product of what the config asks for: 1 for the tokens of high entropy and 0 for the others, and the truncated
+    importance weight. Both are those of the policy that sampled, over the whole batch: however an update splits it,
+    the same tokens take part.
     """
-    if section.advantage == "gdpo":
-        whiten = None if section.whiten == "none" else section.whiten
-        return gdpo_advantages(rewards, weights=weights, whiten=whiten, mask=mask)
-    summed = sum_rewards(rewards, weights=weights)
-    if section.advantage == "rloo":
-        return leave_one_out_advantages(summed)
-    return group_advantages(summed, scale=losses.PRESET_SCALES[section.preset])
+
+    def weigh(batch: Batch, entropy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights = jnp.ones_like(entropy)
+        if section.importance_cap > 0:
+            weights *= truncated_importance_weights(
+                batch.old_logprobs, batch.sampler_logprobs, batch.mask, cap=section.importance_cap
+            )
+        mean = masked_mean(weights, batch.mask)
+        if section.entropy_share < 1:
+            weights *= high_entropy_mask(entropy, batch.mask, share=section.entropy_share)
+        return weights, mean
+
+    return jax.jit(weigh)
+
+
+def make_preparation(
+    forward: ForwardPass, algorithm: AlgorithmSection, ppo: PPOSection, training: TrainingSection
+) -> Callable[[TrainState, Batch], tuple[Batch, dict[str, Any]]]:
+    """All that is computed once from a batch before its first update, and only where it is needed.
+
+    The old policy's log-probabilities (with one update per batch they are the new ones, unless something is made of
+    them), the reference's, the tokens' weights, PPO's advantages and returns.
+
+    Returns:
+        prepare(state, batch) → (batch, measured): "importance_weight" and PPO's "estimates", where there are any.
+    """
+    look = make_forward_step(forward, accumulation=training.minibatches * training.accumulation)
+    several = training.inner_epochs * training.minibatches > 1
+    weighted = algorithm.importance_cap > 0 or algorithm.entropy_share < 1
+    weigh, estimate = make_token_weights(algorithm), make_estimates(ppo)
+
+    def prepare(state: TrainState, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        measured: dict[str, Any] = {}
+        old = None
+        if several or weighted or algorithm.advantage == "gae":
+            old = look(state.variables, batch)
+            batch = batch._replace(old_logprobs=old.logprobs)
+        if needs_reference(algorithm, ppo):
+            batch = batch._replace(ref_logprobs=look(reference_variables(state), batch).logprobs)
+        if weighted:
+            weights, mean = weigh(batch, old.entropy)
+            batch = batch._replace(token_weights=weights, sampler_logprobs=None)
+            if algorithm.importance_cap > 0:
+                measured["importance_weight"] = mean
+        if algorithm.advantage == "gae":
+            coefficient = jnp.zeros((), jnp.float32) if state.kl_coef is None else state.kl_coef
+            batch, measured["estimates"] = estimate(batch, old.values, coefficient)
+        return batch, measured
+
+    return prepare
 
 
 def make_update(
@@ -323,43 +304,38 @@ def make_update(
     *,
     temperature: float,
     allowed_tokens: jax.Array | None = None,
+    ppo: PPOSection = PPOSection(),
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, dict[str, Any]]]:
     """Everything that is learned from one batch: inner epochs of minibatches, one compiled step each.
 
-    Log-probabilities of the old policy and of the reference are computed once, before the first step, and only where
-    they are needed: with one update per batch the old policy is the new one, and without KL there is no reference.
-
     Returns:
-        update(state, batch, key) → (state, report): "loss", "grad_norm" and "metrics" averaged over the steps.
+        update(state, batch, key) → (state, report): "loss" and "grad_norm" averaged over the steps, "metrics" by part
+        of the loss, and "measured" before the first step (`make_preparation`), with the "kl_coef" that was used.
     """
+    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens)
     options = loss_options(algorithm)
-    objective = make_grpo_objective(policy, options, temperature=temperature, allowed_tokens=allowed_tokens)
+    learns_values = algorithm.advantage == "gae"
+    objective = make_ppo_objective(forward, options, ppo) if learns_values else make_policy_objective(forward, options)
     step = make_train_step(
         objective,
         optimizer,
         normaliser=lambda batch: losses.loss_normaliser(batch.mask, options["aggregation"]),
         accumulation=training.accumulation,
     )
-    logprobs = make_logprob_step(
-        policy,
-        temperature=temperature,
-        allowed_tokens=allowed_tokens,
-        accumulation=training.minibatches * training.accumulation,
-    )
-    several = training.inner_epochs * training.minibatches > 1
+    prepare, steer = make_preparation(forward, algorithm, ppo, training), make_kl_control(ppo)
 
     def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, Any]]:
-        if several:
-            batch = batch._replace(old_logprobs=logprobs(state.variables, batch))
-        if algorithm.kl_coef > 0:
-            bare = batch._replace(old_logprobs=None)
-            batch = batch._replace(ref_logprobs=logprobs(reference_variables(state), bare))
+        batch, measured = prepare(state, batch)
+        if state.kl_coef is not None:
+            rows, observed = batch.tokens[..., 0].size, measured["estimates"].completion_kl
+            measured["kl_coef"] = float(state.kl_coef)  # now: the state will be donated
+            state = state._replace(kl_coef=steer(state.kl_coef, observed, rows))
         reports = []
         for epoch in range(training.inner_epochs):
             for part in minibatches(batch, training.minibatches, jax.random.fold_in(key, epoch)):
                 state, report = step(state, part)
                 reports.append(report)
-        return state, _average(jax.device_get(reports))
+        return state, {**_average(jax.device_get(reports)), "measured": jax.device_get(measured)}
 
     return update
 

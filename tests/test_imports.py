@@ -27,10 +27,14 @@ CORE = {
 TORCH = {"torch", "torchvision", "diffusers", "open_clip", "accelerate"}
 # Where everything meets: the commands, and the parts they are put together from.
 COMMANDS = {
-    f"grpo_jax.{name}" for name in ("train", "evaluate", "export", "predict", "parts", "judges", "experiment", "loop")
+    f"grpo_jax.{name}"
+    for name in ("train", "evaluate", "export", "predict", "parts", "judges", "experiment", "loop", "drawing")
 }
 # Functions of a policy that they are handed, and of nothing concrete.
-GENERIC = {f"grpo_jax.{name}" for name in ("sampling", "trainer", "pipeline", "rollout")}
+GENERIC = {
+    f"grpo_jax.{name}"
+    for name in ("sampling", "trainer", "ppo_trainer", "objectives", "estimators", "value_head", "pipeline", "rollout")
+}
 # Scripts that train the miniature's parts; they count as commands.
 BUILDERS = {"bridges.miniature.build"}
 

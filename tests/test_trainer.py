@@ -1,62 +1,24 @@
 """The update: splitting a batch changes nothing, frozen weights stay, reference and schedule are as promised."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+import tiny_update
+from tiny_update import PROMPTS
 
 from grpo_jax import trainer
-from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
-from grpo_jax.models.config import DecoderConfig
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.config import AlgorithmSection, OptimizerSection
 from grpo_jax.models.lora import LoraConfig
-
-CONFIG = DecoderConfig.from_hf(
-    {
-        "model_type": "qwen2",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "vocab_size": 64,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "rope_theta": 1e4,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    }
-)
-PROMPTS, GROUP, LENGTH, STEPS = 4, 3, 5, 6
 
 
 @pytest.fixture(scope="module")
 def batch():
-    """Completions of unequal length, so that a mean of micro-batch means would be another number."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    lengths = jnp.arange(PROMPTS * GROUP).reshape(PROMPTS, GROUP) % STEPS + 1
-    return trainer.Batch(
-        jax.random.randint(keys[0], (PROMPTS, LENGTH), 0, 64),
-        jnp.ones((PROMPTS, LENGTH), bool),
-        jax.random.randint(keys[1], (PROMPTS, GROUP, STEPS), 0, 64),
-        jnp.arange(STEPS) < lengths[..., None],
-        jax.random.normal(keys[2], (PROMPTS, GROUP)),
-    )
+    return tiny_update.make_batch()
 
 
-def updated(batch, *, preset="grpo", accumulation=1, lora=None, calls=1, **algorithm):
-    policy = make_policy(CONFIG, lora=lora)
-    variables = init_variables(CONFIG, jax.random.key(1), lora=lora)
-    section = AlgorithmSection(preset=preset, kl_coef=0.1, entropy_coef=0.05, **algorithm)
-    # Plain gradient descent: Adam's first step hides the scale of the gradient.
-    optimizer = optax.sgd(1.0)
-    training = TrainingSection(prompts_per_batch=PROMPTS, accumulation=accumulation)
-    update = trainer.make_update(policy, optimizer, section, training, temperature=0.7)
-    state = trainer.init_state(variables, optimizer, keep_reference=True)
-    for _ in range(calls):
-        state, report = update(state, batch, jax.random.key(2))
-    return variables, state, report
+def updated(batch, *, preset="grpo", **others):
+    section = AlgorithmSection(preset=preset, kl_coef=0.1, entropy_coef=0.05)
+    return tiny_update.updated(batch, section, **others)
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dapo", "dr_grpo"])
@@ -66,7 +28,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(batch, preset):
     for a, b in zip(jax.tree.leaves(whole.variables), jax.tree.leaves(split.variables), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
     assert split_report["grad_norm"] == pytest.approx(whole_report["grad_norm"], rel=1e-4)
-    for a, b in zip(whole_report["metrics"], split_report["metrics"], strict=True):
+    for a, b in zip(whole_report["metrics"]["policy"], split_report["metrics"]["policy"], strict=True):
         np.testing.assert_allclose(a.value(), b.value(), atol=1e-5)
 
 
@@ -77,7 +39,7 @@ def test_only_the_adapters_move_and_the_base_is_their_reference(batch):
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.variables["lora"], variables["lora"])
     assert any(jax.tree.leaves(moved))
     assert list(trainer.reference_variables(state)) == ["params"]
-    assert float(report["metrics"].kl.value()) > 0  # after one step the policy is not the base any more
+    assert float(report["metrics"]["policy"].kl.value()) > 0  # after one step the policy is not the base any more
     assert list(trainer.saved_parts(state)["variables"]) == ["lora"]
     restored = trainer.restored_state(trainer.saved_parts(state), variables)
     assert jax.tree.structure(restored) == jax.tree.structure(state)

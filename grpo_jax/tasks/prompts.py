@@ -25,7 +25,7 @@ RESERVED_COLUMNS = ("prompts", "completions", "images", "baseline_images")
 
 _SHOWN_PROBLEMS = 20
 _WORD = 2**32
-_ORDER, _NOISE, _EVALUATION_NOISE = 1, 2, 3  # what a seed is for: one number never serves two purposes
+_ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER = 1, 2, 3, 4  # what a seed is for: one number never serves two purposes
 
 
 @dataclass(frozen=True)
@@ -327,6 +327,29 @@ def batch_at(seed: int, iteration: int, *, batch_size: int, n: int) -> np.ndarra
     """
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
     return epoch_order(seed, epoch, n)[batch * batch_size : (batch + 1) * batch_size]
+
+
+def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:
+    """The rows that an iteration goes on with when its own batch (draw 0, `batch_at`) did not teach enough.
+
+    The iteration's rows in one order, its batch first and then all others shuffled; a draw takes the next stretch,
+    from the start again at the end. Within a draw all rows are different.
+
+    Args:
+        seed: The run's seed.
+        iteration: Counted from 0 over the whole run.
+        draw: From 0.
+        batch_size: P, prompts in a draw.
+        n: Rows there are.
+
+    Returns:
+        i64[P], indices into the rows; a function of (seed, iteration, draw) alone.
+    """
+    own = batch_at(seed, iteration, batch_size=batch_size, n=n)
+    bits = np.random.PCG64(_seed_sequence(_FURTHER, seed, iteration)).random_raw(n)
+    shuffled = np.argsort(bits, kind="stable")
+    order = np.concatenate([own, shuffled[~np.isin(shuffled, own)]])
+    return order[np.arange(draw * batch_size, (draw + 1) * batch_size) % n]
 
 
 def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = False, draw: int = 0) -> int:

@@ -1,0 +1,68 @@
+"""A decoder of two small layers and a batch for it: what tests of the update share."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax import trainer
+from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
+from grpo_jax.models.config import DecoderConfig
+from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.value_head import VALUE
+
+CONFIG = DecoderConfig.from_hf(
+    {
+        "model_type": "qwen2",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 64,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 1e4,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
+)
+PROMPTS, GROUP, LENGTH, STEPS = 4, 3, 5, 6
+TEMPERATURE = 0.7
+
+
+def make_batch() -> trainer.Batch:
+    """Completions of unequal length, so that a mean of micro-batch means would be another number."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    lengths = jnp.arange(PROMPTS * GROUP).reshape(PROMPTS, GROUP) % STEPS + 1
+    return trainer.Batch(
+        jax.random.randint(keys[0], (PROMPTS, LENGTH), 0, 64),
+        jnp.ones((PROMPTS, LENGTH), bool),
+        jax.random.randint(keys[1], (PROMPTS, GROUP, STEPS), 0, 64),
+        jnp.arange(STEPS) < lengths[..., None],
+        advantages=jax.random.normal(keys[2], (PROMPTS, GROUP)),
+    )
+
+
+def make_variables(*, lora=None, value: bool = False) -> dict:
+    """Fresh weights; a value head that is not at its start of zeros, where little would show."""
+    variables = init_variables(CONFIG, jax.random.key(1), lora=lora)
+    if value:
+        kernel = 0.3 * jax.random.normal(jax.random.key(7), (CONFIG.hidden_size,))
+        variables[VALUE] = {"kernel": kernel, "bias": jnp.float32(0.1)}
+    return variables
+
+
+def updated(batch, section: AlgorithmSection, *, lora=None, calls=1, ppo=PPOSection(), **training):
+    """The start, the state after some updates by plain gradient descent, and the last report."""
+    value = section.advantage == "gae"
+    variables = make_variables(lora=lora, value=value)
+    # Adam's first step would hide the scale of the gradient.
+    optimizer = optax.sgd(1.0)
+    training = TrainingSection(prompts_per_batch=PROMPTS, **training)
+    policy = make_policy(CONFIG, lora=lora)
+    update = trainer.make_update(policy, optimizer, section, training, temperature=TEMPERATURE, ppo=ppo)
+    coefficient = ppo.kl_coef if value else None
+    state = trainer.init_state(variables, optimizer, keep_reference=True, kl_coef=coefficient)
+    for _ in range(calls):
+        state, report = update(state, batch, jax.random.key(2))
+    return variables, state, report

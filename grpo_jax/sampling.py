@@ -304,6 +304,16 @@ def _check_prompts(tokens, mask, keys) -> None:
         raise ValueError("prompts must be padded on the left and hold at least one token each")
 
 
+def _check_room(limit: int | None, mask, length: int) -> None:
+    """Learned positions end: refuses a prompt that leaves no room for `length` tokens behind it."""
+    longest = int(mask.sum(axis=1).max())
+    if limit is not None and longest + length > limit:
+        raise ValueError(
+            f"prompt and completion must have at most {limit} tokens together, the policy's max_positions; "
+            f"got a prompt of {longest} tokens and max_new_tokens = {length}"
+        )
+
+
 def _pad_to_bucket(tokens, mask, keys, pad_id):
     """Left-pad L and repeat the last prompt until both are bucket sizes; also tell which rows are real."""
     rows, length = tokens.shape
@@ -341,8 +351,8 @@ def make_sampler(
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys) -> Samples` with int [P, L], bool [P, L]
         (left-padded; on the host, or they are fetched) and typed PRNG keys [P], one per prompt. It raises
-        ValueError for prompts that are empty or not left-padded, for keys of another kind, and for token
-        ids outside the vocabulary.
+        ValueError for prompts that are empty, not left-padded or too long for the policy's positions, for keys
+        of another kind, and for token ids outside the vocabulary.
 
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
@@ -360,6 +370,7 @@ def make_sampler(
     def sample(variables, prompt_tokens, prompt_mask, keys) -> Samples:
         tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
         _check_prompts(tokens, mask, keys)
+        _check_room(getattr(policy, "max_positions", None), mask, params.max_new_tokens)
         samples = generate(variables, *_pad_to_bucket(tokens, mask, keys, pad_id))
         return jax.tree.map(lambda x: x[: tokens.shape[0]], samples)
 

@@ -87,7 +87,8 @@ def _claim(name, values, prompts):
         told += f" on {prompts} held-out prompts"
     gap = _gap_closed(before, after, oracle)
     if gap is not None:
-        told += f", {gap:.0%} of the way to the best possible rewrite ({_value(name, oracle)})"
+        best = "the best possible rewrite" if prompts else "the best possible"
+        told += f", {gap:.0%} of the way to {best} ({_value(name, oracle)})"
     return told + "."
 
 
@@ -202,19 +203,34 @@ def _chart_list(rows):
 
     rewards = group("reward/", "/mean")
     rewards.sort(key=lambda pair: pair[1] != "total")
-    if len(rewards) == 2:
+    if len(rewards) == 2 and rewards[0][1] == "total":
         rewards = rewards[1:]  # a single objective is its own total, up to its weight
     watched = [(k, n) for k, n in group("watch/", "/mean") if "pixel_accuracy" not in k]
     pixels = [("watch/pixel_accuracy/mean", "training batch")]
+    returns = [
+        series_of(rows, "episode_return", "training, sampled"),
+        series_of(rows, "evaluation/episode_return", "evaluation, greedy", sparse=True),
+        series_of(rows, "evaluation/lowest", "worst seed", sparse=True),
+    ]
     return [
+        line_chart("Episode return", returns, note="Mean over the seeds; 500 is the longest episode."),
+        chart("Seeds solved", [("solved", "seeds")], sparse=True),
         chart("Pixel accuracy", pixels, note="Read from the picture by rule; never trained on."),
         chart("Rewards", rewards),
         chart("Watched, never trained on", watched),
         chart("Validation", group("validation/"), sparse=True),
         chart("KL to the reference", [("kl", "kl")]),
+        chart("Explained variance of the values", [("value/explained_variance", "explained")]),
+        chart("Values", [("value/mean", "value"), ("value/return", "return")]),
+        chart("Groups that teach, of dynamic sampling", [("groups_kept", "kept"), ("draws", "draws")]),
         chart("Entropy of the policy", [("entropy", "entropy")]),
         chart("Completion length, tokens", [("completion_tokens", "mean"), ("completion_tokens_max", "longest")]),
         chart("Groups without signal", group("dead_groups/")),
+        chart(
+            "Different advantages in a group",
+            [("distinct_advantages/grpo", "rewards summed (GRPO)"), ("distinct_advantages/gdpo", "kept apart (GDPO)")],
+            note="What each estimator can tell apart in the same rewards, whichever is used.",
+        ),
         chart(
             "Shares",
             [

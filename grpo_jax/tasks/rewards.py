@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import StopRun, UserError
 
 Reward = Callable[..., Any]
 
@@ -85,6 +85,8 @@ def _call(function: Reward, name: str, arguments: dict[str, Any], count: int, on
         own = {name: list(value) if isinstance(value, list) else value for name, value in arguments.items()}
         returned = function(**_accepted(function, own))
         values = _as_list(returned)
+    except StopRun:
+        raise
     except Exception as error:
         if on_error == "missing":
             return np.full(count, np.nan)

@@ -1,0 +1,145 @@
+"""The catalogue's vectors: made once, kept in a folder that their fingerprint names."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import sparse
+
+from bridges.retrieval.encoders import Encoder, Vectors, encode_titles, titles_digest
+from grpo_jax.errors import UserError
+
+_FORMAT = 1  # of the folder; part of its name
+
+
+class Fingerprint(NamedTuple):
+    """What ranks depend on. `_asdict()` is what a checkpoint stores.
+
+    Attributes:
+        catalogue: number and digest of the titles in their order.
+        encoder: kind and digest of the encoder.
+    """
+
+    catalogue: str
+    encoder: str
+
+
+class Index(NamedTuple):
+    """A catalogue as vectors.
+
+    Attributes:
+        vectors: f32 [N, E], a memory map where it comes from a folder; sparse for TF-IDF.
+        fingerprint: of titles and encoder.
+        folder: where it is kept, or None.
+    """
+
+    vectors: Vectors
+    fingerprint: Fingerprint
+    folder: Path | None
+
+
+def fingerprint_of(titles: Sequence[str], encoder: Encoder) -> Fingerprint:
+    """The fingerprint of titles and encoder."""
+    return Fingerprint(f"{len(titles)} titles, {titles_digest(titles)}", encoder.identity)
+
+
+def require_same(saved: Mapping[str, str], current: Fingerprint) -> None:
+    """Refuses a checkpoint whose rewards came from another catalogue or encoder.
+
+    Args:
+        saved: `Fingerprint._asdict()` from the checkpoint.
+        current: of the retriever that is to go on.
+
+    Raises:
+        UserError: Says which of the two differs, and both values.
+    """
+    for name, now in current._asdict().items():
+        before = saved.get(name, "none")
+        if before != now:
+            raise UserError(
+                f"the checkpoint was made with another {name} ({before}) than the retrieval has now ({now}): "
+                "rewards would not be comparable; restore it, or start a new run"
+            )
+
+
+def default_cache() -> Path:
+    """`$XDG_CACHE_HOME/grpo_jax/retrieval`, by default under `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo_jax" / "retrieval"
+
+
+def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None) -> Index:
+    """The vectors of the titles, from the cache if they are there, else made and put there.
+
+    Args:
+        titles: of all items, in the order of their rows.
+        encoder: makes the vectors.
+        cache: folder of all such folders; None to keep nothing.
+
+    Raises:
+        UserError: If there are no titles, or the folder cannot be written.
+    """
+    if not len(titles):
+        raise UserError("the catalogue has no items")
+    fingerprint = fingerprint_of(titles, encoder)
+    if cache is None:
+        return Index(encode_titles(encoder, titles), fingerprint, None)
+    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{titles_digest(titles)}-{_FORMAT}"
+    try:
+        if not (folder / "meta.json").is_file():
+            _save(folder, titles, encode_titles(encoder, titles), fingerprint)
+        return load_index(folder)
+    except OSError as error:
+        raise UserError(f"the cache of the retrieval cannot be used: {error}") from error
+
+
+def load_index(folder: str | Path) -> Index:
+    """The vectors that a folder holds, as memory maps: only the rows that are used are read.
+
+    Raises:
+        UserError: If the folder is no such folder, or is damaged.
+    """
+    folder = Path(folder)
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in meta["arrays"]}
+        vectors = arrays["vectors"] if "vectors" in arrays else _csr(arrays, tuple(meta["shape"]))
+        if list(vectors.shape) != meta["shape"]:
+            raise ValueError(f"shape {vectors.shape} instead of {meta['shape']}")
+        return Index(vectors, Fingerprint(**meta["fingerprint"]), folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"the cached catalogue {folder} cannot be read ({error}): delete it and start again") from error
+
+
+def load_titles(folder: str | Path) -> list[str]:
+    """The titles that a folder's vectors belong to."""
+    return json.loads((Path(folder) / "titles.json").read_text(encoding="utf-8"))
+
+
+def _csr(arrays: dict[str, np.ndarray], shape: tuple[int, ...]) -> sparse.csr_matrix:
+    return sparse.csr_matrix((arrays["data"], arrays["indices"], arrays["indptr"]), shape=shape, copy=False)
+
+
+def _save(folder: Path, titles: Sequence[str], vectors: Vectors, fingerprint: Fingerprint) -> None:
+    """Writes the folder under another name first, so that it is there whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
+    try:
+        names = ("data", "indices", "indptr") if sparse.issparse(vectors) else ("vectors",)
+        for name in names:
+            np.save(draft / f"{name}.npy", vectors if name == "vectors" else getattr(vectors, name))
+        (draft / "titles.json").write_text(json.dumps(list(titles)), encoding="utf-8")
+        meta = {"arrays": names, "shape": list(vectors.shape), "fingerprint": fingerprint._asdict()}
+        (draft / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
+        draft.chmod(0o755)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not (folder / "meta.json").is_file():  # otherwise another process was first, with the same content
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

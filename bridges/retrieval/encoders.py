@@ -1,0 +1,203 @@
+"""Texts as unit vectors: TF-IDF, which needs no weights, or any sentence-transformers model.
+
+A text's vector may depend, in its last bits, on the texts it is encoded with. `batches` therefore depends on the
+texts of one call alone, nothing is remembered between calls, and every backend encodes the same batches: a resumed
+run sees the scores of one that never stopped.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from scipy import sparse
+
+from bridges.retrieval.errors import NonFiniteScores
+from grpo_jax.errors import UserError
+
+Vectors = np.ndarray | sparse.csr_matrix
+
+BATCH = 64
+
+
+class Encoder(Protocol):
+    """Turns texts into vectors.
+
+    Attributes:
+        identity: says what it is: equal for encoders that give equal vectors, wherever their files lie.
+    """
+
+    identity: str
+
+    def encode(self, texts: Sequence[str]) -> Vectors:
+        """One batch of texts as f32 [B, E], rows of length 1, or 0 where a text says nothing."""
+        ...
+
+
+class TfidfEncoder:
+    """TF-IDF over the words of the titles, by scikit-learn: logarithmic counts, smoothed idf, unit length.
+
+    A text whose words occur in no title is the zero vector.
+    """
+
+    def __init__(self, titles: Sequence[str]):
+        """Learns words and their weights.
+
+        Raises:
+            UserError: If the titles hold no word (two letters or digits in a row).
+        """
+        from sklearn.feature_extraction.text import TfidfVectorizer
+
+        self._vectorizer = TfidfVectorizer(sublinear_tf=True, dtype=np.float32)
+        try:
+            self._vectorizer.fit(titles)
+        except ValueError as error:
+            raise UserError(f"encoder tfidf: the titles have no words ({error})") from error
+        self.identity = f"tfidf-{_digest([repr(sorted(self._vectorizer.get_params().items(), key=str))])}"
+
+    def encode(self, texts: Sequence[str]) -> sparse.csr_matrix:
+        """As `Encoder.encode`, sparse, a column for each word."""
+        return sparse.csr_matrix(self._vectorizer.transform(texts))
+
+
+class SentenceEncoder:
+    """A sentence-transformers model; blank texts are the zero vector, which such a model would not give them."""
+
+    def __init__(self, model: str, *, device: str = "cpu"):
+        """Loads a folder, or a model by its name on the hub.
+
+        Args:
+            model: "./folder" or "owner/name".
+            device: "cpu" or "gpu:N".
+
+        Raises:
+            UserError: If sentence-transformers is not installed, or the model cannot be loaded.
+        """
+        folder = Path(model).expanduser()
+        if folder.is_dir() and not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
+            raise UserError(f"encoder {model}: the folder holds neither modules.json nor config.json")
+        from bridges.loading import first_line, local_folder, torch_device
+
+        folder = local_folder(model)
+        try:
+            from sentence_transformers import SentenceTransformer
+        except ImportError as error:
+            raise UserError(f"encoder {model}: install sentence-transformers (grpo_jax[recommendation])") from error
+        try:
+            self._model = SentenceTransformer(str(folder or model), device=str(torch_device(device))).eval()
+        except Exception as error:
+            raise UserError(f"cannot load the encoder {model}: {first_line(error)}") from error
+        self._width = int(self._model.encode(["a"], show_progress_bar=False).shape[-1])
+        self.identity = f"sentence-{_digest(_parts_of(self._model))}"
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """As `Encoder.encode`, dense."""
+        vectors = np.zeros((len(texts), self._width), np.float32)
+        said = [row for row, text in enumerate(texts) if text.strip()]
+        if said:
+            vectors[said] = self._model.encode(
+                [texts[row] for row in said],
+                batch_size=len(said),
+                convert_to_numpy=True,
+                normalize_embeddings=True,
+                show_progress_bar=False,
+            )
+        return vectors
+
+
+def load_encoder(name: str, titles: Sequence[str], *, device: str = "cpu") -> Encoder:
+    """The encoder called "tfidf", or the sentence-transformers model of that folder or name.
+
+    Args:
+        name: "tfidf", a folder, or "owner/name".
+        titles: of the catalogue, from which TF-IDF takes its words.
+        device: for sentence-transformers, "cpu" or "gpu:N".
+
+    Raises:
+        UserError: as the encoders.
+    """
+    return TfidfEncoder(titles) if name == "tfidf" else SentenceEncoder(name, device=device)
+
+
+def batches(texts: Iterable[str]) -> list[list[str]]:
+    """The distinct texts, shortest first, in batches of `BATCH`: a function of the set of texts alone."""
+    ordered = sorted(set(texts), key=lambda text: (len(text), text))
+    return [ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH)]
+
+
+def encode_titles(encoder: Encoder, titles: Sequence[str]) -> Vectors:
+    """Vectors of all titles, in their order.
+
+    Raises:
+        NonFiniteScores: If one is NaN or infinite; the first such title is named.
+    """
+    groups = batches(titles)
+    place = {text: row for row, text in enumerate(text for group in groups for text in group)}
+    vectors = stacked([encoder.encode(group) for group in groups])
+    check_finite(vectors, [text for group in groups for text in group])
+    return vectors[[place[title] for title in titles]]
+
+
+def stacked(parts: Sequence[Vectors]) -> Vectors:
+    """Vectors of several batches below each other."""
+    if sparse.issparse(parts[0]):
+        return sparse.csr_matrix(sparse.vstack(parts, format="csr"))
+    return np.concatenate(parts)
+
+
+def mixed(mix: sparse.csr_matrix, vectors: Vectors) -> Vectors:
+    """Unit vectors in the direction of the weighted sums mix · vectors; a sum of zero stays zero."""
+    sums = mix @ vectors
+    if sparse.issparse(sums):
+        lengths = np.sqrt(np.asarray(sums.multiply(sums).sum(1), np.float32).reshape(-1))
+        sums.eliminate_zeros()
+        sums.data /= np.repeat(lengths, np.diff(sums.indptr))
+        return sums
+    lengths = np.linalg.norm(sums, axis=1, keepdims=True)
+    return np.divide(sums, lengths, out=np.zeros_like(sums), where=lengths > 0)
+
+
+def check_finite(vectors: Vectors, texts: Sequence[str]) -> None:
+    """Raises NonFiniteScores that names the first text whose vector is not finite."""
+    if sparse.issparse(vectors):
+        bad = np.nonzero(~np.isfinite(vectors.data))[0]
+        row = np.searchsorted(vectors.indptr, bad[0], side="right") - 1 if len(bad) else None
+    else:
+        bad = np.nonzero(~np.isfinite(vectors).all(1))[0]
+        row = bad[0] if len(bad) else None
+    if row is not None:
+        raise NonFiniteScores(f"the encoder's vector of {texts[row]!r} is not finite")
+
+
+def _parts_of(model) -> Iterable[bytes | str]:
+    """What makes up a sentence-transformers model: modules, tokenizer, weights."""
+    yield str(model)
+    tokenizer = getattr(model, "tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if hasattr(backend, "to_str"):
+        yield json.dumps(json.loads(backend.to_str()) | {"truncation": None, "padding": None})
+    for name, tensor in sorted(model.state_dict().items()):
+        yield name
+        yield tensor.detach().cpu().contiguous().float().numpy().tobytes()
+
+
+def _digest(parts: Iterable[bytes | str]) -> str:
+    """Sixteen hexadecimal digits of the SHA-256 of all parts."""
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
+    return total.hexdigest()[:16]
+
+
+def titles_digest(titles: Sequence[str]) -> str:
+    """Sixteen digits that say which titles these are, and in which order."""
+    return _digest(titles)
+
+
+def resolved_name(name: str) -> str:
+    """The encoder's name, a folder as its absolute path: processes elsewhere have another working directory."""
+    return str(Path(name).expanduser().resolve()) if name != "tfidf" and Path(name).expanduser().is_dir() else name

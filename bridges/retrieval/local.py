@@ -1,0 +1,98 @@
+"""Retrieval in this process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from scipy import sparse
+
+from bridges.retrieval.catalogue import Index, open_index
+from bridges.retrieval.encoders import Encoder, Vectors, check_finite, load_encoder, mixed, stacked
+from bridges.retrieval.errors import NonFiniteScores
+from bridges.retrieval.ranking import Counts, DenseShard, Scale, SparseShard, merge_counts
+from bridges.retrieval.retriever import Queries
+
+
+def shard_bounds(items: int, shard: int, shards: int) -> tuple[int, int]:
+    """First row of a shard, and the first that is no longer in it; sizes differ by one at most."""
+    return items * shard // shards, items * (shard + 1) // shards
+
+
+class Shard:
+    """A part of an index: what a machine of several holds."""
+
+    def __init__(self, index: Index, *, shard: int = 0, shards: int = 1, device: jax.Device | None = None):
+        """Loads the part's vectors.
+
+        Raises:
+            NonFiniteScores: If one of them is NaN or infinite.
+        """
+        self._vectors = index.vectors
+        first, stop = shard_bounds(index.vectors.shape[0], shard, shards)
+        part = index.vectors[first:stop]
+        if not np.isfinite(part.data if sparse.issparse(part) else part).all():
+            raise NonFiniteScores(f"the catalogue's vectors in rows {first} to {stop} are not all finite")
+        if sparse.issparse(part):
+            self._part = SparseShard(part, first=first)
+        else:
+            self._part = DenseShard(part, first=first, device=device)
+
+    def count(self, queries: Queries, vectors: Vectors, scale: Scale) -> Counts:
+        """Counts of the part's items, from the vectors of the queries' distinct texts."""
+        target_vectors = self._vectors[queries.targets]
+        return self._part.count(mixed(queries.mix, vectors), queries.targets, target_vectors, queries.exclude, scale)
+
+
+class LocalBackend:
+    """Encoder and catalogue in this process; see `retriever.Backend`."""
+
+    def __init__(self, index: Index, encoder: Encoder, *, shards: int = 1, device: jax.Device | None = None):
+        """Takes an index and the encoder that made it.
+
+        Args:
+            index: vectors of the catalogue.
+            encoder: for the queries.
+            shards: parts the catalogue is cut into; results do not depend on it.
+            device: where dense vectors are compared; None for the CPU.
+        """
+        self.items = index.vectors.shape[0]
+        self.fingerprint = index.fingerprint
+        self._encoder = encoder
+        self._shards = [Shard(index, shard=i, shards=shards, device=device) for i in range(shards)]
+
+    def count(self, queries: Queries, scale: Scale) -> Counts:
+        """As `retriever.Backend.count`."""
+        vectors = stacked([self._encoder.encode(batch) for batch in queries.texts])
+        check_finite(vectors, [text for batch in queries.texts for text in batch])
+        return merge_counts([shard.count(queries, vectors, scale) for shard in self._shards])
+
+    def reconnect(self) -> None:
+        """Nothing can be lost."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def local_backend(
+    titles: Sequence[str],
+    *,
+    encoder: str = "tfidf",
+    cache: str | Path | None = None,
+    encoder_device: str = "cpu",
+    device: jax.Device | None = None,
+) -> LocalBackend:
+    """Loads the encoder, and makes or loads the catalogue's vectors.
+
+    Args:
+        titles: of all items, in the order of their rows.
+        encoder: as `load_encoder`.
+        cache: folder that keeps vectors between runs, or None.
+        encoder_device: "cpu" or "gpu:N", for sentence-transformers.
+        device: as `LocalBackend`.
+
+    Raises:
+        UserError: as `load_encoder` and `open_index`.
+    """
+    loaded = load_encoder(encoder, titles, device=encoder_device)
+    return LocalBackend(open_index(titles, loaded, cache), loaded, device=device)

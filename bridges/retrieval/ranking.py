@@ -1,0 +1,265 @@
+"""The exact rank of one item among all: a count of the items that score higher.
+
+No top-k and no sorting: a query needs its target's score and how many others lie above and level with it. Such
+counts, and the logarithm of the sum of exponentials that the softmax probability needs, add up over any division
+of the catalogue, so shards give what one machine gives.
+
+Scores are cosine similarities. Two that differ by no more than a tolerance are a tie: the same title twice, or the
+same sum in another order, must not be ranked by a rounding.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import sparse
+
+Ties = Literal["against", "average", "favour"]
+TIES: dict[str, float] = {"against": 1.0, "average": 0.5, "favour": 0.0}
+
+_BLOCK = 4096  # items at a time: scores of 64 queries then stay in the cache
+_SPARSE_BLOCK = 65536
+_QUERIES = 64  # rows of one compiled shape; more are cut up, fewer are padded
+_NONE = -1  # fills up lists of excluded rows
+
+
+class Scale(NamedTuple):
+    """How scores are read.
+
+    Attributes:
+        temperature: of the softmax over the similarities; smaller is sharper.
+        tolerance: scores that differ by no more than this are a tie.
+    """
+
+    temperature: float = 0.05
+    tolerance: float = 1e-6
+
+
+class Counts(NamedTuple):
+    """What a part of the catalogue knows about each query's target; excluded items and the target do not count.
+
+    Attributes:
+        better: i64 [B], items that score higher than the target.
+        level: i64 [B], items that tie with it.
+        log_sum: f64 [B], log Σ exp(score / temperature) of the other items; -inf if there are none.
+        score: f64 [B], the target's own.
+        silent: bool [B], the query is the zero vector: it says nothing.
+    """
+
+    better: np.ndarray
+    level: np.ndarray
+    log_sum: np.ndarray
+    score: np.ndarray
+    silent: np.ndarray
+
+
+class Ranks(NamedTuple):
+    """Where the targets stand; NaN where the service gave no answer.
+
+    Attributes:
+        rank: f64 [B], 1 is best; a half where ties are averaged.
+        probability: f32 [B], of the target in the softmax over all items that are not excluded.
+    """
+
+    rank: np.ndarray
+    probability: np.ndarray
+
+
+def merge_counts(parts: list[Counts]) -> Counts:
+    """Counts of the whole catalogue from those of its parts; the target's score is the same in all."""
+    return Counts(
+        better=np.sum([part.better for part in parts], axis=0),
+        level=np.sum([part.level for part in parts], axis=0),
+        log_sum=np.logaddexp.reduce([part.log_sum for part in parts], axis=0),
+        score=parts[0].score,
+        silent=parts[0].silent,
+    )
+
+
+def ranks_of(counts: Counts, *, ties: Ties, temperature: float) -> Ranks:
+    r"""rank = 1 + better + share · level, and probability = exp(s/τ) / (exp(s/τ) + Σ_others exp(s_j/τ)).
+
+    Args:
+        counts: of the whole catalogue.
+        ties: share of the level items that stand before the target: "against" all, "average" half, "favour" none.
+            A query that is the zero vector ties with everything; it says nothing, so all stand before the target
+            under any rule.
+        temperature: τ.
+    """
+    share = np.where(counts.silent, 1.0, TIES[ties])
+    own = counts.score / temperature
+    probability = np.exp(own - np.logaddexp(own, counts.log_sum))
+    return Ranks(1.0 + counts.better + share * counts.level, probability.astype(np.float32))
+
+
+class DenseShard:
+    """Rows of a catalogue of dense unit vectors, on one JAX device."""
+
+    def __init__(self, vectors: np.ndarray, *, first: int = 0, device: jax.Device | None = None):
+        """Moves the vectors to the device, in blocks.
+
+        Args:
+            vectors: f32 [N, E], unit or zero.
+            first: the first one's row in the whole catalogue.
+            device: None for the CPU.
+        """
+        self._device = device or jax.local_devices(backend="cpu")[0]
+        self._first = first
+        self._count = len(vectors)
+        block = min(_BLOCK, 1 << max(self._count - 1, 0).bit_length())
+        blocks = np.zeros((-(-self._count // block), block, vectors.shape[1]), np.float32)
+        blocks.reshape(-1, vectors.shape[1])[: self._count] = vectors
+        self._blocks = jax.device_put(blocks, self._device)
+
+    def count(
+        self, queries: np.ndarray, targets: np.ndarray, target_vectors: np.ndarray, exclude: np.ndarray, scale: Scale
+    ) -> Counts:
+        """Counts of this shard's items.
+
+        Args:
+            queries: f32 [B, E].
+            targets: i32 [B], rows of the whole catalogue, inside this shard or not.
+            target_vectors: f32 [B, E], theirs.
+            exclude: i32 [B, X], rows of the whole catalogue, filled up with -1.
+            scale: temperature and tolerance.
+        """
+        parts = []
+        exclude = np.where(exclude == _NONE, _NONE, exclude - self._first)
+        for start in range(0, len(queries), _QUERIES):
+            rows = slice(start, start + _QUERIES)
+            count = len(queries[rows])
+            arrays = (
+                _padded(queries[rows], 0),
+                _padded(target_vectors[rows], 0),
+                _padded(targets[rows].astype(np.int32) - self._first, _NONE),
+                _padded(_widened(exclude[rows]), _NONE),
+            )
+            found = _count_dense(
+                self._blocks,
+                *jax.device_put(arrays, self._device),
+                self._count,
+                1 / scale.temperature,
+                scale.tolerance,
+            )
+            better, level, log_sum, score = (np.asarray(array)[:count] for array in found)
+            silent = ~queries[rows].any(1)
+            parts.append(Counts(better.astype(np.int64), level.astype(np.int64), *map(_f64, (log_sum, score)), silent))
+        return _joined(parts)
+
+
+class SparseShard:
+    """Rows of a catalogue of sparse unit vectors, such as TF-IDF; always on the CPU."""
+
+    def __init__(self, vectors: sparse.csr_matrix, *, first: int = 0):
+        """Turns the vectors into inverted lists, by blocks of items.
+
+        Args:
+            vectors: f32 [N, V], unit or zero.
+            first: the first one's row in the whole catalogue.
+        """
+        self._first = first
+        self._blocks = [
+            (start, vectors[start : start + _SPARSE_BLOCK].T.tocsr())
+            for start in range(0, vectors.shape[0], _SPARSE_BLOCK)
+        ]
+
+    def count(
+        self,
+        queries: sparse.csr_matrix,
+        targets: np.ndarray,
+        target_vectors: sparse.csr_matrix,
+        exclude: np.ndarray,
+        scale: Scale,
+    ) -> Counts:
+        """As `DenseShard.count`, with sparse vectors."""
+        parts = []
+        for start in range(0, queries.shape[0], _QUERIES):
+            rows = slice(start, start + _QUERIES)
+            own = target_vectors[rows]
+            score = np.asarray(queries[rows].multiply(own).sum(1), np.float64).reshape(-1)
+            out = np.concatenate([targets[rows, None], exclude[rows]], axis=1)
+            counts = [
+                _count_scores((queries[rows] @ block).toarray(), score, out - self._first - first, scale)
+                for first, block in self._blocks
+            ]
+            silent = np.diff(queries[rows].indptr) == 0
+            parts.append(merge_counts([Counts(*found, score, silent) for found in counts]))
+        return _joined(parts)
+
+
+def _count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale: Scale) -> tuple:
+    """better, level and log_sum [B] of scores [B, M], the columns `out` left out where they lie inside.
+
+    `scores` is overwritten.
+    """
+    inside = (out >= 0) & (out < scores.shape[1])
+    scores[np.nonzero(inside)[0], out[inside]] = -np.inf
+    own = target[:, None].astype(scores.dtype)
+    better = np.count_nonzero(scores > own + np.float32(scale.tolerance), axis=1)
+    level = np.count_nonzero(scores >= own - np.float32(scale.tolerance), axis=1) - better
+    top = np.maximum(scores.max(1, keepdims=True), np.float32(-1))
+    scores -= top
+    scores *= np.float32(1 / scale.temperature)
+    np.exp(scores, out=scores)
+    with np.errstate(divide="ignore"):  # a block whose items are all left out has no sum
+        log_sum = np.log(scores.sum(1, dtype=np.float64)) + top[:, 0] / scale.temperature
+    return better, level, log_sum
+
+
+@jax.jit
+def _count_dense(blocks, queries, target_vectors, targets, exclude, count, sharpness, tolerance):
+    """better i32, level i32, log_sum f32, score f32, each [B], by one pass over blocks [M, block, E]."""
+    batch, size = queries.shape[0], blocks.shape[1]
+    score = jnp.sum(queries * target_vectors, axis=1)
+    above, below = (score + tolerance)[:, None], (score - tolerance)[:, None]
+    lines = jnp.arange(batch)[:, None]
+    out = jnp.concatenate([targets[:, None], exclude], axis=1)
+
+    def step(carry, block):
+        better, level, top, total = carry
+        start, vectors = block
+        # a GPU's default would round the factors to ten bits, and make ties of what is none
+        scores = jnp.matmul(queries, vectors.T, precision=jax.lax.Precision.HIGHEST)
+        inside = (out >= start) & (out < start + size)
+        scores = scores.at[lines, jnp.where(inside, out - start, size)].set(-jnp.inf, mode="drop")
+        scores = jnp.where(start + jnp.arange(size) < count, scores, -jnp.inf)
+        higher = jnp.sum(scores > above, axis=1, dtype=jnp.int32)
+        level += jnp.sum(scores >= below, axis=1, dtype=jnp.int32) - higher
+        # the target's own exponent keeps the maximum finite where a block has nothing to count
+        exponents = scores * sharpness
+        new_top = jnp.maximum(top, exponents.max(axis=1))
+        total = total * jnp.exp(top - new_top) + jnp.exp(exponents - new_top[:, None]).sum(axis=1)
+        return (better + higher, level, new_top, total), None
+
+    none = jnp.zeros(batch, jnp.int32)
+    start = (none, none, score * sharpness, jnp.zeros(batch, jnp.float32))
+    starts = jnp.arange(blocks.shape[0], dtype=jnp.int32) * size
+    (better, level, top, total), _ = jax.lax.scan(step, start, (starts, blocks))
+    return better, level, top + jnp.log(total), score
+
+
+def _padded(array: np.ndarray, fill: float) -> np.ndarray:
+    """The array with _QUERIES rows."""
+    short = _QUERIES - len(array)
+    return np.pad(array, [(0, short), *[(0, 0)] * (array.ndim - 1)], constant_values=fill) if short else array
+
+
+def _widened(exclude: np.ndarray) -> np.ndarray:
+    """The lists filled up to 16, 64, 256, … entries: few shapes, few compilations."""
+    width = 16
+    while width < exclude.shape[1]:
+        width *= 4
+    return np.pad(exclude, [(0, 0), (0, width - exclude.shape[1])], constant_values=_NONE)
+
+
+def _f64(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64)
+
+
+def _joined(parts: list[Counts]) -> Counts:
+    """Counts of consecutive queries as one."""
+    if not parts:
+        none = np.zeros(0)
+        return Counts(none.astype(np.int64), none.astype(np.int64), none, none, none.astype(bool))
+    return Counts(*(np.concatenate(column) for column in zip(*parts, strict=True)))

@@ -1,0 +1,316 @@
+"""From texts and targets to ranks: checks, retries, missing answers and the rule for ties; backends only count.
+
+A call that fails is tried again after a pause; if it goes on failing, its ranks are missing (NaN), which a reward
+must pass on as missing; if too many calls go missing, training stops. No failure is ever turned into a rank.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from scipy import sparse
+
+from bridges.retrieval.catalogue import Fingerprint
+from bridges.retrieval.encoders import batches
+from bridges.retrieval.errors import NonFiniteScores, RetrievalError
+from bridges.retrieval.ranking import TIES, Counts, Ranks, Scale, Ties, ranks_of
+from grpo_jax.errors import StopRun, UserError
+
+_log = logging.getLogger(__name__)
+
+
+class Queries(NamedTuple):
+    """What a backend is asked.
+
+    Attributes:
+        texts: distinct, in the batches in which they are to be encoded.
+        mix: f32 [B, U], weights of the U texts in each query.
+        targets: i32 [B], rows.
+        exclude: i32 [B, X], rows that are not ranked, filled up with -1; never the target.
+    """
+
+    texts: list[list[str]]
+    mix: sparse.csr_matrix
+    targets: np.ndarray
+    exclude: np.ndarray
+
+
+class Backend(Protocol):
+    """Where vectors are kept and compared.
+
+    Attributes:
+        items: number of items N.
+        fingerprint: of catalogue and encoder.
+    """
+
+    items: int
+    fingerprint: Fingerprint
+
+    def count(self, queries: Queries, scale: Scale) -> Counts:
+        """Counts over the whole catalogue; a RetrievalError if there are none."""
+        ...
+
+    def reconnect(self) -> None:
+        """Called before a further attempt; a RetrievalError if it cannot."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of what it holds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How much failure is borne.
+
+    Attributes:
+        attempts: tries of one call, the first included.
+        first_wait: seconds before the second try; each further pause is twice as long.
+        longest_wait: at most that.
+        budget: calls that may go missing among the last `window`; one more stops the run.
+        window: calls that are remembered.
+    """
+
+    attempts: int = 3
+    first_wait: float = 1.0
+    longest_wait: float = 30.0
+    budget: int = 5
+    window: int = 100
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        if self.attempts < 1 or self.budget < 0 or self.window <= self.budget:
+            raise ValueError(
+                f"patience: expected attempts >= 1 and 0 <= budget < window, got attempts {self.attempts}, "
+                f"budget {self.budget}, window {self.window}"
+            )
+        if not 0 <= self.first_wait <= self.longest_wait:
+            raise ValueError(
+                f"patience: expected 0 <= first_wait <= longest_wait, got {self.first_wait} and {self.longest_wait}"
+            )
+
+
+class Retriever:
+    """Ranks targets among all items of the catalogue.
+
+    Attributes:
+        backend: what counts.
+        retries: further attempts made so far.
+        missing: calls so far that gave no ranks.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        ties: Ties = "against",
+        scale: Scale = Scale(),
+        patience: Patience = Patience(),
+        wait: Callable[[float], None] = time.sleep,
+    ):
+        """Takes a backend and the rules.
+
+        Args:
+            backend: `LocalBackend` or `RayBackend`.
+            ties: as `ranks_of`.
+            scale: temperature of the probability, and what counts as a tie.
+            patience: with failures.
+            wait: pauses for so many seconds.
+        """
+        if ties not in TIES:
+            raise ValueError(f"ties: expected one of {', '.join(TIES)}, got {ties!r}")
+        if not scale.temperature > 0 or not scale.tolerance >= 0:
+            raise ValueError(f"scale: expected temperature > 0 and tolerance >= 0, got {scale}")
+        self.backend = backend
+        self.retries = 0
+        self.missing = 0
+        self._ties: Ties = ties
+        self._scale = scale
+        self._patience = patience
+        self._wait = wait
+        self._failed: deque[bool] = deque(maxlen=patience.window)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of catalogue and encoder."""
+        return self.backend.fingerprint
+
+    @property
+    def items(self) -> int:
+        """Number of items."""
+        return self.backend.items
+
+    def score_ranks(self, texts: Sequence[str], targets: Sequence[int], exclude: Sequence[Sequence[int]]) -> Ranks:
+        """The rank of each target when all items are sorted by their similarity to the text.
+
+        Args:
+            texts: B queries; an empty one, or one without a known word, puts its target last.
+            targets: B rows of the catalogue.
+            exclude: for each query, rows that are not ranked (the history); its target is ranked all the same.
+
+        Returns:
+            Ranks; all NaN if the call failed within the budget.
+
+        Raises:
+            StopRun: more calls failed than the budget allows.
+            ValueError: the arguments do not fit each other or the catalogue.
+        """
+        return self.score_mixed_ranks([[text] for text in texts], [[1.0]] * len(texts), targets, exclude)
+
+    def score_mixed_ranks(
+        self,
+        texts: Sequence[Sequence[str]],
+        weights: Sequence[Sequence[float]],
+        targets: Sequence[int],
+        exclude: Sequence[Sequence[int]],
+    ) -> Ranks:
+        """As `score_ranks`, where a query is the direction of a weighted sum of the vectors of several texts.
+
+        Args:
+            texts: B lists of texts.
+            weights: B lists of finite weights, one for each text.
+            targets: B rows.
+            exclude: B lists of rows.
+        """
+        queries = make_queries(texts, weights, targets, exclude, self.items)
+        count = len(texts)
+        if not count:
+            return Ranks(np.zeros(0), np.zeros(0, np.float32))
+        counts = self._count(queries)
+        if counts is None:
+            return Ranks(np.full(count, np.nan), np.full(count, np.nan, np.float32))
+        return ranks_of(counts, ties=self._ties, temperature=self._scale.temperature)
+
+    def self_test(self, titles: Sequence[str], *, samples: int = 256, required: float = 0.9) -> float:
+        """Asks for titles by their own words, and looks whether they come first.
+
+        Args:
+            titles: of the catalogue.
+            samples: so many are asked for, evenly spread over those that are not blank.
+            required: the least share.
+
+        Returns:
+            Share of them that no other title outranks.
+
+        Raises:
+            UserError: the share is too low, or the catalogue is not the service's.
+            RetrievalError: the service does not answer.
+        """
+        if len(titles) != self.items:
+            raise UserError(f"the retrieval service holds {self.items} items, the catalogue has {len(titles)}")
+        rows = [row for row, title in enumerate(titles) if title.strip()]
+        picked = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, min(samples, len(rows))).astype(int))]
+        if not picked:
+            raise UserError("the catalogue has no title that is not blank")
+        queries = make_queries([[titles[row]] for row in picked], [[1.0]] * len(picked), picked, [()] * len(picked))
+        counts = self._attempt(queries)
+        share = float(np.mean((counts.better == 0) & ~counts.silent))
+        if share < required:
+            raise UserError(
+                f"retrieval self-test: {share:.0%} of {len(picked)} titles retrieve themselves, at least "
+                f"{required:.0%} should; the encoder ({self.fingerprint.encoder}) does not tell these titles apart, or the vectors "
+                "were not made from them"
+            )
+        return share
+
+    def close(self) -> None:
+        """Lets the backend go."""
+        self.backend.close()
+
+    def _attempt(self, queries: Queries) -> Counts:
+        counts = self.backend.count(queries, self._scale)
+        count = len(queries.targets)
+        if any(np.shape(column) != (count,) for column in counts):
+            raise RetrievalError(f"expected counts of {count} queries, got shapes {[np.shape(c) for c in counts]}")
+        # -inf is the sum over no item; NaN and +inf are failures
+        bad = ~np.isfinite(counts.score) | np.isnan(counts.log_sum) | np.isposinf(counts.log_sum)
+        if bad.any():
+            raise NonFiniteScores(f"{bad.sum()} of {count} scores are not finite")
+        return counts
+
+    def _count(self, queries: Queries) -> Counts | None:
+        """The counts, or None if all attempts failed and the budget bears it."""
+        patience = self._patience
+        pause = patience.first_wait
+        for attempt in range(patience.attempts):
+            try:
+                if attempt:
+                    self.backend.reconnect()
+                counts = self._attempt(queries)
+            except RetrievalError as error:
+                last = error
+                _log.warning("retrieval: attempt %d of %d failed: %s", attempt + 1, patience.attempts, error)
+                if attempt + 1 < patience.attempts:
+                    self.retries += 1
+                    self._wait(pause)
+                    pause = min(2 * pause, patience.longest_wait)
+                continue
+            self._failed.append(False)
+            return counts
+        self.missing += 1
+        self._failed.append(True)
+        if sum(self._failed) > patience.budget:
+            raise StopRun(
+                f"the retrieval failed in {sum(self._failed)} of the last {len(self._failed)} calls (the budget is "
+                f"{patience.budget}); the last time: {type(last).__name__}: {last}"
+            ) from last
+        return None
+
+
+def make_queries(
+    texts: Sequence[Sequence[str]],
+    weights: Sequence[Sequence[float]],
+    targets: Sequence[int],
+    exclude: Sequence[Sequence[int]],
+    items: int | None = None,
+) -> Queries:
+    """Checks the arguments of `Retriever.score_mixed_ranks` and brings them into a backend's form.
+
+    Args:
+        texts: B lists of texts.
+        weights: B lists of weights.
+        targets: B rows.
+        exclude: B lists of rows.
+        items: size of the catalogue, for the check; None where rows are known to be good.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    count = len(texts)
+    for name, argument in (("weights", weights), ("targets", targets), ("exclude", exclude)):
+        if len(argument) != count:
+            raise ValueError(f"{name}: expected one for each of {count} queries, got {len(argument)}")
+    rows = np.asarray(targets)
+    if count and (rows.ndim != 1 or rows.dtype.kind not in "iu"):
+        raise ValueError(f"targets: expected whole numbers [B], got {rows.dtype} {list(rows.shape)}")
+    others = [sorted({int(row) for row in exclude[i]} - {int(rows[i])}) for i in range(count)]
+    largest = max((max([int(rows[i]), *others[i][-1:]]) for i in range(count)), default=0)
+    smallest = min((min([int(rows[i]), *others[i][:1]]) for i in range(count)), default=0)
+    if smallest < 0 or (items is not None and largest >= items):
+        wrong = smallest if smallest < 0 else largest
+        raise ValueError(f"targets and exclude: expected rows of the catalogue (0 to {items}, excluded), got {wrong}")
+    padded = np.full((count, max(map(len, others), default=0)), -1, np.int32)
+    for i, row in enumerate(others):
+        padded[i, : len(row)] = row
+    groups = batches(text for query in texts for text in query)
+    return Queries(groups, _mix(groups, texts, weights), rows.astype(np.int32), padded)
+
+
+def _mix(
+    groups: list[list[str]], texts: Sequence[Sequence[str]], weights: Sequence[Sequence[float]]
+) -> sparse.csr_matrix:
+    """weights f32 [B, U] of the distinct texts; a text that a query names twice counts twice."""
+    place = {text: i for i, text in enumerate(text for group in groups for text in group)}
+    for i, (query, values) in enumerate(zip(texts, weights, strict=True)):
+        if isinstance(query, str) or len(query) != len(values):
+            raise ValueError(f"weights: expected one for each text of query {i}, got {len(values)} for {query!r}")
+    flat = np.array([value for values in weights for value in values], np.float32)
+    if not np.isfinite(flat).all():
+        raise ValueError(f"weights: expected finite numbers, got {flat[~np.isfinite(flat)][0]}")
+    lines = np.repeat(np.arange(len(texts)), [len(query) for query in texts])
+    columns = np.array([place[text] for query in texts for text in query], np.int64)
+    return sparse.csr_matrix((flat, (lines, columns)), shape=(len(texts), len(place)))

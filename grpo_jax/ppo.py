@@ -90,9 +90,12 @@ def ppo_loss(
         TypeError: an argument of the wrong type.
         ValueError: shapes that do not fit, a bound that is out of range, a bonus without `entropy`.
     """
-    for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
-        if not value >= 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
+    if not 0 <= clip_low <= 1:
+        raise ValueError(f"clip_low must be in [0, 1], got {clip_low}")
+    if not clip_high >= 0:
+        raise ValueError(f"clip_high must be at least 0, got {clip_high}")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be more than 1, got {dual_clip}")
     return grpo_loss(
         logprobs,
         old_logprobs,

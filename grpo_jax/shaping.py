@@ -135,4 +135,4 @@ def overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> jax.Arra
         raise TypeError(f"lengths must be of an integer type, got {lengths.dtype}")
     if not 1 <= buffer <= limit:
         raise ValueError(f"buffer must be in 1..limit = {limit}, got {buffer}")
-    return jnp.clip((limit - buffer - lengths).astype(jnp.float32) / buffer, -1.0, 0.0)
+    return jnp.clip((limit - buffer - lengths.astype(jnp.float32)) / buffer, -1.0, 0.0)

@@ -1,0 +1,224 @@
+"""What takes part in an update, against loops and NumPy's quantile."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_jax.losses import PRESETS, KLPenalty, grpo_loss
+from grpo_jax.selection import (
+    groups_with_signal,
+    high_entropy_mask,
+    truncated_importance_weights,
+    without_truncated,
+)
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+HIGH = jax.jit(high_entropy_mask, static_argnames="share")
+WEIGHTS = jax.jit(truncated_importance_weights, static_argnames=("cap", "level"))
+seeds = st.integers(0, 10_000)
+
+
+def tokens(seed, rows=4, length=6):
+    """Entropies in eighths, so that some are equal, under a mask with holes."""
+    random = np.random.default_rng(seed)
+    entropy = (random.integers(0, 24, (rows, length)) / 8).astype(np.float32)
+    return entropy, random.random((rows, length)) > 0.3
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+@given(seed=seeds)
+def test_high_entropy_is_numpys_quantile(share, seed):
+    entropy, mask = tokens(seed)
+    expected = mask & (entropy >= np.quantile(entropy[mask], np.float32(1 - share)) - 1e-6)
+    for bad in (np.nan, np.inf):
+        got = HIGH(np.where(mask, entropy, np.float32(bad)), mask, share=share)
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(high_entropy_mask(entropy, mask, share=share), expected)
+
+
+@given(seeds, st.permutations(range(4)))
+def test_high_entropy_under_padding_order_and_axes(seed, order):
+    entropy, mask = tokens(seed)
+    expected = np.asarray(HIGH(entropy, mask, share=0.4))
+    wide = HIGH(np.pad(entropy, ((1, 0), (0, 2)), constant_values=9), np.pad(mask, ((1, 0), (0, 2))), share=0.4)
+    np.testing.assert_array_equal(wide[1:, :6], expected)
+    assert not np.asarray(wide)[0].any()
+    assert not np.asarray(wide)[:, 6:].any()
+    np.testing.assert_array_equal(HIGH(entropy[order], mask[order], share=0.4), expected[order])
+    grouped = HIGH(entropy.reshape(2, 2, 6), mask.reshape(2, 2, 6), share=0.4)
+    np.testing.assert_array_equal(np.reshape(grouped, (4, 6)), expected)
+
+
+def test_high_entropy_of_nothing_of_one_and_in_low_precision():
+    entropy, mask = tokens(1)
+    assert not high_entropy_mask(entropy, np.zeros_like(mask), share=0.2).any()
+    assert high_entropy_mask(np.zeros((0, 3), np.float32), np.zeros((0, 3), bool), share=0.2).shape == (0, 3)
+    one = np.arange(24).reshape(4, 6) == 7
+    np.testing.assert_array_equal(high_entropy_mask(entropy, one, share=0.2), one)
+    exact = high_entropy_mask(entropy, mask, share=0.3)  # eighths are exact in bfloat16
+    np.testing.assert_array_equal(high_entropy_mask(jnp.asarray(entropy, jnp.bfloat16), mask, share=0.3), exact)
+    mapped = jax.vmap(lambda e, m: high_entropy_mask(e, m, share=0.5))(entropy, mask)
+    for row in range(4):
+        np.testing.assert_array_equal(mapped[row], high_entropy_mask(entropy[row], mask[row], share=0.5))
+
+
+def test_truncated_rows_leave_the_mask():
+    mask = np.array([[True, True, False], [True, True, True]])
+    np.testing.assert_array_equal(without_truncated(mask, np.array([False, True])), [[True, True, False], [False] * 3])
+    np.testing.assert_array_equal(
+        without_truncated(mask[None], np.array([[True, False]]))[0], [[False] * 3, [True] * 3]
+    )
+    assert not jax.jit(without_truncated)(mask, np.ones(2, bool)).any()
+
+
+def test_a_truncated_row_is_a_row_that_was_never_there():
+    random = np.random.default_rng(0)
+    logprobs, old = -random.exponential(size=(2, 4, 5)).astype(np.float32)
+    advantages, mask = random.normal(size=4).astype(np.float32), np.ones((4, 5), bool)
+    kept = without_truncated(mask, np.array([False, True, False, False]))
+    for preset in ("grpo", "dr_grpo", "dapo", "gspo"):
+        loss = grpo_loss(logprobs, old, advantages, kept, **PRESETS[preset])[0]
+        rest = (np.delete(part, 1, axis=0) for part in (logprobs, old, advantages, mask))
+        np.testing.assert_allclose(loss, grpo_loss(*rest, **PRESETS[preset])[0], rtol=1e-6)
+
+
+def test_signal_is_judged_per_objective():
+    """Summed rewards of 1 and 1 look dead; GDPO still learns from them."""
+    nan = np.nan
+    rewards = np.array(
+        [
+            [[0, 1], [1, 0]],
+            [[1, 5], [1, 6]],
+            [[1, 5], [1, 5]],
+            [[nan, 5], [1, nan]],
+            [[nan, 5], [1, 6]],
+        ],
+        np.float32,
+    )
+    np.testing.assert_array_equal(groups_with_signal(rewards), [True, True, False, False, True])
+    np.testing.assert_array_equal(groups_with_signal(rewards[:3].sum(-1)), [False, True, False])
+    np.testing.assert_array_equal(groups_with_signal(rewards, weights=(1.0, 0.0)), [True] + [False] * 4)
+    np.testing.assert_array_equal(jax.jit(groups_with_signal)(rewards), groups_with_signal(rewards))
+    np.testing.assert_array_equal(groups_with_signal(np.full((2, 8), 1000.1, np.float32)), False)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@given(seed=seeds)
+def test_importance_weights_are_the_loop(level, seed):
+    random = np.random.default_rng(seed)
+    old, sampler = -random.exponential(size=(2, 3, 4)).astype(np.float32)
+    mask = random.random((3, 4)) > 0.3
+    expected = np.ones((3, 4 if level == "token" else 1))
+    for row in range(3):
+        product = 1.0
+        for t in np.flatnonzero(mask[row]):
+            ratio = np.exp(float(old[row, t]) - float(sampler[row, t]))
+            product *= ratio
+            if level == "token":
+                expected[row, t] = min(ratio, 1.5)
+        if level == "sequence":
+            expected[row, 0] = min(product, 1.5)
+    dirty = np.where(mask, old, np.float32(np.nan)), np.where(mask, sampler, np.float32(-np.inf))
+    got = WEIGHTS(*dirty, mask, cap=1.5, level=level)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_importance_weights_are_constants_in_at_least_float32():
+    old, sampler = -np.random.default_rng(0).exponential(size=(2, 3, 4)).astype(np.float32)
+    mask = np.ones((3, 4), bool)
+    slope = jax.grad(lambda x: truncated_importance_weights(x, sampler, mask, cap=2.0).sum())(old)
+    np.testing.assert_array_equal(slope, 0)
+    low = truncated_importance_weights(
+        jnp.asarray(old, jnp.bfloat16), jnp.asarray(sampler, jnp.bfloat16), mask, cap=2.0
+    )
+    assert low.dtype == jnp.float32
+    huge = truncated_importance_weights(old + np.float32(200), sampler, mask, cap=2.0)
+    np.testing.assert_array_equal(huge, 2)
+    # An unknown probability is not taken for a right one.
+    assert np.isnan(truncated_importance_weights(old, np.full_like(old, np.nan), mask, cap=2.0)).all()
+
+
+def test_weights_correct_the_gradient_of_another_sampler(x64):
+    """Tokens drawn from q, weighted by p / q, give p's policy gradient in expectation."""
+    logits, other, rewards = np.random.default_rng(0).normal(size=(3, 5))
+    q = jax.nn.log_softmax(other)
+
+    def slope(weighted, draw):
+        def loss(x):
+            logs = jax.nn.log_softmax(x)
+            old = jax.lax.stop_gradient(logs)
+            weights = truncated_importance_weights(old[:, None], q[:, None], np.ones((5, 1), bool), cap=1e6)
+            each = jax.vmap(
+                lambda lp, r, w: grpo_loss(lp[None], jax.lax.stop_gradient(lp)[None], r, np.ones(1, bool),
+                                           token_weights=w if weighted else None)[0]
+            )(logs, rewards, weights)  # fmt: skip
+            return jnp.sum(jnp.exp(draw) * each)
+
+        return jax.grad(loss)(logits)
+
+    right = slope(False, jax.nn.log_softmax(logits))
+    np.testing.assert_allclose(slope(True, q), right, rtol=1e-10, atol=1e-14)
+    assert np.abs(slope(False, q) - right).max() > 0.05
+
+
+def test_selection_leaves_the_penalty_on_every_token():
+    """As TRL does: the choice of tokens is the policy term's, the distance from the reference counts everywhere."""
+    random = np.random.default_rng(1)
+    logprobs, old, ref, entropy = -random.exponential(size=(4, 3, 5)).astype(np.float32)
+    mask, advantages = np.ones((3, 5), bool), random.normal(size=3).astype(np.float32)
+    chosen = high_entropy_mask(-entropy, mask, share=0.2)
+    call = jax.grad(
+        lambda x, kl: grpo_loss(x, old, advantages, mask, token_weights=chosen, kl=kl, ref_logprobs=ref)[0]
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(call(logprobs, None))[~np.asarray(chosen)], 0)
+    assert (np.asarray(call(logprobs, KLPenalty(0.1)))[~np.asarray(chosen)] != 0).all()
+
+
+E, M = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
+R = np.zeros((2, 3, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: high_entropy_mask(E.astype(int), M, share=0.2), TypeError, "entropy must be of a floating type"),
+        (lambda: high_entropy_mask(E, E, share=0.2), TypeError, "mask must be of type bool"),
+        (lambda: high_entropy_mask(E, M[:1], share=0.2), ValueError, r"mask must have shape \(2, 3\), got \(1, 3\)"),
+        (lambda: high_entropy_mask(E, M, share=0.0), ValueError, "share must be more than 0 and at most 1, got 0.0"),
+        (lambda: high_entropy_mask(E, M, share=1.1), ValueError, "share must be more than 0 and at most 1, got 1.1"),
+        (lambda: without_truncated(E, M[:, 0]), TypeError, "mask must be of type bool, got float32"),
+        (lambda: without_truncated(M, E[:, 0]), TypeError, "truncated must be of type bool, got float32"),
+        (lambda: without_truncated(M, M), ValueError, r"truncated must have shape \(2,\), got \(2, 3\)"),
+        (lambda: without_truncated(M[0, 0], M[0, 0]), ValueError, "mask must have a token axis"),
+        (lambda: groups_with_signal(E[0]), ValueError, r"rewards must be \[P, G\] or \[P, G, N\]"),
+        (lambda: groups_with_signal(E.astype(int)), TypeError, "rewards must be of a floating type"),
+        (lambda: groups_with_signal(E, weights=(1.0,)), ValueError, r"weights must be None for rewards \[P, G\]"),
+        (lambda: groups_with_signal(R, weights=(1.0,)), ValueError, "weights must have one entry .* 2 objectives"),
+        (lambda: truncated_importance_weights(E[0, 0], E, M, cap=2.0), ValueError, "old_logprobs must have a token"),
+        (
+            lambda: truncated_importance_weights(E, E[:1], M, cap=2.0),
+            ValueError,
+            r"sampler_logprobs must have .* \(2, 3\), got \(1, 3\)",
+        ),
+        (lambda: truncated_importance_weights(E, E, M[:1], cap=2.0), ValueError, r"mask must have shape \(2, 3\)"),
+        (lambda: truncated_importance_weights(E, E, M, cap=0.5), ValueError, "cap must be at least 1, got 0.5"),
+        (
+            lambda: truncated_importance_weights(E, E, M, cap=2.0, level="row"),
+            ValueError,
+            "level must be 'token' or 'sequence', got 'row'",
+        ),
+        (lambda: truncated_importance_weights(M, E, M, cap=2.0), TypeError, "old_logprobs must be of a floating type"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_bad_input_is_refused_while_tracing():
+    with pytest.raises(ValueError, match="share must be more than 0"):
+        jax.eval_shape(lambda e: high_entropy_mask(e, M, share=0.0), jax.ShapeDtypeStruct((2, 3), jnp.float32))

@@ -1,0 +1,175 @@
+"""Shaped rewards against loops, and the controller of the penalty's weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_jax.kl import kl_divergence
+from grpo_jax.shaping import AdaptiveKL, kl_penalised_rewards, overlong_penalty
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+PENALISED = jax.jit(kl_penalised_rewards, static_argnames="estimator")
+seeds = st.integers(0, 10_000)
+
+
+def batch(seed, rows=4, length=5):
+    random = np.random.default_rng(seed)
+    logprobs, ref = -random.exponential(size=(2, rows, length)).astype(np.float32)
+    mask = random.random((rows, length)) > 0.3
+    mask[0] = False
+    return random.normal(size=rows).astype(np.float32), logprobs, ref, mask
+
+
+def loop_rewards(scores, logprobs, ref, mask, coef, estimator):
+    out = np.zeros(logprobs.shape)
+    for row in range(len(mask)):
+        places = np.flatnonzero(mask[row])
+        for t in places:
+            d = float(ref[row, t]) - float(logprobs[row, t])
+            out[row, t] = -coef * {"k1": -d, "k2": d * d / 2, "k3": np.exp(d) - d - 1}[estimator]
+        if len(places):
+            out[row, places[-1]] += scores[row]
+    return out
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@given(seed=seeds)
+def test_penalised_rewards_are_the_loop(estimator, seed):
+    scores, logprobs, ref, mask = batch(seed)
+    expected = loop_rewards(scores, logprobs, ref, mask, 0.3, estimator)
+    dirty = [np.where(mask, part, np.float32(bad)) for part, bad in ((logprobs, np.nan), (ref, -np.inf))]
+    scores[0] = np.nan  # of the row without tokens
+    got = PENALISED(scores, *dirty, mask, kl_coef=np.float32(0.3), estimator=estimator)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(got)[~mask], 0)
+
+
+@given(seeds)
+def test_a_row_of_k1_penalties_adds_up_to_its_log_ratio(seed):
+    scores, logprobs, ref, mask = batch(seed)
+    total = np.sum(PENALISED(scores, logprobs, ref, mask, kl_coef=np.float32(0.5)), axis=1)
+    ratio = np.sum(np.where(mask, logprobs - ref, 0), axis=1)
+    np.testing.assert_allclose(total, np.where(mask.any(1), scores, 0) - 0.5 * ratio, rtol=1e-4, atol=1e-5)
+
+
+@given(seeds, st.permutations(range(4)))
+def test_padding_order_and_leading_axes_change_nothing(seed, order):
+    scores, logprobs, ref, mask = batch(seed)
+    coef = np.float32(0.3)
+    expected = PENALISED(scores, logprobs, ref, mask, kl_coef=coef)
+    wide = [np.pad(part, ((0, 0), (0, 2)), constant_values=fill) for part, fill in ((logprobs, np.nan), (ref, np.nan))]
+    padded = PENALISED(scores, *wide, np.pad(mask, ((0, 0), (0, 2))), kl_coef=coef)
+    np.testing.assert_array_equal(padded[:, :5], expected)
+    np.testing.assert_array_equal(padded[:, 5:], 0)
+    moved = PENALISED(*(part[order] for part in (scores, logprobs, ref, mask)), kl_coef=coef)
+    np.testing.assert_array_equal(moved, np.asarray(expected)[order])
+    grouped = PENALISED(*(part.reshape(2, 2, *part.shape[1:]) for part in (scores, logprobs, ref, mask)), kl_coef=coef)
+    np.testing.assert_array_equal(np.reshape(grouped, (4, 5)), expected)
+
+
+def test_penalised_rewards_without_jit_mapped_and_in_low_precision():
+    scores, logprobs, ref, mask = batch(1)
+    expected = PENALISED(scores, logprobs, ref, mask, kl_coef=0.3)
+    np.testing.assert_allclose(kl_penalised_rewards(scores, logprobs, ref, mask, kl_coef=0.3), expected, rtol=1e-6)
+    mapped = jax.vmap(lambda *row: kl_penalised_rewards(*row, kl_coef=0.3))(scores, logprobs, ref, mask)
+    np.testing.assert_allclose(mapped, expected, rtol=1e-6)
+    low = [jnp.asarray(part, jnp.bfloat16) for part in (scores, logprobs, ref)]
+    got = kl_penalised_rewards(*low, mask, kl_coef=0.3)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, kl_penalised_rewards(*(x.astype(jnp.float32) for x in low), mask, kl_coef=0.3))
+
+
+def test_penalised_rewards_are_constants_to_gradients():
+    scores, logprobs, ref, mask = batch(2)
+    slope = jax.grad(lambda x: kl_penalised_rewards(scores, x, ref, mask, kl_coef=0.3).sum())(logprobs)
+    np.testing.assert_array_equal(slope, 0)
+
+
+def test_the_expected_return_is_the_score_less_the_divergence(x64):
+    """Over the policy's own samples k1 in the reward is the true divergence."""
+    logits, other = np.random.default_rng(0).normal(size=(2, 5))
+    logs, ref = jax.nn.log_softmax(logits), jax.nn.log_softmax(other)
+    each = kl_penalised_rewards(np.zeros(5), logs[:, None], ref[:, None], np.ones((5, 1), bool), kl_coef=0.7)
+    np.testing.assert_allclose(jnp.sum(jnp.exp(logs) * each[:, 0]), -0.7 * jnp.sum(jnp.exp(logs) * (logs - ref)))
+
+
+@given(st.floats(0.125, 2), st.floats(0, 30), st.integers(0, 4000), st.floats(0.5, 10))
+def test_adaptive_weight_is_the_formula(coef, observed, samples, target):
+    error = min(max(observed / target - 1, -0.2), 0.2)
+    got = AdaptiveKL(target, 10_000).update(coef, observed, samples)
+    np.testing.assert_allclose(got, coef * (1 + error * samples / 10_000), rtol=1e-5)
+
+
+def test_adaptive_weight_finds_its_target():
+    """A policy whose divergence is 1 / weight is brought to a divergence of 4; also compiled."""
+    controller = AdaptiveKL(target=4.0, horizon=1000)
+
+    def body(_, coef):
+        return controller.update(coef, 1 / coef, 100)
+
+    for start in (0.01, 10.0):
+        coef = jax.lax.fori_loop(0, 500, body, jnp.float32(start))
+        np.testing.assert_allclose(1 / coef, 4.0, rtol=0.02)
+
+
+def test_overlong_is_the_papers_equation():
+    lengths = np.arange(0, 25)
+    expected = [0.0 if n <= 12 else (12 - n) / 8 if n <= 20 else -1.0 for n in lengths]
+    np.testing.assert_allclose(overlong_penalty(lengths, limit=20, buffer=8), expected, rtol=1e-6)
+    got = jax.jit(lambda n: overlong_penalty(n, limit=20, buffer=20))(lengths.reshape(5, 5))
+    np.testing.assert_allclose(got, np.maximum(-lengths / 20, -1).reshape(5, 5), rtol=1e-6)
+    np.testing.assert_array_equal(overlong_penalty(np.uint8([3, 21]), limit=20, buffer=8), [0, -1])
+
+
+S, X, M = np.zeros(2, np.float32), np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
+
+
+def penalised(scores=S, logprobs=X, ref=X, mask=M, kl_coef=0.1, **options):
+    return kl_penalised_rewards(scores, logprobs, ref, mask, kl_coef=kl_coef, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: penalised(scores=S.astype(int)), TypeError, "scores must be of a floating type, got int"),
+        (lambda: penalised(scores=X), ValueError, r"scores must have shape \(2,\), got \(2, 3\)"),
+        (lambda: penalised(logprobs=X.astype(int)), TypeError, "logprobs must be of a floating type"),
+        (lambda: penalised(logprobs=X[0, 0]), ValueError, "logprobs must have a token axis"),
+        (lambda: penalised(ref=X[:1]), ValueError, r"ref_logprobs must have .* \(2, 3\), got \(1, 3\)"),
+        (lambda: penalised(mask=X), TypeError, "mask must be of type bool"),
+        (lambda: penalised(mask=M[:1]), ValueError, r"mask must have shape \(2, 3\), got \(1, 3\)"),
+        (lambda: penalised(kl_coef=-0.1), ValueError, "kl_coef must be at least 0, got -0.1"),
+        (lambda: penalised(kl_coef=np.nan), ValueError, "kl_coef must be at least 0, got nan"),
+        (lambda: penalised(kl_coef=S), ValueError, r"kl_coef must be a scalar, got shape \(2,\)"),
+        (lambda: penalised(estimator="k4"), ValueError, "estimator must be 'k1', 'k2' or 'k3', got 'k4'"),
+        (lambda: AdaptiveKL(0.0, 10), ValueError, "target must be more than 0, got 0.0"),
+        (lambda: AdaptiveKL(1.0, -1), ValueError, "horizon must be more than 0, got -1"),
+        (lambda: AdaptiveKL(1.0, 10, limit=0.0), ValueError, "limit must be more than 0, got 0.0"),
+        (lambda: AdaptiveKL(1.0, 10).update(0.1, 0.1, 50), ValueError, "samples must be .* less than .* 50, got 50"),
+        (lambda: AdaptiveKL(1.0, 10).update(0.1, 0.1, -1), ValueError, "samples must be at least 0"),
+        (lambda: overlong_penalty(S, limit=4, buffer=2), TypeError, "lengths must be of an integer type, got float32"),
+        (lambda: overlong_penalty(M, limit=4, buffer=2), TypeError, "lengths must be of an integer type, got bool"),
+        (lambda: overlong_penalty([1], limit=4, buffer=5), ValueError, "buffer must be in 1..limit = 4, got 5"),
+        (lambda: overlong_penalty([1], limit=4, buffer=0), ValueError, "buffer must be in 1..limit = 4, got 0"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_bad_input_is_refused_while_tracing():
+    with pytest.raises(ValueError, match="ref_logprobs must have logprobs' shape"):
+        jax.eval_shape(lambda x: penalised(ref=x), jax.ShapeDtypeStruct((1, 3), jnp.float32))
+
+
+def test_the_penalty_is_the_losses_estimator():
+    """One definition of the divergence for rewards and losses."""
+    _, logprobs, ref, _ = batch(3)
+    for estimator in ("k1", "k2", "k3"):
+        got = penalised(np.zeros(4, np.float32), logprobs, ref, np.ones((4, 5), bool), 1.0, estimator=estimator)
+        np.testing.assert_array_equal(got, -kl_divergence(logprobs, ref, estimator=estimator))

@@ -1,4 +1,7 @@
-"""The command line of a `Config`: --config FILE, --section.field VALUE, --help, --print_config."""
+"""The command line of a config: --config FILE, --section.field VALUE, --help, --print_config.
+
+The task decides which dataclass it is: `CartPoleConfig` for `task: cartpole`, else `Config`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.cartpole.config import CartPoleConfig, cartpole_from_dict
 from grpo_jax.config import Config, from_dict
 from grpo_jax.errors import UserError
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
+DEFAULT_CARTPOLE_CONFIG = "cartpole_grpo"
 FLAGS = ("--resume", "--deterministic", "--debug")
 
 
@@ -34,19 +39,35 @@ def find_config(name: str) -> Path:
     raise UserError(f"--config {name}: no such file; configs that ship with grpo_jax: {', '.join(shipped) or 'none'}")
 
 
-def make_parser(prog: str) -> Any:
-    """The command line of `Config`: --config FILE, --section.field VALUE, --help, --print_config."""
+def is_cartpole(arguments: Sequence[str]) -> bool:
+    """Whether the command line asks for CartPole: by --task, else by the file that --config names."""
+    task = _value_of(arguments, "--task")
+    name = _value_of(arguments, "--config")
+    if task is None and name is not None:
+        import yaml
+
+        try:
+            values = yaml.safe_load(find_config(name).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            return False  # the parser says what is wrong with the file
+        task = values.get("task") if isinstance(values, dict) else None
+    return task == "cartpole"
+
+
+def make_parser(prog: str, kind: type = Config) -> Any:
+    """The command line of a config: --config FILE, --section.field VALUE, --help, --print_config."""
     from jsonargparse import ActionConfigFile, ArgumentParser
 
     parser = ArgumentParser(
         prog=prog,
         description="Trains a policy with group-relative policy optimisation. Without --config it trains the "
-        "miniature: a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package.",
+        "miniature: a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package. "
+        "--task cartpole has fields of its own: --task cartpole --help.",
         exit_on_error=False,
         allow_abbrev=False,
     )
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file, or the name of a shipped config.")
-    parser.add_class_arguments(Config, nested_key=None, as_group=False)
+    parser.add_class_arguments(kind, nested_key=None, as_group=False)
     return parser
 
 
@@ -66,8 +87,8 @@ def normalise_arguments(arguments: Sequence[str]) -> list[str]:
     return result
 
 
-def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> Config:
-    """Reads the command line into a `Config`.
+def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> Config | CartPoleConfig:
+    """Reads the command line into a `Config`, or a `CartPoleConfig` if the task is that.
 
     Raises:
         UserError: Unknown field, wrong type, value out of range or missing file, named in one line.
@@ -75,17 +96,18 @@ def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> C
     """
     from jsonargparse import ArgumentError
 
-    parser = make_parser(prog)
+    cartpole = is_cartpole(arguments)
+    parser = make_parser(prog, CartPoleConfig if cartpole else Config)
     try:
         namespace = parser.parse_args(normalise_arguments(arguments))
         namespace.pop("config", None)
-        return from_dict(namespace.as_dict())
+        return (cartpole_from_dict if cartpole else from_dict)(namespace.as_dict())
     except (ArgumentError, TypeError, ValueError) as error:
         raise UserError(" ".join(str(error).split())) from error
 
 
 def arguments_with_defaults(arguments: Sequence[str]) -> list[str]:
-    """Fills in the config: that of the run directory on --resume, else the miniature's."""
+    """Fills in the config: that of the run directory on --resume, else the task's default."""
     arguments = list(arguments)
     named = any(argument == "--config" or argument.startswith("--config=") for argument in arguments)
     helping = any(argument in ("-h", "--help") for argument in arguments)
@@ -99,7 +121,8 @@ def arguments_with_defaults(arguments: Sequence[str]) -> list[str]:
         if not saved.is_file():
             raise UserError(f"--resume: {run_dir} holds no run (no config.yaml); start it without --resume")
         return [f"--config={saved}", *arguments]
-    return [f"--config={DEFAULT_CONFIG}", *arguments]
+    default = DEFAULT_CARTPOLE_CONFIG if is_cartpole(arguments) else DEFAULT_CONFIG
+    return [f"--config={default}", *arguments]
 
 
 def _value_of(arguments: Sequence[str], name: str) -> str | None:

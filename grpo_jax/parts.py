@@ -104,7 +104,10 @@ def run_config(run_dir: str | Path) -> Config:
     if not path.is_file():
         raise UserError(f"{run_dir}: no config.yaml there; give the run directory of a training run")
     try:
-        return from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict) and values.get("task") == "cartpole":
+            raise UserError(f"{run_dir}: a CartPole run has no language policy; its results are in summary.json")
+        return from_dict(values)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
 

@@ -27,10 +27,13 @@ __all__ = [
 
 _PACKAGES = (
     "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "torch",
-    "diffusers", "open_clip_torch",
+    "diffusers", "open_clip_torch", "gymnax",
 )  # fmt: skip
 
-_SHOWN = (("loss", "loss"), ("kl", "kl"), ("entropy", "entropy"), ("watch/pixel_accuracy/mean", "pixels"))
+_SHOWN = (
+    ("episode_return", "return"), ("evaluation/episode_return", "evaluated"), ("solved", "solved"),
+    ("loss", "loss"), ("kl", "kl"), ("entropy", "entropy"), ("watch/pixel_accuracy/mean", "pixels"),
+)  # fmt: skip
 
 
 class Console:
@@ -134,7 +137,7 @@ class Progress:
 
 
 def status(metrics: Mapping[str, float]) -> str:
-    """The figures of a metrics row in one line: rewards with deviation, loss, KL, tokens per second."""
+    """The figures of a metrics row in one line: rewards with deviation, loss, KL, tokens or steps per second."""
     total = metrics.get("reward/total/mean")
     parts: list[str] = []
     if total is not None:
@@ -146,18 +149,27 @@ def status(metrics: Mapping[str, float]) -> str:
     parts += [f"{label} {metrics[name]:.3g}" for name, label in _SHOWN if metrics.get(name) is not None]
     if metrics.get("tokens_per_second") is not None:
         parts.append(f"{metrics['tokens_per_second']:.0f} tok/s")
+    if metrics.get("environment_steps_per_second") is not None:
+        parts.append(f"{metrics['environment_steps_per_second']:.0f} steps/s")
     return "  ".join(parts)
 
 
 class RunOutput:
     """Everything a training run writes but its checkpoints: folder, terminal, log, metrics, completions."""
 
-    def __init__(self, config: Any, *, stream: TextIO | None = None):
+    def __init__(
+        self,
+        config: Any,
+        *,
+        stream: TextIO | None = None,
+        folders: Sequence[str] = ("completions", "images"),
+    ):
         """Makes or opens the run directory and writes config.yaml.
 
         Args:
           config: a dataclass with `run_dir`, `resume` and `report_to`.
           stream: in place of standard output.
+          folders: made in the run directory.
 
         Raises:
           UserError: the run directory cannot be used.
@@ -165,7 +177,7 @@ class RunOutput:
         import yaml
 
         self._config = config
-        self.directory = RunDirectory.open(config.run_dir, resume=config.resume)
+        self.directory = RunDirectory.open(config.run_dir, resume=config.resume, folders=folders)
         if not config.resume:
             text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
             self.directory.write_config(text)
@@ -202,18 +214,22 @@ class RunOutput:
           parts: the run's parts; `environment` names the rewards.
           result: an `Iteration`: its rollout and advantages.
         """
+        self.directory.write_completions(int(row["step"]), _completion_columns(parts.environment, result))
+        self.row(row)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Writes and shows the metrics of one iteration, with "step"."""
         step = int(row["step"])
-        self.directory.write_completions(step, _completion_columns(parts.environment, result))
         for writer in self._writers:
             writer.write(step, row)
         if self._progress is not None:
             self._progress.update(step, row)
 
-    def result(self, summary: Mapping[str, Any]) -> None:
-        """Prints the end of a run: measures before, after and at best, the improvement, where the report is."""
+    def result(self, summary: Mapping[str, Any], lines: Sequence[str] = ()) -> None:
+        """Prints the end of a run: measures before, after and at best, the improvement, `lines`, the report's place."""
         self._end_bar()
         self.say()
-        for line in result_lines(summary):
+        for line in [*result_lines(summary), *lines]:
             self.say(line)
         self.say(f"report: {self.directory.report}", style="bold green")
 
@@ -246,7 +262,7 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
 
     measures = summary["evaluation"]
     width = max([*map(len, measures), 16])
-    lines = [f"{'held-out prompts':<{width}} {'before':>9} {'after':>9} {'oracle':>9}"]
+    lines = [f"{summary.get('measured_on', 'held-out prompts'):<{width}} {'before':>9} {'after':>9} {'oracle':>9}"]
     for name, values in measures.items():
         lines.append(f"{name:<{width}} " + " ".join(cell(values.get(k)) for k in ("before", "after", "oracle")))
     if summary.get("improvement") is not None:
@@ -281,6 +297,7 @@ def write_run_report(
     gallery: Sequence[Mapping[str, Any]] = (),
     added_words: Sequence[tuple[str, float]] = (),
     table: Sequence[Mapping[str, Any]] = (),
+    table_title: str = "Held-out prompts after training",
     config_text: str = "",
 ) -> None:
     """Writes images/ and report.html of a finished run.
@@ -291,6 +308,7 @@ def write_run_report(
       gallery: fields of `GalleryEntry`.
       added_words: (word, share of rewrites that add it to their prompt), most frequent first.
       table: one row per held-out prompt.
+      table_title: its heading.
       config_text: the configuration as YAML.
     """
     from grpo_jax.metric_writers import read_metrics
@@ -301,7 +319,7 @@ def write_run_report(
     tables = []
     if table:
         columns = tuple(table[0])
-        tables.append(Table("Held-out prompts after training", columns, [[row[c] for c in columns] for row in table]))
+        tables.append(Table(table_title, columns, [[row[c] for c in columns] for row in table]))
     if added_words:
         note = "Words that rewrites have and prompts lack. A word that appears everywhere may be gaming a judge."
         columns, rows = ("word", "share of rewrites"), [list(pair) for pair in added_words]

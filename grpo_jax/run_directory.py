@@ -113,8 +113,15 @@ class RunDirectory:
         self.summary = self.path / "summary.json"
 
     @classmethod
-    def open(cls, path: str | Path, *, resume: bool = False) -> "RunDirectory":
+    def open(
+        cls, path: str | Path, *, resume: bool = False, folders: Sequence[str] = ("completions", "images")
+    ) -> "RunDirectory":
         """Makes the folder, or opens an earlier run's with `resume`.
+
+        Args:
+          path: of the run.
+          resume: it must hold a run already.
+          folders: made inside it.
 
         Raises:
           UserError: it holds a run already, there is none to resume, or it is not writable.
@@ -127,8 +134,8 @@ class RunDirectory:
         if resume and not run.config.is_file():
             raise UserError(f"{run.path} holds no run to resume (no config.yaml); start it without --resume")
         with disk_errors(run.path):
-            for folder in (run.path, run.completions, run.images):
-                folder.mkdir(parents=True, exist_ok=True)
+            for folder in ("", *folders):
+                (run.path / folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=run.path) as file:
                 file.write(b"x")
         return run

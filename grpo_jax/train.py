@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from grpo_jax.cartpole.config import CartPoleConfig
 from grpo_jax.command_line import arguments_with_defaults, parse
 from grpo_jax.config import Config
 from grpo_jax.errors import UserError
 
 
 def run(
-    config: Config,
+    config: Config | CartPoleConfig,
     *,
     prompts: Any = None,
     rewards: Sequence[Callable[..., Any]] | None = None,
@@ -25,7 +26,7 @@ def run(
     """Trains a policy and leaves a run directory.
 
     Args:
-        config: The run; config.run_dir must be set.
+        config: The run; config.run_dir must be set. A `CartPoleConfig` takes no prompts and no rewards.
         prompts: A list of prompts, or of records {"prompt": …, column: …}, or a `PromptSet`, in place of
             data.prompts.
         rewards: Reward functions in place of config.rewards, each with weight 1:
@@ -37,6 +38,12 @@ def run(
     Raises:
         UserError: A mistake in the config or the files it names, or a judge that failed; checkpoints stay valid.
     """
+    if config.run_dir is None:
+        raise UserError("run_dir: expected a folder for the run, got null")
+    if isinstance(config, CartPoleConfig):
+        from grpo_jax.cartpole.command import run_cartpole
+
+        return run_cartpole(config)
     from grpo_jax.checkpoint import Checkpoints
     from grpo_jax.experiment import Run, execute
     from grpo_jax.loop import make_learner
@@ -45,8 +52,6 @@ def run(
     from grpo_jax.signals import stop_requests
 
     clock = time.monotonic()
-    if config.run_dir is None:
-        raise UserError("run_dir: expected a folder for the run, got null")
     with RunOutput(config) as output, stop_requests() as stop:
         parts = load_parts(config, say=output.part, prompts=prompts, rewards=rewards)
         learner = make_learner(parts)

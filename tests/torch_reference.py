@@ -26,6 +26,18 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
 }
+GPT2 = dict(
+    vocab_size=VOCAB,
+    n_embd=32,
+    n_inner=48,
+    n_layer=2,
+    n_head=4,
+    n_positions=64,
+    bos_token_id=None,
+    eos_token_id=5,
+    pad_token_id=0,
+    attn_implementation="eager",
+)
 VISION = {
     "qwen2_vl": (
         transformers.Qwen2VLConfig,
@@ -60,6 +72,9 @@ VISION = {
 def model(family: str, **overrides):
     """A torch model; parameters ~ N(0, 0.2), norms around 1, so that every part shows in the logits."""
     torch.manual_seed(0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(**(GPT2 | overrides))
+        return _shaken(transformers.GPT2LMHeadModel(config))
     fields = SHAPE | ({"head_dim": 16} if family.startswith("qwen3") else {}) | overrides
     if family in FAMILIES:
         config_class, model_class = FAMILIES[family]
@@ -78,11 +93,16 @@ def model(family: str, **overrides):
             **ids,
         )
         built = model_class(config)
+    return _shaken(built)
+
+
+def _shaken(built):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in sorted(built.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.3 * noise if "norm" in name and name.endswith("weight") else 0.2 * noise)
+            norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
+            weight.copy_(1 + 0.3 * noise if norm else 0.2 * noise)
     return built.eval()
 
 

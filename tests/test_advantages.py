@@ -10,7 +10,9 @@ from hypothesis.extra import numpy as hnp
 
 from grpo_jax.advantages import (
     Condition,
+    batch_whitened_advantages,
     condition_rewards,
+    distinct_advantages,
     gdpo_advantages,
     group_advantages,
     groups_without_signal,
@@ -21,6 +23,8 @@ from grpo_jax.advantages import (
 pytestmark = pytest.mark.usefixtures("strict")
 
 GROUP = jax.jit(group_advantages, static_argnames=("scale", "eps"))
+WHITENED = jax.jit(batch_whitened_advantages, static_argnames=("centre", "eps"))
+DISTINCT = jax.jit(distinct_advantages, static_argnames=("axis", "tolerance"))
 LEAVE_ONE_OUT = jax.jit(leave_one_out_advantages)
 GDPO = jax.jit(gdpo_advantages, static_argnames=("weights", "eps", "whiten"))
 
@@ -116,6 +120,56 @@ def test_gdpo_is_the_loop(whiten, weights, rewards, mask):
     np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("centre", ["batch", "group"])
+@given(rewards=pairs)
+def test_batch_whitened_is_the_loop(centre, rewards):
+    """REINFORCE++, and its baseline variant: the group's mean comes off first."""
+    present = ~np.isnan(rewards)
+    centred = loop_group(rewards, "none", 0.0) if centre == "group" else rewards.astype(np.float64)
+    votes = [float(c) for c in centred[present]]
+    expected = np.zeros(rewards.shape)
+    if len(votes) > 1 and max(votes) > min(votes):
+        expected[present] = (centred[present] - sum(votes) / len(votes)) / (loop_std(votes) + 1e-2)
+    if centre == "group":
+        expected[groups_dead(rewards[..., None])] = 0
+    np.testing.assert_allclose(WHITENED(rewards, centre=centre, eps=1e-2), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_batch_whitened_compares_single_completions():
+    """What REINFORCE++ has over groups: one answer for each prompt will do."""
+    got = batch_whitened_advantages(np.float32([[1.0], [2.0], [3.0]]), eps=0.0)
+    np.testing.assert_allclose(got, [[-1.0], [0.0], [1.0]], rtol=1e-6)
+
+
+@given(pairs, st.booleans())
+def test_distinct_values_are_the_sets_size(values, masked):
+    """Quarters are further apart than the tolerance: as many as there are different numbers."""
+    mask = np.arange(12).reshape(3, 4) % 3 > 0 if masked else None
+    counted = [{float(v) for v, m in zip(row, keep, strict=True) if m and not np.isnan(v)}
+               for row, keep in zip(values, mask if masked else np.ones((3, 4), bool), strict=True)]  # fmt: skip
+    assert DISTINCT(values, mask=mask) == len(set().union(*counted))
+    np.testing.assert_array_equal(DISTINCT(values, mask=mask, axis=1), [len(row) for row in counted])
+
+
+def test_values_that_differ_by_rounding_are_one():
+    values = jnp.float32([0.1 + 1e-7, 0.1, -2.0, -2.0 + 1e-6, 5.0])
+    assert distinct_advantages(values) == 3
+    assert distinct_advantages(values, tolerance=0.0) == 5
+    assert distinct_advantages(values * 1e-6) == 3
+    assert distinct_advantages(jnp.full(8, 1000.1)) == 1
+    assert distinct_advantages(values, mask=jnp.zeros(5, bool)) == 0
+    assert distinct_advantages(jnp.zeros((2, 0)), axis=1).tolist() == [0, 0]
+    assert distinct_advantages(jnp.bfloat16([1, 2, 2])) == 2
+
+
+def test_grpo_sum_collapses_what_gdpo_keeps_apart():
+    """Two objectives of 0 or 1: three sums, four combinations."""
+    rewards = np.float32([[[0, 0], [1, 0], [0, 1], [1, 1], [1, 0], [0, 0], [1, 1], [0, 0]]])
+    assert distinct_advantages(group_advantages(sum_rewards(rewards)), axis=1).tolist() == [3]
+    for whiten in ("sequence", None):
+        assert distinct_advantages(gdpo_advantages(rewards, whiten=whiten), axis=1).tolist() == [4]
+
+
 def test_tutorial_examples():
     """GRPO sums first and cannot tell (1, 0) from (1, 1); GDPO can."""
     half, root = 0.7071, 1.4142
@@ -167,6 +221,8 @@ def test_padding_with_missing_rewards_changes_nothing(rewards, mask):
 
 EVERYTHING = {
     "group": lambda r, m: group_advantages(r[..., 0]),
+    "batch whitened": lambda r, m: batch_whitened_advantages(r[..., 0], centre="group"),
+    "distinct": lambda r, m: distinct_advantages(r[..., 0], axis=1),
     "leave one out": lambda r, m: leave_one_out_advantages(r[..., 0]),
     "gdpo": lambda r, m: gdpo_advantages(r, whiten="token", mask=m, weights=(0.3, 1.7)),
     "conditions": lambda r, m: condition_rewards(r, [Condition(0, 1, 0.5)]),
@@ -198,6 +254,8 @@ def test_equal_rewards_give_exactly_zero(value):
         for scale in ("group", "batch", "none"):
             np.testing.assert_array_equal(group_advantages(rewards, scale=scale, eps=eps), 0)
         np.testing.assert_array_equal(gdpo_advantages(rewards[..., None], eps=eps), 0)
+        for centre in ("batch", "group"):
+            np.testing.assert_array_equal(batch_whitened_advantages(rewards, centre=centre, eps=eps), 0)
     np.testing.assert_array_equal(leave_one_out_advantages(rewards), 0)
 
 
@@ -301,6 +359,20 @@ R2, R3 = np.zeros((2, 3), np.float32), np.zeros((2, 3, 2), np.float32)
         (lambda: group_advantages(R2, eps=float("nan")), ValueError, "eps must be at least 0, got nan"),
         (lambda: leave_one_out_advantages(R2[:, :1]), ValueError, "at least 2 completions per prompt"),
         (lambda: leave_one_out_advantages(R3), ValueError, "rewards must have 2 axes"),
+        (lambda: batch_whitened_advantages(R2.astype(int)), TypeError, "rewards must be of a floating type"),
+        (lambda: batch_whitened_advantages(R3), ValueError, "rewards must have 2 axes"),
+        (lambda: batch_whitened_advantages(R2[:, :1], centre="group"), ValueError, "at least 2 completions per prompt"),
+        (
+            lambda: batch_whitened_advantages(R2, centre="row"),
+            ValueError,
+            "centre must be 'batch' or 'group', got 'row'",
+        ),
+        (lambda: batch_whitened_advantages(R2, eps=-1.0), ValueError, "eps must be at least 0, got -1.0"),
+        (lambda: distinct_advantages(R2.astype(int)), TypeError, "advantages must be of a floating type"),
+        (lambda: distinct_advantages(R2, mask=R2), TypeError, "mask must be of type bool"),
+        (lambda: distinct_advantages(R2, mask=R2[0] > 0), ValueError, r"mask must have shape \(2, 3\), got \(3,\)"),
+        (lambda: distinct_advantages(R2, axis=2), ValueError, "axis must be one of the 2 axes of advantages, got 2"),
+        (lambda: distinct_advantages(R2, tolerance=-1.0), ValueError, r"tolerance must be in \[0, 1\), got -1.0"),
         (lambda: gdpo_advantages(R2), ValueError, "rewards must have 3 axes"),
         (lambda: gdpo_advantages(R3[:, :1]), ValueError, "at least 2 completions per prompt"),
         (lambda: gdpo_advantages(R3, weights=(1.0,)), ValueError, r"weights must have .* 2 objectives"),

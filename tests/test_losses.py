@@ -21,7 +21,6 @@ from grpo_jax.losses import (
     Normaliser,
     SoftGate,
     grpo_loss,
-    kl_divergence,
     loss_normaliser,
     sft_loss,
 )
@@ -386,60 +385,43 @@ def test_a_scalar_normaliser_will_do_without_a_bonus():
     np.testing.assert_allclose(once, 2 * twice, rtol=1e-6)
 
 
-@given(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32))
-def test_k3_is_never_negative(a, b):
-    assert kl_divergence(np.float32(a), np.float32(b)) >= 0
-
-
-def test_k3_close_to_zero_keeps_its_digits_and_slope():
-    d = np.float32(1e-4)
-    value, slope = jax.value_and_grad(lambda x: kl_divergence(x, np.float32(0)))(-d)
-    np.testing.assert_allclose(value, d * d / 2, rtol=0.2)  # exp(d) - d - 1 by itself gives 0 or twice this
-    np.testing.assert_allclose(slope, 1 - np.exp(np.float64(d)), rtol=1e-3)
-
-
-def categorical():
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo"])
+def test_token_weights_multiply_the_policy_term_alone(name, x64):
+    """Neither the denominators nor penalty, bonus and metrics see them."""
+    parts = batch(11, dtype=np.float64)
     random = np.random.default_rng(0)
-    logits, other = random.normal(size=(2, 5))
-    return logits, jax.nn.log_softmax(other)
+    bare = dict(PRESETS[name])
+
+    def loss(weights, **extras):
+        args = parts["logprobs"], parts["old"], parts["advantages"], parts["mask"]
+        return grpo_loss(*args, ref_logprobs=parts["ref"], entropy=parts["entropy"], token_weights=weights, **extras)
+
+    for weights in (random.random((ROWS, LENGTH)), random.random((ROWS, 1)), random.random((ROWS, LENGTH)) > 0.5):
+        advantages = np.broadcast_to(parts["advantages"][:, None], parts["mask"].shape)
+        # Weighing the policy term is weighing each token's advantage, as long as no sign changes.
+        weighted = parts | {"advantages": advantages * weights}
+        expected = loop_loss(weighted, bare)
+        dirty = np.where(parts["mask"], weights, np.nan) if weights.dtype != bool else weights
+        got, metrics = loss(dirty, **bare)
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+        np.testing.assert_allclose(metrics.policy_loss.value(), expected, rtol=1e-12)
+        extra = dict(kl=KLPenalty(0.3), entropy_coef=0.2)
+        difference = loss(dirty, **bare, **extra)[0] - got
+        np.testing.assert_allclose(difference, loss(None, **bare, **extra)[0] - loss(None, **bare)[0], rtol=1e-9)
+        unweighted = loss(None, **bare)[1]
+        for member in ("kl", "entropy", "ratio", "old_kl", "clip_low", "clip_high", "advantage"):
+            assert getattr(metrics, member) == getattr(unweighted, member)
 
 
-def expected_slope(estimator, corrected, logits, reference):
-    """Gradient of KLPenalty's loss at old = policy, its expectation over tokens taken exactly."""
-
-    def loss(x):
-        logs = jax.nn.log_softmax(x)
-        probabilities = jax.lax.stop_gradient(jnp.exp(logs))
-        each = jax.vmap(
-            lambda lp, ref: grpo_loss(
-                lp[None], jax.lax.stop_gradient(lp)[None], jnp.zeros(()), np.ones(1, bool),
-                kl=KLPenalty(1.0, estimator, corrected), ref_logprobs=ref[None],
-            )[0]
-        )(logs, reference)  # fmt: skip
-        return jnp.sum(probabilities * each)
-
-    return jax.jit(jax.grad(loss))(logits)
-
-
-def test_which_kl_gradients_are_right(x64):
-    """k1 as a loss teaches nothing in expectation; k3's gradient is biased; the corrected forms are exact."""
-    logits, reference = categorical()
-    true = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - reference)))(logits)
-    slope = functools.partial(expected_slope, logits=logits, reference=reference)
-    np.testing.assert_allclose(slope("k1", False), 0, atol=1e-12)
-    np.testing.assert_allclose(slope("k2", False), true, atol=1e-12)
-    assert np.abs(slope("k3", False) - true).max() > 0.05
-    np.testing.assert_allclose(slope("k1", True), true, atol=1e-12)
-    np.testing.assert_allclose(slope("k3", True), true, atol=1e-12)
-
-
-def test_mean_of_k1_and_k3_is_the_divergence(x64):
-    logits, reference = categorical()
-    logs = jax.nn.log_softmax(logits)
-    true = jnp.sum(jnp.exp(logs) * (logs - reference))
-    for estimator in ("k1", "k3"):
-        mean = jnp.sum(jnp.exp(logs) * kl_divergence(logs, reference, estimator=estimator))
-        np.testing.assert_allclose(mean, true, rtol=1e-12)
+def test_token_weights_are_constants_and_of_ones_change_nothing():
+    parts = batch(12)
+    args = parts["logprobs"], parts["old"], parts["advantages"], parts["mask"]
+    plain = jax.grad(lambda x: grpo_loss(x, *args[1:])[0])(args[0])
+    for ones in (np.ones((ROWS, 1), np.float32), np.ones((ROWS, LENGTH), bool), jnp.ones((ROWS, 1), jnp.bfloat16)):
+        got = jax.grad(lambda x: grpo_loss(x, *args[1:], token_weights=ones)[0])(args[0])  # noqa: B023
+        np.testing.assert_array_equal(got, plain)
+    weights = np.ones((ROWS, LENGTH), np.float32)
+    np.testing.assert_array_equal(jax.grad(lambda w: grpo_loss(*args, token_weights=w)[0])(weights), 0)
 
 
 def test_sft_is_the_mean_over_tokens():
@@ -498,6 +480,8 @@ X = np.zeros((2, 3), np.float32)
             ValueError,
             "normaliser must be a Normaliser when there is an entropy bonus",
         ),
+        (lambda: grpo_loss(X, X, A, M, token_weights=A), ValueError, r"token_weights must have shape .* got \(2,\)"),
+        (lambda: grpo_loss(X, X, A, M, token_weights=X.astype(int)), TypeError, "token_weights must be of a floating"),
         (lambda: Clip(low=-0.1), ValueError, r"low must be in \[0, 1\], got -0.1"),
         (lambda: Clip(high=-0.1), ValueError, "high must be at least 0, got -0.1"),
         (lambda: Clip(dual=0.9), ValueError, "dual must be more than 1, got 0.9"),
@@ -505,11 +489,6 @@ X = np.zeros((2, 3), np.float32)
         (lambda: SoftGate(0.0, 1.0), ValueError, "positive must be more than 0"),
         (lambda: SoftGate(1.0, -1.0), ValueError, "negative must be more than 0"),
         (lambda: FixedLength(0), ValueError, "length must be at least 1, got 0"),
-        (lambda: KLPenalty(-0.1), ValueError, "coef must be at least 0, got -0.1"),
-        (lambda: KLPenalty(0.1, "k4"), ValueError, "estimator must be 'k1', 'k2' or 'k3', got 'k4'"),
-        (lambda: kl_divergence(X, X, estimator="k4"), ValueError, "estimator must be 'k1', 'k2' or 'k3'"),
-        (lambda: kl_divergence(X, X[:1]), ValueError, "ref_logprobs must have logprobs' shape"),
-        (lambda: kl_divergence(X.astype(int), X), TypeError, "logprobs must be of a floating type"),
         (lambda: loss_normaliser(X), TypeError, "mask must be of type bool"),
         (lambda: loss_normaliser(M, "row"), ValueError, "aggregation must be"),
         (lambda: loss_normaliser(M[0, 0]), ValueError, "mask must have a token axis"),
@@ -520,3 +499,8 @@ X = np.zeros((2, 3), np.float32)
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_bad_input_is_refused_while_tracing():
+    with pytest.raises(ValueError, match="old_logprobs must have logprobs' shape"):
+        jax.eval_shape(lambda x: grpo_loss(X, x, A, M), jax.ShapeDtypeStruct((1, 3), jnp.float32))

@@ -1,0 +1,209 @@
+"""CartPole: grpo_jax against the same algorithm as a plain PyTorch loop (cartpole_torch.py), measured in one run.
+
+    python benchmarks/cartpole.py [--configs grpo ppo] [--seeds 10] [--out benchmarks/cartpole.json]
+
+Environment steps are those learned from: no padding, no evaluation. Seconds hold rollouts, updates and the evaluations
+of the config, alike on both sides; compilation is timed apart. First every way to step and one and two threads are
+tried in PyTorch, and the fastest is the peer. Then both sides take turns, seed by seed; all seeds vmapped are run
+between them. Two cores could run two PyTorch processes: twice its figure on one core is the most they can do. Writes
+JSON and prints a table; about five minutes on two quiet cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import cartpole_torch
+import jax
+import numpy as np
+import torch
+
+from grpo_jax.cartpole.config import CartPoleConfig
+from grpo_jax.cartpole.training import make_train, seed_keys
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "gymnax", "torch", "gymnasium", "numpy")
+
+
+def machine() -> dict:
+    """Where this ran."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {
+        "processor": model,
+        "cores": torch.multiprocessing.cpu_count(),
+        "jax_device": jax.devices()[0].device_kind,
+        "versions": {name: version(name) for name in PACKAGES},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def outcome(run: dict, solved: float) -> dict:
+    """Adds the rate, and where the evaluation first reached `solved`: environment steps and seconds."""
+    first = next((e for e in run["evaluations"] if e[3] >= solved), None)
+    return {
+        **run,
+        "steps_per_second": run["steps"] / run["seconds"],
+        "solved_at_steps": first and first[1],
+        "solved_after_seconds": first and first[2],
+        "final_return": run["evaluations"][-1][3],
+    }
+
+
+class Jax:
+    """The compiled blocks of a number of seeds side by side."""
+
+    def __init__(self, config: CartPoleConfig, count: int):
+        self.config, self.count, training = config, count, make_train(config)
+        keys = seed_keys(0, count)
+        began = time.perf_counter()
+        self.init = jax.jit(jax.vmap(training.init)).lower(keys).compile()
+        start = jax.block_until_ready(self.init(keys))
+        self.block = jax.jit(jax.vmap(training.block), donate_argnums=0).lower(start).compile()
+        self.compile_seconds = time.perf_counter() - began
+
+    def run(self, seed: int) -> list[dict]:
+        """Trains the seeds from `seed` on, together; one result each, with the seconds of all."""
+        began = time.perf_counter()
+        state = self.init(seed_keys(seed, self.count))
+        evaluations = []
+        for _ in range(self.config.training.iterations // self.config.evaluation.every):
+            state, _, measures = self.block(state)
+            rows = [np.asarray(measures[name]) for name in ("iteration", "environment_steps", "episode_return")]
+            evaluations.append((rows[0], rows[1], time.perf_counter() - began, rows[2]))
+        seconds, steps = time.perf_counter() - began, np.asarray(state.steps)
+        return [
+            {
+                "seed": seed + index,
+                "steps": int(steps[index]),
+                "seconds": seconds,
+                "evaluations": [(int(i[index]), int(s[index]), t, float(r[index])) for i, s, t, r in evaluations],
+            }
+            for index in range(self.count)
+        ]
+
+
+def torch_run(config: CartPoleConfig, seed: int, stepping: str, threads: int) -> dict:
+    """One PyTorch run."""
+    torch.set_num_threads(threads)
+    return outcome(cartpole_torch.train(config, seed, stepping), config.evaluation.solved) | {"threads": threads}
+
+
+def ways_to_step(config: CartPoleConfig) -> list[dict]:
+    """Each way to step and number of threads, one run each, and the fastest first."""
+    ways = [("vector", 1), ("vector", 2), ("several", 1)]
+    ways += [("single", 1)] if config.algorithm.name != "ppo" else []
+    return sorted((torch_run(config, 0, *way) for way in ways), key=lambda run: -run["steps_per_second"])
+
+
+def measure(config: CartPoleConfig, seeds: int) -> dict:
+    """Everything about one algorithm."""
+    tried = ways_to_step(config)
+    stepping, threads = tried[0]["stepping"], tried[0]["threads"]
+    one, many = Jax(config, 1), Jax(config, seeds)
+    singles, peers, together = [], [], []
+    for seed in range(seeds):
+        peers.append(torch_run(config, seed, stepping, threads))
+        singles.append(outcome(one.run(seed)[0], config.evaluation.solved))
+        if seed % 4 == 0:
+            together.append([outcome(run, config.evaluation.solved) for run in many.run(0)])
+    rates = [sum(run["steps"] for run in runs) / runs[0]["seconds"] for runs in together]
+    middle = together[int(np.argsort(rates)[len(rates) // 2])]
+    return {
+        "torch_ways": [{k: run[k] for k in ("stepping", "threads", "steps_per_second")} for run in tried],
+        "torch": {"stepping": stepping, "threads": threads, "runs": peers},
+        "jax_one": {"compile_seconds": one.compile_seconds, "runs": singles},
+        "jax_together": {"compile_seconds": many.compile_seconds, "rates": rates, "runs": middle},
+        "summary": summary(tried, peers, singles, middle, statistics.median(rates)),
+    }
+
+
+def summary(tried, peers, singles, together, rate: float) -> dict:
+    """Medians over seeds, and ratios."""
+
+    def middle(runs, name):
+        present = [run[name] for run in runs if run[name] is not None]
+        return statistics.median(present) if present else None
+
+    def line(runs):
+        return {
+            "steps_per_second": middle(runs, "steps_per_second"),
+            "seconds": middle(runs, "seconds"),
+            "solved": sum(run["solved_at_steps"] is not None for run in runs),
+            "solved_at_the_end": sum(run["final_return"] >= 475 for run in runs),
+            "seeds": len(runs),
+            "steps_until_solved": middle(runs, "solved_at_steps"),
+            "seconds_until_solved": middle(runs, "solved_after_seconds"),
+        }
+
+    peer, one, all_seeds = line(peers), line(singles), line(together) | {"steps_per_second": rate}
+    one_core = max(run["steps_per_second"] for run in tried if run["threads"] == 1)
+    if tried[0]["threads"] == 1:
+        one_core = peer["steps_per_second"]
+    plain = next((run["steps_per_second"] for run in tried if run["stepping"] == "single"), None)
+    return {
+        "torch": peer,
+        "jax_one": one,
+        "jax_together": all_seeds,
+        "one_against_one": one["steps_per_second"] / peer["steps_per_second"],
+        "together_against_one": rate / peer["steps_per_second"],
+        "together_against_two_processes_at_best": rate / (2 * one_core),
+        "together_against_single_environment": plain and rate / plain,
+    }
+
+
+def table(results: dict[str, dict]) -> str:
+    """The summary as Markdown."""
+    lines = [
+        "| algorithm | loop | env steps / s | × PyTorch | seconds | solved | steps to solve | seconds to solve |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        figures, peer = result["summary"], result["summary"]["torch"]["steps_per_second"]
+        way = f"PyTorch, {result['torch']['stepping']}, {result['torch']['threads']} thread(s)"
+        seeds = figures["jax_together"]["seeds"]
+        titles = {"torch": way, "jax_one": "grpo_jax, one seed", "jax_together": f"grpo_jax, {seeds} seeds vmapped"}
+        for key, title in titles.items():
+            row = figures[key]
+            until = "–" if row["steps_until_solved"] is None else f"{row['steps_until_solved']:,.0f}"
+            after = "–" if row["seconds_until_solved"] is None else f"{row['seconds_until_solved']:.2f}"
+            lines.append(
+                f"| {name} | {title} | {row['steps_per_second']:,.0f} | {row['steps_per_second'] / peer:.1f} "
+                f"| {row['seconds']:.2f} | {row['solved']}/{row['seeds']} | {until} | {after} |"
+            )
+        for way in result["torch_ways"]:
+            title = f"PyTorch tried: {way['stepping']}, {way['threads']} thread(s), seed 0"
+            rate = way["steps_per_second"]
+            lines.append(f"| {name} | {title} | {rate:,.0f} | {rate / peer:.2f} | | | | |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, writes, prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--configs", nargs="+", default=["grpo", "ppo"], help="NAME stands for configs/cartpole_NAME.yaml"
+    )
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "cartpole.json")
+    options = parser.parse_args()
+    paths = [
+        Path(name) if name.endswith(".yaml") else ROOT / f"configs/cartpole_{name}.yaml" for name in options.configs
+    ]
+    results = {path.stem: measure(cartpole_torch.load(path), options.seeds) for path in paths}
+    report = {"benchmark": "cartpole", **machine(), "seeds": options.seeds, "results": results}
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({name: result["summary"] for name, result in results.items()}, indent=2))
+    for name, result in results.items():
+        compiling = [result[key]["compile_seconds"] for key in ("jax_one", "jax_together")]
+        print(f"{name}: compiled in {compiling[0]:.1f} s (one seed), {compiling[1]:.1f} s (all seeds)")
+    print(f"\n{table(results)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -27,16 +27,19 @@ class RankCounts(NamedTuple):
     ties: np.ndarray
 
 
-def count_better(scores: np.ndarray, targets: np.ndarray, exclude: Sequence[Sequence[int]]) -> RankCounts:
+def count_better(
+    scores: np.ndarray, targets: np.ndarray, exclude: Sequence[Sequence[int]], *, tolerance: float = 0.0
+) -> RankCounts:
     """Counts, for each row, the items that stand before the target and beside it.
 
     Args:
         scores: [B, I], higher is better; -inf is a score, NaN is none.
         targets: i [B], catalogue rows.
         exclude: For each row the catalogue rows that are left out (the target stays if it is among them).
+        tolerance: Scores that differ by no more are ties: the same sum in another order is not ranked by a rounding.
 
     Raises:
-        ValueError: If shapes do not fit or a score is NaN.
+        ValueError: If shapes do not fit, a score is NaN, or the tolerance is negative.
     """
     scores, targets = np.asarray(scores), np.asarray(targets)
     if scores.ndim != 2 or targets.shape != scores.shape[:1] or len(exclude) != len(scores):
@@ -45,13 +48,17 @@ def count_better(scores: np.ndarray, targets: np.ndarray, exclude: Sequence[Sequ
         )
     if np.isnan(scores).any():
         raise ValueError("scores must not be NaN")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
     rows = np.arange(len(scores))
     own = scores[rows, targets][:, None]
     counted = np.ones(scores.shape, bool)
     for row, left_out in enumerate(exclude):
         counted[row, list(left_out)] = False
     counted[rows, targets] = False
-    return RankCounts(((scores > own) & counted).sum(1), ((scores == own) & counted).sum(1))
+    better = ((scores > own + tolerance) & counted).sum(1)
+    worse = ((scores < own - tolerance) & counted).sum(1)
+    return RankCounts(better, counted.sum(1) - better - worse)
 
 
 def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:

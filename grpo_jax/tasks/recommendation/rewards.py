@@ -1,0 +1,116 @@
+"""Rewards from where the target ranks: built-in ones by name, the user's own by import path.
+
+A reward is ``reward(prompts, completions, **columns) -> list[float | None]``, called flat as everywhere. The columns of
+this task are
+
+    rank            where the target stands among all items, from 1; NaN where the retriever gave no answer
+    probability     of the target in the softmax over all items' similarities to the completion
+    user, target, target_title, last_title, target_row, history     of the example
+
+A missing rank gives a missing reward, never a 0. A text that is empty or makes no sense is no failure: it resembles
+nothing, ties count against the target, and it earns what the last place earns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.tasks.recommendation import metrics
+
+Reward = Callable[..., list[float | None]]
+
+BUILT_IN = ("ndcg", "hit", "mrr", "mixed", "soft")
+
+
+def reward_columns(rank: np.ndarray, probability: np.ndarray) -> dict[str, list[float]]:
+    """The retriever's answer for P·G completions as columns for `collect_rewards`."""
+    return {"rank": np.asarray(rank, np.float64).tolist(), "probability": np.asarray(probability, np.float64).tolist()}
+
+
+def make_reward(name: str, *, items: int, options: Mapping[str, float] | None = None) -> Reward:
+    """A built-in reward.
+
+    Args:
+        name: "ndcg", "hit", "mrr", "mixed" or "soft".
+        items: How many items the catalogue has.
+        options: "k", the cut-off; left out or 0, none, so that every rank counts (with a small k and few completions
+            most groups have no spread to learn from). For "mixed" also a weight by name of a measure; a measure that
+            is not named then has none. "soft" takes no option.
+
+    Raises:
+        ValueError: If the name or an option is unknown or out of range.
+    """
+    options = dict(options or {})
+    if name == "soft":
+        _refuse(name, options)
+        return soft()
+    k = _cutoff(options.pop("k", 0))
+    if name == "mixed":
+        _refuse(name, {key: value for key, value in options.items() if key not in metrics.MIXED_WEIGHTS})
+        return mixed(k=k, items=items, weights=options or metrics.MIXED_WEIGHTS)
+    _refuse(name, options)
+    if name == "ndcg":
+        return ndcg(k=k)
+    if name == "mrr":
+        return mrr(k=k)
+    if name == "hit":
+        return hit(k=k, items=items)
+    raise ValueError(f"name must be one of {', '.join(BUILT_IN)}, got {name!r}")
+
+
+def ndcg(*, k: int | None = None) -> Reward:
+    """Reward 1 / log2(1 + rank), 0 beyond the cut-off."""
+    return _of_rank(lambda rank: metrics.ndcg(rank, k=k))
+
+
+def mrr(*, k: int | None = None) -> Reward:
+    """Reward 1 / rank, 0 beyond the cut-off."""
+    return _of_rank(lambda rank: metrics.mrr(rank, k=k))
+
+
+def hit(*, k: int | None = None, items: int | None = None) -> Reward:
+    """Reward 1 within the cut-off; without one the share of cut-offs that find the target (`metrics.hit`)."""
+    return _of_rank(lambda rank: metrics.hit(rank, k=k, items=items))
+
+
+def mixed(
+    *, k: int | None = None, items: int | None = None, weights: Mapping[str, float] = metrics.MIXED_WEIGHTS
+) -> Reward:
+    """Weighted mean of the three (`metrics.mixed`)."""
+    return _of_rank(lambda rank: metrics.mixed(rank, k=k, items=items, weights=weights))
+
+
+def soft() -> Reward:
+    """The target's probability under the retriever: dense where ranks are sparse, an objective beside them."""
+
+    def reward(probability: Sequence[float], **_: Any) -> list[float | None]:
+        return _listed(np.asarray(probability, np.float64))
+
+    return reward
+
+
+def _of_rank(measure: metrics.Measure) -> Reward:
+    measure(np.ones(1))  # bad options speak up now, not in the first step
+
+    def reward(rank: Sequence[float], **_: Any) -> list[float | None]:
+        return _listed(measure(np.asarray(rank, np.float64)))
+
+    return reward
+
+
+def _listed(values: np.ndarray) -> list[float | None]:
+    return [None if np.isnan(value) else float(value) for value in values]
+
+
+def _cutoff(k: float) -> int | None:
+    if k < 0 or k != int(k):
+        raise ValueError(f"k must be a whole number from 1, or 0 for no cut-off, got {k!r}")
+    return int(k) or None
+
+
+def _refuse(name: str, options: Mapping[str, float]) -> None:
+    if name in BUILT_IN and options:
+        raise ValueError(f"{name} has no option {next(iter(options))!r}")

@@ -8,7 +8,7 @@ import pytest
 from scipy import sparse
 
 from bridges import retrieval
-from bridges.retrieval import catalogue, encoders, local, ranking
+from bridges.retrieval import catalogue, dense, encoders, local, ranking
 from bridges.retrieval.retriever import Retriever, make_queries
 from grpo_jax.errors import UserError
 
@@ -114,7 +114,7 @@ def test_sparse_ranks_are_those_of_a_loop(shards):
 
 def test_a_sparse_catalogue_over_several_blocks(monkeypatch):
     whole = tfidf().score_ranks(["red cream", "soap"], [2, 4], [[0], []])
-    monkeypatch.setattr(ranking, "_SPARSE_BLOCK", 3)
+    monkeypatch.setattr(ranking, "_BLOCK", 3)
     parts = tfidf().score_ranks(["red cream", "soap"], [2, 4], [[0], []])
     np.testing.assert_array_equal(whole.rank, parts.rank)
     np.testing.assert_allclose(whole.probability, parts.probability, rtol=1e-6)
@@ -174,6 +174,7 @@ def test_a_mixture_of_sparse_vectors():
     np.testing.assert_allclose(alone.probability, scaled.probability, rtol=1e-6)
     nothing = retriever.score_mixed_ranks([["rose", "rose"], []], [[1.0, -1.0], []], [2, 2], [[], []])
     assert nothing.rank.tolist() == [len(TITLES)] * 2
+    assert retriever.score_mixed_ranks([[]], [[]], [2], [[]]).rank == [len(TITLES)]
 
 
 def test_no_queries():
@@ -184,10 +185,10 @@ def test_a_further_call_does_not_compile():
     index, encoder, texts, _ = dense_world(300, 8, 64, seed=5)
     retriever = Retriever(local.LocalBackend(index, encoder))
     retriever.score_ranks(texts, range(64), [[]] * 64)
-    before = ranking._count_dense._cache_size()
+    before = dense._count_dense._cache_size()
     for count in (1, 5, 64):
         retriever.score_ranks(texts[:count], range(count), [list(range(i % 16)) for i in range(count)])
-    assert ranking._count_dense._cache_size() == before
+    assert dense._count_dense._cache_size() == before
 
 
 @pytest.mark.parametrize(

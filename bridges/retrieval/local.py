@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
 from scipy import sparse
 
 from bridges.retrieval.catalogue import Index, open_index
 from bridges.retrieval.encoders import Encoder, Vectors, check_finite, load_encoder, mixed, stacked
 from bridges.retrieval.errors import NonFiniteScores
-from bridges.retrieval.ranking import Counts, DenseShard, Scale, SparseShard, merge_counts
+from bridges.retrieval.ranking import Counts, Scale, SparseShard, merge_counts
 from bridges.retrieval.retriever import Queries
 
 
@@ -22,7 +22,7 @@ def shard_bounds(items: int, shard: int, shards: int) -> tuple[int, int]:
 class Shard:
     """A part of an index: what a machine of several holds."""
 
-    def __init__(self, index: Index, *, shard: int = 0, shards: int = 1, device: jax.Device | None = None):
+    def __init__(self, index: Index, *, shard: int = 0, shards: int = 1, device: Any = None):
         """Loads the part's vectors.
 
         Raises:
@@ -36,6 +36,8 @@ class Shard:
         if sparse.issparse(part):
             self._part = SparseShard(part, first=first)
         else:
+            from bridges.retrieval.dense import DenseShard  # JAX is not needed for sparse vectors
+
             self._part = DenseShard(part, first=first, device=device)
 
     def count(self, queries: Queries, vectors: Vectors, scale: Scale) -> Counts:
@@ -47,7 +49,7 @@ class Shard:
 class LocalBackend:
     """Encoder and catalogue in this process; see `retriever.Backend`."""
 
-    def __init__(self, index: Index, encoder: Encoder, *, shards: int = 1, device: jax.Device | None = None):
+    def __init__(self, index: Index, encoder: Encoder, *, shards: int = 1, device: Any = None):
         """Takes an index and the encoder that made it.
 
         Args:
@@ -80,7 +82,7 @@ def local_backend(
     encoder: str = "tfidf",
     cache: str | Path | None = None,
     encoder_device: str = "cpu",
-    device: jax.Device | None = None,
+    device: Any = None,
 ) -> LocalBackend:
     """Loads the encoder, and makes or loads the catalogue's vectors.
 

@@ -212,8 +212,8 @@ class Retriever:
         if share < required:
             raise UserError(
                 f"retrieval self-test: {share:.0%} of {len(picked)} titles retrieve themselves, at least "
-                f"{required:.0%} should; the encoder ({self.fingerprint.encoder}) does not tell these titles apart, or the vectors "
-                "were not made from them"
+                f"{required:.0%} should; the encoder ({self.fingerprint.encoder}) does not tell these titles apart, "
+                "or the vectors were not made from them"
             )
         return share
 
@@ -296,7 +296,7 @@ def make_queries(
     padded = np.full((count, max(map(len, others), default=0)), -1, np.int32)
     for i, row in enumerate(others):
         padded[i, : len(row)] = row
-    groups = batches(text for query in texts for text in query)
+    groups = batches(text for query in texts for text in query) or [[""]]  # an encoder is never asked for nothing
     return Queries(groups, _mix(groups, texts, weights), rows.astype(np.int32), padded)
 
 

@@ -1,0 +1,72 @@
+"""`python -m bridges.retrieval serve`: a retrieval service on a Ray cluster, until Ctrl-C."""
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from grpo_jax.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; 0 after Ctrl-C or SIGTERM, 2 if something has to be mended first."""
+    parser = argparse.ArgumentParser(prog="python -m bridges.retrieval", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("serve", help="start a service and keep it running")
+    command.add_argument("--catalogue", required=True, help="file of the items: .tsv, .csv or .json")
+    command.add_argument("--blank_titles", choices=("error", "keep"), default="error", help="items without a title")
+    command.add_argument("--encoder", default="tfidf", help='"tfidf", a sentence-transformers folder, or its name')
+    command.add_argument("--service", default="retrieval", help="name that training looks for")
+    command.add_argument("--shards", type=int, default=1, help="actors that share the catalogue")
+    command.add_argument("--cpus", type=float, default=1.0, help="CPUs of each actor")
+    command.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor")
+    command.add_argument("--cache", help="folder for vectors; every node must see it (default: ~/.cache/grpo_jax)")
+    command.add_argument("--address", help='of a Ray cluster ("auto": the one here); by default one is started')
+    try:
+        return serve(parser.parse_args(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Starts the service, tests it, and waits for Ctrl-C or SIGTERM.
+
+    Raises:
+        UserError: as `read_catalogue`, `start_service` and `Retriever.self_test`.
+    """
+    from bridges.retrieval.retriever import Retriever
+    from bridges.retrieval.service import NAMESPACE, start_service
+    from grpo_jax.tasks.recommendation.catalogue import read_catalogue
+
+    stop = threading.Event()
+    titles = read_catalogue(options.catalogue, blank_titles=options.blank_titles).titles
+    backend = start_service(
+        titles,
+        encoder=options.encoder,
+        service=options.service,
+        shards=options.shards,
+        cache=options.cache,
+        address=options.address,
+        cpus=options.cpus,
+        gpus=options.gpus,
+    )
+    # after Ray has started, which has handlers of its own
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        share = Retriever(backend).self_test(titles)
+        print(f"catalogue   {backend.fingerprint.catalogue}")
+        print(f"encoder     {options.encoder} ({backend.fingerprint.encoder})")
+        print(f"self-test   {share:.1%} of the titles asked for retrieve themselves")
+        print(f"serving     {options.service!r} in {options.shards} actors (namespace {NAMESPACE}); Ctrl-C ends it")
+        sys.stdout.flush()
+        stop.wait()
+    finally:
+        backend.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

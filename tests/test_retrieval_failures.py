@@ -1,0 +1,129 @@
+"""Failing calls: attempts, pauses, missing ranks, the budget, and the stop; backends here are plain objects."""
+
+import numpy as np
+import pytest
+
+from bridges import retrieval
+from bridges.retrieval.local import local_backend
+from bridges.retrieval.retriever import Retriever
+from grpo_jax.errors import StopRun
+from grpo_jax.tasks.rewards import collect_rewards
+
+TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream"]
+
+
+class Faulty:
+    """A backend that fails as it is told, call by call; None lets a call through, a function changes its counts."""
+
+    def __init__(self, *faults):
+        self.inner = local_backend(TITLES)
+        self.items, self.fingerprint = self.inner.items, self.inner.fingerprint
+        self.faults = list(faults)
+        self.calls = 0
+        self.reconnects = 0
+
+    def count(self, queries, scale):
+        self.calls += 1
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, Exception):
+            raise fault
+        counts = self.inner.count(queries, scale)
+        return fault(counts) if fault else counts
+
+    def reconnect(self):
+        self.reconnects += 1
+
+    def close(self):
+        pass
+
+
+def ask(retriever):
+    return retriever.score_ranks(["rose cream"], [1], [[]])
+
+
+def lost():
+    return retrieval.ActorLost("it died")
+
+
+def test_a_failure_is_tried_again_after_longer_and_longer_pauses():
+    backend = Faulty(lost(), retrieval.RetrievalTimeout("slow"), retrieval.ConnectionLost("gone"))
+    pauses = []
+    patience = retrieval.Patience(attempts=4, first_wait=0.5, longest_wait=1.5)
+    retriever = Retriever(backend, patience=patience, wait=pauses.append)
+    assert ask(retriever).rank == [1]
+    assert pauses == [0.5, 1.0, 1.5]
+    assert (backend.calls, backend.reconnects, retriever.retries, retriever.missing) == (4, 3, 3, 0)
+
+
+@pytest.mark.parametrize("column", ["score", "log_sum"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scores_that_are_not_finite_are_a_failure(column, value):
+    def spoil(counts):
+        return counts._replace(**{column: np.full(1, value)})
+
+    backend = Faulty(spoil, spoil)
+    retriever = Retriever(backend, patience=retrieval.Patience(attempts=2), wait=lambda _: None)
+    ranks = ask(retriever)
+    assert np.isnan(ranks.rank).all() and np.isnan(ranks.probability).all()
+    assert retriever.missing == 1
+    assert ask(retriever).rank == [1]
+
+
+def test_counts_of_other_queries_are_a_failure():
+    def cut(counts):
+        return counts._replace(better=counts.better[:0])
+
+    retriever = Retriever(Faulty(cut), patience=retrieval.Patience(attempts=1))
+    assert np.isnan(ask(retriever).rank).all()
+
+
+def test_missing_ranks_are_missing_rewards_and_no_zero():
+    retriever = Retriever(Faulty(lost()), patience=retrieval.Patience(attempts=1))
+
+    def reward(prompts, completions):
+        ranks = retriever.score_ranks(completions, [1] * len(completions), [[]] * len(completions))
+        return [None if np.isnan(rank) else 1 / rank for rank in ranks.rank]
+
+    failed = collect_rewards([reward], ["mrr"], ["p", "p"], ["rose cream", "brush"], {}, 2)
+    assert np.isnan(failed).all()
+    good = collect_rewards([reward], ["mrr"], ["p", "p"], ["rose cream", "brush"], {}, 2)
+    np.testing.assert_allclose(good[0, :, 0], [1, 1 / 4])
+
+
+def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one():
+    patience = retrieval.Patience(attempts=2, budget=2)
+    retriever = Retriever(Faulty(*[lost() for _ in range(6)]), patience=patience, wait=lambda _: None)
+
+    def reward(prompts, completions):
+        return list(ask(retriever).rank)
+
+    for _ in range(2):
+        assert np.isnan(collect_rewards([reward], ["r"], ["p"], ["c"], {}, 1, on_error="missing")).all()
+    with pytest.raises(StopRun, match=r"failed in 3 of the last 3 calls \(the budget is 2\).*ActorLost: it died"):
+        collect_rewards([reward], ["r"], ["p"], ["c"], {}, 1, on_error="missing")
+
+
+def test_old_failures_are_forgotten():
+    patience = retrieval.Patience(attempts=1, budget=1, window=3)
+    retriever = Retriever(Faulty(lost(), None, None, lost(), None, lost()), patience=patience)
+    found = [bool(np.isnan(ask(retriever).rank[0])) for _ in range(5)]
+    assert found == [True, False, False, True, False]
+    with pytest.raises(StopRun, match="2 of the last 3"):
+        ask(retriever)
+
+
+def test_other_errors_pass_at_once():
+    backend = Faulty(ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        ask(Retriever(backend))
+    assert backend.calls == 1
+    with pytest.raises(ValueError, match="got 4"):
+        Retriever(backend).score_ranks(["a"], [4], [[]])
+
+
+@pytest.mark.parametrize(
+    "options", [{"attempts": 0}, {"budget": -1}, {"window": 5}, {"first_wait": -1.0}, {"longest_wait": 0.5}]
+)
+def test_patience_checks_its_ranges(options):
+    with pytest.raises(ValueError, match="patience: expected"):
+        retrieval.Patience(**options)

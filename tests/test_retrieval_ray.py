@@ -1,0 +1,230 @@
+"""The Ray service with real actors: the same ranks as in process, and what happens when an actor misbehaves.
+
+Starting actors is slow, so one service of two shards serves most tests; a file tells its actors what to do wrong.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from bridges import retrieval  # noqa: E402
+from bridges.retrieval import service  # noqa: E402
+from bridges.retrieval.retriever import Retriever  # noqa: E402
+from grpo_jax.errors import StopRun, UserError  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+WORDS = ["red", "blue", "rose", "nail", "polish", "hand", "cream", "soap", "brush", "night", "shaving", "palette"]
+RNG = np.random.default_rng(0)
+TITLES = [" ".join(RNG.choice(WORDS, 4)) for _ in range(200)]
+QUERIES = [" ".join(RNG.choice(WORDS, 2)) for _ in range(100)] + ["", "xyzzy"]
+TARGETS = RNG.integers(0, 200, len(QUERIES))
+EXCLUDE = [RNG.integers(0, 200, 4).tolist() for _ in QUERIES]
+IMPATIENT = retrieval.Patience(attempts=1, budget=0, window=1)
+
+
+def make_faulty(path):
+    """The actor's class with faults that a file orders; made in a function, so that Ray sends its code along."""
+
+    class FaultyShard(service.RankShard):
+        def count(self, queries, scale, *vectors):
+            orders = json.loads(path.read_text())
+            time.sleep(orders.get("sleep", 0.0))
+            counts = super().count(queries, scale, *vectors)
+            return counts._replace(score=counts.score * np.nan) if orders.get("nan") else counts
+
+    return FaultyShard
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """(backend, orders): a service of two shards on a cluster of its own, and a function that orders faults."""
+    folder = tmp_path_factory.mktemp("ray")
+    orders = folder / "orders.json"
+    orders.write_text("{}")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=80 * 2**20,
+        namespace=service.NAMESPACE,
+    )
+    try:
+        backend = service.start_service(
+            TITLES, shards=2, cache=folder / "cache", cpus=0.5, shard_class=make_faulty(orders), restarts=2
+        )
+        yield backend, lambda **faults: orders.write_text(json.dumps(faults))
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture
+def misbehave(running):
+    yield running[1]
+    running[1]()
+
+
+def actor_pid(actor):
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+
+
+def test_ray_and_in_process_agree(running):
+    over_ray, share = retrieval.open_retriever(TITLES, backend="ray")
+    here, same_share = retrieval.open_retriever(TITLES)
+    assert share == same_share > 0.9
+    assert over_ray.fingerprint == here.fingerprint
+    found, expected = (r.score_ranks(QUERIES, TARGETS, EXCLUDE) for r in (over_ray, here))
+    np.testing.assert_array_equal(found.rank, expected.rank)
+    np.testing.assert_allclose(found.probability, expected.probability, rtol=1e-6)
+    mixtures = [[QUERIES[i], QUERIES[i - 1]] for i in range(len(QUERIES))], [[1.0, 0.5]] * len(QUERIES)
+    found, expected = (r.score_mixed_ranks(*mixtures, TARGETS, EXCLUDE) for r in (over_ray, here))
+    np.testing.assert_array_equal(found.rank, expected.rank)
+
+
+def test_a_service_for_another_run_is_refused(running):
+    with pytest.raises(UserError, match="serves another catalogue"):
+        service.connect(TITLES[::-1])
+    with pytest.raises(UserError, match="was started with the encoder tfidf, not some/model"):
+        service.connect(TITLES, encoder="some/model")
+    with pytest.raises(UserError, match="runs on this cluster already"):
+        service.start_service(TITLES)
+    with pytest.raises(UserError, match="needs 100 CPUs for 100 actors, the cluster has 2"):
+        service.start_service(TITLES, shards=100, service="large")
+
+
+def test_a_missing_service_says_how_to_start_one(running):
+    with pytest.raises(retrieval.ServiceNotFound, match="RetrievalService not found") as error:
+        service.connect(TITLES, service="other")
+    assert isinstance(error.value, UserError)  # a command shows it in one line
+    assert "python -m bridges.retrieval serve --catalogue" in str(error.value) and "ray status" in str(error.value)
+
+
+def test_ray_leaves_the_handlers_of_signals_alone(running):
+    ours = signal.getsignal(signal.SIGTERM)
+    with service._own_signals():
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    assert signal.getsignal(signal.SIGTERM) is ours
+
+
+def test_nan_from_an_actor_is_a_failure(running, misbehave):
+    misbehave(nan=True)
+    retriever = Retriever(running[0], patience=retrieval.Patience(attempts=2, first_wait=0.01))
+    ranks = retriever.score_ranks(["red soap"], [0], [[]])
+    assert np.isnan(ranks.rank).all() and np.isnan(ranks.probability).all()
+    with pytest.raises(StopRun, match="NonFiniteScores: 1 of 1 scores are not finite"):
+        Retriever(running[0], patience=IMPATIENT).score_ranks(["red soap"], [0], [[]])
+
+
+def test_an_actor_that_raises_is_a_failure(running):
+    queries = retrieval.retriever.make_queries([["a"]], [[1.0]], [0], [[]])
+    broken = queries._replace(targets=np.array([9999]))  # the row does not exist: an IndexError over there
+    with pytest.raises(retrieval.RetrievalError, match="the service failed: IndexError"):
+        running[0].count(broken, retrieval.Scale())
+
+
+def test_an_answer_that_comes_too_late_is_a_failure(running, misbehave):
+    misbehave(sleep=1.5)
+    late = service.connect(TITLES, timeout=0.3)
+    with pytest.raises(StopRun, match=r"RetrievalTimeout: no answer within 0\.3 s"):
+        Retriever(late, patience=IMPATIENT).score_ranks(["red soap"], [0], [[]])
+    misbehave()
+    patient = Retriever(running[0])
+    assert patient.score_ranks(["red soap"], [0], [[]]).rank >= 1  # the actor has come back to itself
+
+
+def test_an_actor_killed_in_mid_step_is_restarted_and_the_step_repeated(running, misbehave):
+    backend = running[0]
+    expected = Retriever(backend).score_ranks(QUERIES, TARGETS, EXCLUDE)
+    before = actor_pid(backend._actors[1])
+    misbehave(sleep=1.0)
+    killer = threading.Timer(0.3, ray.kill, [backend._actors[1]], {"no_restart": False})
+    killer.start()
+    retriever = Retriever(backend, patience=IMPATIENT)
+    found = retriever.score_ranks(QUERIES, TARGETS, EXCLUDE)
+    killer.join()
+    assert actor_pid(backend._actors[1]) != before
+    np.testing.assert_array_equal(found.rank, expected.rank)
+    np.testing.assert_array_equal(found.probability, expected.probability)
+    assert retriever.retries == 0
+
+
+def test_an_actor_that_stays_dead_stops_the_run(running, misbehave):
+    """The last test of the service: afterwards it is gone."""
+    backend = running[0]
+    misbehave(sleep=1.0)
+    threading.Timer(0.3, ray.kill, [backend._actors[0]], {"no_restart": True}).start()
+    retriever = Retriever(backend, patience=retrieval.Patience(attempts=2, first_wait=0.1, budget=1))
+    assert np.isnan(retriever.score_ranks(["red soap"], [0], [[]]).rank).all()
+    with pytest.raises(StopRun, match="ServiceNotFound: RetrievalService not found"):
+        retriever.score_ranks(["red soap"], [0], [[]])
+    with pytest.raises(retrieval.ActorLost, match="died"):
+        backend.count(retrieval.retriever.make_queries([["a"]], [[1.0]], [0], [[]]), retrieval.Scale())
+
+
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
+    """A process of its own; training, here this process, finds it on the machine's cluster."""
+    table = tmp_path / "items.tsv"
+    table.write_text("item_id\ttitle\n" + "".join(f"{i}\t{title}\n" for i, title in enumerate(TITLES)))
+    command = [sys.executable, "-m", "bridges.retrieval", "serve", "--catalogue", str(table)]
+    process = subprocess.Popen(
+        [*command, "--cache", str(tmp_path / "cache"), "--cpus", "0.5"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    try:
+        lines = []
+        while not lines or not lines[-1].startswith("serving"):
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            lines.append(line)
+        assert "self-test   100.0%" in "".join(lines)
+        try:
+            retriever, _ = retrieval.open_retriever(TITLES, backend="ray")
+            assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank >= 1
+            retriever.close()  # not ours to end
+        finally:
+            ray.shutdown()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_without_a_cluster_the_message_says_how_to_start_one(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(
+        retrieval.ServiceNotFound, match="no Ray cluster answers at auto.*python -m bridges.retrieval serve"
+    ):
+        retrieval.open_retriever(TITLES, backend="ray")
+
+
+def test_a_catalogue_that_is_not_there_is_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "bridges.retrieval", "serve", "--catalogue", str(tmp_path / "none.tsv")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "none.tsv does not exist" in done.stderr

@@ -46,7 +46,7 @@ The numbers are of order 1. The tests hold the same comparisons to {bounds}.
 FOOTER = """
 ## Where TRL means something else
 
-What is compared above is what both can express. The rest is a choice, and ours is:
+What is compared above is what both can express. The rest is a choice; `tests/test_trl.py` shows both sides of it.
 
 | subject | TRL | grpo_jax |
 |---|---|---|
@@ -55,7 +55,7 @@ What is compared above is what both can express. The rest is a choice, and ours 
 | corrected KL with a row ratio (GSPO) | times the row's ratio | times the token's ratio |
 | row ratio with an advantage per token | every token of the row gets the gradient of every advantage | GSPO-token: a \
 token's advantage moves that token |
-| dual clip (`delta`) below 1 + high | bounds positive advantages too | bounds negative advantages alone |
+| dual clip (`delta`) below 1 + high | also cuts the ratio of positive advantages | bounds negative advantages alone |
 | entropy bonus with a mask of high-entropy tokens | mean over the selected tokens | mean over all tokens |
 | quantile of the entropies that falls on a token | float32 rounding may leave that token out | the token is in |
 | NaN from the sampler | weight 1 | stays NaN |

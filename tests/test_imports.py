@@ -35,8 +35,8 @@ GENERIC = {
     f"grpo_jax.{name}"
     for name in ("sampling", "trainer", "ppo_trainer", "objectives", "estimators", "value_head", "pipeline", "rollout")
 }
-# Scripts that train the miniature's parts; they count as commands.
-BUILDERS = {"bridges.miniature.build"}
+# Scripts that train the miniature's parts, and the command that serves a catalogue: they count as commands.
+BUILDERS = {"bridges.miniature.build", "bridges.retrieval.__main__"}
 
 
 class Import(NamedTuple):

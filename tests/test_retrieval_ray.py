@@ -212,9 +212,8 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
 
 def test_without_a_cluster_the_message_says_how_to_start_one(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(
-        retrieval.ServiceNotFound, match="no Ray cluster answers at auto.*python -m bridges.retrieval serve"
-    ):
+    message = r"no Ray cluster answers at auto.*python -m bridges\.retrieval serve"
+    with pytest.raises(retrieval.ServiceNotFound, match=message):
         retrieval.open_retriever(TITLES, backend="ray")
 
 

@@ -1,0 +1,338 @@
+"""One table of the core's public functions, and the properties that all of them must have.
+
+What belongs to one function alone is tested beside its loop, in the file of its module.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from grpo_jax import advantages, kl, losses, ppo, returns, selection, shaping
+from grpo_jax.advantages import Condition
+from grpo_jax.kl import KLPenalty
+from grpo_jax.losses import PRESETS, FixedLength, grpo_loss, loss_normaliser
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+P, G, N, T = 3, 4, 2, 5  # all different: the axes of a result are known by their lengths
+seeds = st.integers(0, 10_000)
+# One preset for each surrogate, ratio and aggregation; test_losses.py has them all. Dr. GRPO takes its token budget
+# from the arrays unless it is told: padding would change it.
+CHOICES = {name: PRESETS[name] for name in ("grpo", "dapo", "gspo", "cispo", "sapo")}
+CHOICES["dr_grpo"] = PRESETS["dr_grpo"] | {"aggregation": FixedLength(7)}
+
+
+def batch(seed, dtype=np.float32):
+    """Everything that the functions of the table read, under one mask; each row has a token."""
+    random = np.random.default_rng(seed)
+    normal = lambda *shape: random.normal(size=shape)  # noqa: E731
+    logprobs = -random.exponential(size=(P, G, T)) - 0.05
+    rewards = random.integers(-8, 9, (P, G, N)) / 4
+    rewards[random.random(rewards.shape) < 0.1] = np.nan
+    floats = {
+        "rewards": rewards,
+        "logprobs": logprobs,
+        "old": logprobs + 0.4 * normal(P, G, T),
+        "ref": logprobs + 0.4 * normal(P, G, T),
+        "sampler": logprobs + 0.4 * normal(P, G, T),
+        "entropy": random.exponential(size=(P, G, T)),
+        "advantages": normal(P, G),
+        "scores": normal(P, G),
+        "steps": normal(P, G, T),
+        "values": normal(P, G, T + 1),
+        "old_values": normal(P, G, T),
+        "returns": normal(P, G, T),
+    }
+    others = {
+        "mask": np.arange(T) < random.integers(1, T + 1, (P, G, 1)),
+        "truncated": random.random((P, G)) < 0.3,
+        "lengths": random.integers(1, 40, (P, G)).astype(np.int32),
+    }
+    return {name: part.astype(dtype) for name, part in floats.items()} | others
+
+
+def policy_loss(choices, p, normaliser=None):
+    """With everything switched on."""
+    return grpo_loss(
+        p["logprobs"], p["old"], p["advantages"], p["mask"], **choices, normaliser=normaliser,
+        kl=KLPenalty(0.3, corrected=True), ref_logprobs=p["ref"], entropy=p["entropy"], entropy_coef=0.2,
+        token_weights=selection.truncated_importance_weights(p["old"], p["sampler"], p["mask"], cap=1.3),
+    )  # fmt: skip
+
+
+def actor_loss(p, normaliser=None):
+    return ppo.ppo_loss(
+        p["logprobs"], p["old"], p["returns"], p["mask"], entropy=p["entropy"], entropy_coef=0.1, normaliser=normaliser
+    )
+
+
+# Losses also take the whole update's normaliser, of which they then give a part.
+LOSSES = {
+    **{f"grpo_loss {name}": functools.partial(policy_loss, choices) for name, choices in CHOICES.items()},
+    "ppo_loss": actor_loss,
+    "value_loss": lambda p, n=None: ppo.value_loss(
+        p["values"][..., :-1], p["old_values"], p["returns"], p["mask"], normaliser=n
+    ),
+    "sft_loss": lambda p, n=None: losses.sft_loss(p["logprobs"], p["mask"], normaliser=n),
+}
+AGGREGATIONS = {f"grpo_loss {name}": choices["aggregation"] for name, choices in CHOICES.items()}
+
+TABLE = {
+    **{
+        f"group_advantages {scale}": lambda p, s=scale: advantages.group_advantages(p["rewards"][..., 0], scale=s)
+        for scale in ("group", "batch", "none")
+    },
+    **{
+        f"batch_whitened_advantages {c}": lambda p, c=c: advantages.batch_whitened_advantages(
+            p["rewards"][..., 0], centre=c
+        )
+        for c in ("batch", "group")
+    },
+    **{
+        f"gdpo_advantages {whiten}": lambda p, w=whiten: advantages.gdpo_advantages(
+            p["rewards"], weights=(0.5, 2.0), whiten=w, mask=p["mask"]
+        )
+        for whiten in ("sequence", "token", None)
+    },
+    "leave_one_out_advantages": lambda p: advantages.leave_one_out_advantages(p["rewards"][..., 0]),
+    "sum_rewards": lambda p: advantages.sum_rewards(p["rewards"], weights=(0.5, 2.0)),
+    "condition_rewards": lambda p: advantages.condition_rewards(p["rewards"], [Condition(0, 1, 0.5)]),
+    "groups_without_signal": lambda p: advantages.groups_without_signal(p["rewards"]),
+    "distinct_advantages": lambda p: advantages.distinct_advantages(p["rewards"][..., 0], axis=1),
+    "groups_with_signal": lambda p: selection.groups_with_signal(p["rewards"]),
+    "high_entropy_mask": lambda p: selection.high_entropy_mask(p["entropy"], p["mask"], share=0.37),
+    "without_truncated": lambda p: selection.without_truncated(p["mask"], p["truncated"]),
+    **{
+        f"truncated_importance_weights {level}": lambda p, level=level: selection.truncated_importance_weights(
+            p["old"], p["sampler"], p["mask"], cap=1.3, level=level
+        )
+        for level in ("token", "sequence")
+    },
+    "discounted_returns": lambda p: returns.discounted_returns(p["steps"], discount=0.9, mask=p["mask"]),
+    "gae_advantages": lambda p: returns.gae_advantages(
+        p["steps"], p["values"], discount=0.9, trace=0.8, mask=p["mask"]
+    ),
+    "normalised_returns": lambda p: returns.normalised_returns(p["steps"], mask=p["mask"]),
+    "kl_penalised_rewards": lambda p: shaping.kl_penalised_rewards(
+        p["scores"], p["logprobs"], p["ref"], p["mask"], kl_coef=0.3
+    ),
+    "overlong_penalty": lambda p: shaping.overlong_penalty(p["lengths"], limit=30, buffer=16),
+    **{f"kl_divergence {e}": lambda p, e=e: kl.kl_divergence(p["logprobs"], p["ref"], estimator=e)
+       for e in kl.ESTIMATORS},
+    **LOSSES,
+}  # fmt: skip
+# Statistics of the whole batch: taking a prompt out changes what the others get.
+COUPLED = ("batch", "high_entropy", "gdpo_advantages sequence", "gdpo_advantages token", "group_advantages batch")
+APART = [name for name in TABLE if not name.startswith(COUPLED) and name not in LOSSES]
+
+
+def everything(parts):
+    """The whole table at once: one compilation for each shape and type."""
+    return {name: function(parts) for name, function in TABLE.items()}
+
+
+RUN = jax.jit(everything)
+MAPPED = jax.jit(jax.vmap(everything))
+
+
+def assert_same(got, expected, rtol=1e-5, atol=1e-5):
+    """Every number of two results of the table, the function named where they differ."""
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, wanted), found in zip(paths, jax.tree.leaves(got), strict=True):
+        wanted, found = np.asarray(wanted), np.asarray(found)
+        assert found.shape == wanted.shape, jax.tree_util.keystr(path)
+        np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def test_the_table_holds_every_public_function():
+    """A new function of the core comes with these properties, or says here why not."""
+    not_arrays = {"check_estimator", "as_objective_weights"}  # checks of arguments
+    for module in (advantages, kl, losses, ppo, returns, selection, shaping):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if function.__module__ == module.__name__ and not name.startswith("_") and name not in not_arrays:
+                assert any(key.split()[0] == name for key in TABLE), f"{module.__name__}.{name}"
+
+
+def test_compiled_is_not_compiled():
+    parts = batch(0)
+    assert_same(RUN(parts), everything(parts))
+
+
+@settings(max_examples=10)
+@given(seeds, st.permutations(range(P)), st.permutations(range(G)))
+def test_order_of_prompts_and_completions(seed, prompts, group):
+    parts = batch(seed)
+
+    def moved(array):
+        array = np.asarray(array)
+        array = array[prompts] if array.shape[:1] == (P,) else array
+        return array[:, group] if array.shape[:2] == (P, G) else array
+
+    expected = jax.tree.map(moved, RUN(parts))
+    assert_same(RUN({name: moved(part) for name, part in parts.items()}), expected)
+
+
+@settings(max_examples=10)
+@given(seeds)
+def test_padding_with_undefined_numbers(seed):
+    """One more prompt, completion and two more steps of NaN, under a mask that is False."""
+    parts = batch(seed)
+    wide = {}
+    for name, part in parts.items():
+        # The value after the last step stays the last; what is padded lies before it.
+        last, body = (part[..., -1:], part[..., :-1]) if name == "values" else (part[..., :0], part)
+        widths = [(0, 1), (0, 1), (0, 2 * (body.shape[-1] == T))][: part.ndim]
+        filler = np.nan if part.dtype.kind == "f" else 0
+        body = np.pad(body, widths, constant_values=filler)
+        if name == "values":
+            body = np.concatenate([body, np.pad(last, [(0, 1), (0, 1), (0, 0)], constant_values=np.nan)], axis=-1)
+        wide[name] = body
+
+    def cut(padded, plain):
+        return np.asarray(padded)[tuple(slice(0, length) for length in plain.shape)]
+
+    expected = RUN(parts)
+    assert_same(jax.tree.map(cut, RUN(wide), expected), expected)
+
+
+@settings(max_examples=5)
+@given(seeds, seeds)
+def test_a_mapped_axis_is_a_loop(first, second):
+    both = [batch(seed) for seed in (first, second)]
+    mapped = MAPPED(jax.tree.map(lambda *leaves: np.stack(leaves), *both))
+    assert_same(mapped, jax.tree.map(lambda *leaves: np.stack(leaves), *map(RUN, both)))
+
+
+@settings(max_examples=5)
+@given(seeds)
+def test_low_precision_is_computed_in_float32(seed):
+    low = {n: jnp.asarray(p, jnp.bfloat16) if p.dtype == np.float32 else p for n, p in batch(seed).items()}
+    high = {name: p.astype(jnp.float32) if p.dtype == jnp.bfloat16 else p for name, p in low.items()}
+    got = RUN(low)
+    assert all(leaf.dtype in (jnp.float32, jnp.bool_, jnp.int32) for leaf in jax.tree.leaves(got))
+    assert_same(got, RUN(high), rtol=1e-6, atol=1e-6)
+
+
+def test_double_precision_stays_and_says_the_same(x64):
+    parts = batch(0)
+    got = RUN(batch(0, np.float64))
+    narrow = {name for name in TABLE for leaf in jax.tree.leaves(got[name]) if leaf.dtype == jnp.float32}
+    assert narrow == {"overlong_penalty"}  # of integers
+    assert_same(jax.tree.map(lambda x: np.asarray(x, np.float64), RUN(parts)), got)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_prompts_do_not_see_each_other(name):
+    parts = batch(1)
+    function = jax.jit(TABLE[name])
+    whole = function(parts)
+    alone = [function({key: part[i : i + 1] for key, part in parts.items()}) for i in range(P)]
+    assert_same(np.concatenate(alone), whole)
+
+
+@jax.jit
+def loss_slopes(parts, normalisers):
+    """Loss, and gradient of every floating part, of each loss of the table."""
+
+    def value(function, normaliser, floats):
+        return function(parts | floats, normaliser)[0]
+
+    floats = {name: part for name, part in parts.items() if part.dtype == jnp.float32}
+    return {
+        name: jax.value_and_grad(functools.partial(value, function, normalisers[name]))(floats)
+        for name, function in LOSSES.items()
+    }
+
+
+@settings(max_examples=10)
+@given(seeds, st.permutations(range(P)))
+def test_micro_batches_add_up(seed, order):
+    """Losses are sums over parts, gradients are those of the whole, whichever prompts go together."""
+    parts = batch(seed)
+    parts["rewards"] = np.nan_to_num(parts["rewards"])
+    parts = {name: part[order] for name, part in parts.items()}
+    whole = {name: loss_normaliser(parts["mask"], AGGREGATIONS.get(name, "token")) for name in LOSSES}
+    expected = loss_slopes(parts, whole)
+    pieces = [loss_slopes({key: part[i : i + 1] for key, part in parts.items()}, whole) for i in range(P)]
+    joined = {
+        name: (
+            sum(piece[name][0] for piece in pieces),
+            jax.tree.map(lambda *leaves: np.concatenate(leaves), *(piece[name][1] for piece in pieces)),
+        )
+        for name in LOSSES
+    }
+    assert_same(joined, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_only_what_is_learned_gets_a_gradient():
+    """Old and reference probabilities, advantages, targets and weights are constants to every loss."""
+    parts = batch(2) | {"rewards": np.zeros((P, G, N), np.float32)}
+    normalisers = {name: loss_normaliser(parts["mask"], AGGREGATIONS.get(name, "token")) for name in LOSSES}
+    learned = {"value_loss": {"values"}, "sft_loss": {"logprobs"}}
+    for name, (_, gradients) in loss_slopes(parts, normalisers).items():
+        moving = {key for key, gradient in gradients.items() if (np.asarray(gradient) != 0).any()}
+        assert moving == learned.get(name, {"logprobs", "entropy"}), name
+
+
+SMOOTH = {
+    **{
+        name: (lambda p, f=function: f(p)[0], ("values",) if name == "value_loss" else ("logprobs", "entropy"))
+        for name, function in LOSSES.items()
+        if name not in ("grpo_loss cispo", "sft_loss")  # CISPO's weight is a constant on purpose
+    },
+    "sft_loss": (lambda p: losses.sft_loss(p["logprobs"], p["mask"])[0], ("logprobs",)),
+    "gae_advantages": (TABLE["gae_advantages"], ("steps", "values")),
+    "discounted_returns": (TABLE["discounted_returns"], ("steps",)),
+    "normalised_returns": (TABLE["normalised_returns"], ("steps",)),
+    **{f"kl_divergence {e}": (TABLE[f"kl_divergence {e}"], ("logprobs", "ref")) for e in kl.ESTIMATORS},
+}
+
+
+def test_gradients_are_the_slopes(x64):
+    parts = batch(3, np.float64)
+    names = ("logprobs", "entropy", "steps", "values", "ref")
+
+    def total(chosen):
+        """One number of all smooth functions, each with a weight of its own."""
+        number = jnp.float64(0)
+        for weight, (function, read) in enumerate(SMOOTH.values(), start=1):
+            number += jnp.sum(function(parts | {name: chosen[name] for name in read})) / weight
+        return number
+
+    check_grads(jax.jit(total), ({name: parts[name] for name in names},), order=1, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=10)
+@given(seeds, st.integers(-8, 8), st.integers(1, 8))
+def test_whitened_rewards_have_no_unit(seed, shift, factor):
+    """Another zero and another unit change nothing; GDPO lets each objective have its own."""
+    rewards = batch(seed)["rewards"]
+    units, zeros = np.float32([factor, 1 / factor]), np.float32([shift, -2 * shift])
+    for whiten in ("sequence", None):
+        one, other = (advantages.gdpo_advantages(r, eps=0.0, whiten=whiten) for r in (rewards, rewards * units + zeros))
+        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-3)
+    for centre in ("batch", "group"):
+        call = functools.partial(advantages.batch_whitened_advantages, centre=centre, eps=0.0)
+        one, other, mirrored = (call(rewards[..., 0] * k + np.float32(shift)) for k in (1, factor, -factor))
+        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(mirrored, -one, rtol=1e-3, atol=1e-3)
+
+
+@settings(max_examples=10)
+@given(seeds, st.integers(-4, 4))
+def test_a_potential_shapes_rewards_without_changing_advantages(seed, factor):
+    """r + γ Φ(s') - Φ(s) with V - Φ is the same task (Ng et al. 1999); and GAE is linear."""
+    parts = batch(seed)
+    potential = batch(seed + 1)["values"]
+    gae = jax.jit(lambda r, v: returns.gae_advantages(r, v, discount=0.9, trace=0.8))
+    plain = gae(parts["steps"], parts["values"])
+    shaped = parts["steps"] + np.float32(0.9) * potential[..., 1:] - potential[..., :-1]
+    np.testing.assert_allclose(gae(shaped, parts["values"] - potential), plain, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gae(factor * parts["steps"], factor * parts["values"]), factor * plain, atol=1e-4)

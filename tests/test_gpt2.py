@@ -1,6 +1,8 @@
 """GPT-2 against transformers and against itself: logits, gradients, caching, adapters, folders, sampling, refusals."""
 
+import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import test_models_parity as parity  # noqa: E402
+import tiny_models  # noqa: E402
 import torch_reference as reference  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
+from grpo_jax import train  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
@@ -180,11 +184,17 @@ def test_round_trip_is_bit_equal(tmp_path, dtype, change, names):
     assert (len(shards) > 1) == ("max_shard_size" in change)
 
 
-@pytest.mark.parametrize("names", [None, as_on_the_hub], ids=["prefixed", "hub"])
-def test_transformers_loads_a_changed_export_and_agrees(tmp_path, names):
-    source = reference.folder(tmp_path / "source", "gpt2")
-    if names is not None:
-        rename(source, names)
+@functools.cache
+def prefill_and_head(config):
+    policy = make_policy(config)
+    return jax.jit(policy.prefill), policy.head
+
+
+@pytest.mark.parametrize("form", ["hub", "sharded"])
+def test_transformers_loads_a_changed_export_and_agrees(tmp_path, form):
+    source = reference.folder(tmp_path / "source", "gpt2", max_shard_size="20KB" if form == "sharded" else "1GB")
+    if form == "hub":
+        rename(source, as_on_the_hub)
     loaded = hf.load_folder(source, tokenizer=False)
     assert loaded.eos_ids == (5,) and loaded.pad_id == 0
     changed = jax.tree.map(lambda leaf: leaf * 1.1 + 0.01, loaded.params)
@@ -192,8 +202,8 @@ def test_transformers_loads_a_changed_export_and_agrees(tmp_path, names):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     tokens, mask = reference.unshared(*reference.group_batch(length=9))
     tokens, mask = tokens[:, :9], mask[:, :9]
-    policy = make_policy(loaded.config)
-    got = policy.prefill({"params": changed}, tokens, mask).hidden @ policy.head({"params": changed}).T
+    prefill, head = prefill_and_head(loaded.config)
+    got = prefill({"params": changed}, tokens, mask).hidden @ head({"params": changed}).T
     with torch.no_grad():
         np.testing.assert_allclose(got, reference.logits(model, tokens, mask)[:, -1], atol=1e-4)
 
@@ -246,6 +256,33 @@ def test_what_is_longer_than_the_positions_is_refused(policy, loaded):
         functions.prefill(variables, tokens, np.ones((1, 70), bool))
     # Under jit the mask is not known: what cannot be is not a number, rather than wrong.
     assert bool(jnp.isnan(policy.prefill(variables, tokens, np.ones((1, 70), bool)).hidden).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        (["--data.max_prompt_tokens", "57"], ["data.max_prompt_tokens = 57", "65 tokens", "64 only"]),
+        (["--data.max_prompt_tokens", "56", "--policy.lora.rank", "2"], ["policy.lora: targets", "c_attn", "q_proj"]),
+    ],
+    ids=["room", "targets"],
+)
+def test_the_command_says_so_before_anything_runs(tmp_path, source, capsys, options, messages):
+    shutil.copytree(source, tmp_path / "policy")
+    tiny_models.chat_tokenizer().save_pretrained(tmp_path / "policy")
+    given = ["--task", "text", "--policy.path", str(tmp_path / "policy"), "--sampling.max_new_tokens", "8"]
+    assert train.main([*given, "--run_dir", str(tmp_path / "run"), *options]) == 2
+    shown = "".join(capsys.readouterr())
+    assert all(message in " ".join(shown.split()) for message in messages), shown
+    assert "Traceback" not in shown
+
+
+def test_bfloat16_compute_is_close(policy, loaded):
+    """Norms, scores and softmax stay float32."""
+    tokens, mask = reference.group_batch()[:2]
+    exact = policy.prefill({"params": loaded.params}, tokens, mask).hidden
+    half = make_policy(loaded.config, compute_dtype="bfloat16").prefill({"params": loaded.params}, tokens, mask)
+    assert half.hidden.dtype == half.keys.dtype == jnp.bfloat16
+    assert 0 < np.median(np.abs(half.hidden.astype(jnp.float32) - exact)) < 0.05
 
 
 def test_gpt2_small_has_its_published_shape():

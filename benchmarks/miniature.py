@@ -1,6 +1,6 @@
 """What the default run learns: GDPO, GRPO on summed rewards and shuffled rewards, from the same start.
 
-    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo grpo shuffled] [--jobs 1] [--out runs/benchmark]
+    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo grpo ppo shuffled] [--jobs 1] [--out runs/benchmark]
 
 Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: the share of requested
 attributes that the pixel checker finds in pictures of the same held-out prompts, before, after, with the oracle's
@@ -24,6 +24,7 @@ import numpy as np
 VARIANTS = {
     "gdpo": ["--algorithm.advantage", "gdpo"],
     "grpo": ["--algorithm.advantage", "grpo"],
+    "ppo": ["--config", "prompt_enhancement_ppo"],
     "shuffled": ["--algorithm.advantage", "gdpo"],
 }
 

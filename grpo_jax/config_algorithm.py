@@ -107,6 +107,7 @@ class PPOSection:
         trace: How far advantages look past the value of the next state (lambda): 0 one token, 1 to the end.
         whiten: Give the advantages of the batch's tokens mean 0 and deviation 1.
         value_coef: Weight of the value loss.
+        value_rate: Learning rate of the value head as a multiple of the policy's: it starts at 0 and must be quicker.
         value_clip: How far a value may move from the old one before its gradient stops; null for never.
         kl_coef: Weight of the KL against the reference in each token's reward.
         kl_estimator: KL estimator of the reward.
@@ -118,6 +119,7 @@ class PPOSection:
     trace: float = 0.95
     whiten: bool = True
     value_coef: float = 0.5
+    value_rate: float = 1.0
     value_clip: float | None = 0.2
     kl_coef: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -131,6 +133,7 @@ class PPOSection:
         for name in ("value_coef", "kl_coef", "kl_target"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"ppo.{name}", "a finite number >= 0", value)
+        require(0 < self.value_rate < math.inf, "ppo.value_rate", "a finite number > 0", self.value_rate)
         clip = self.value_clip
         require(clip is None or clip > 0, "ppo.value_clip", "null or a number > 0", clip)
         require(self.kl_horizon >= 1, "ppo.kl_horizon", "a number >= 1", self.kl_horizon)

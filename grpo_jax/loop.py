@@ -72,7 +72,7 @@ def make_learner(parts: Parts) -> Learner:
     iterations = config.training.max_steps or config.training.num_epochs * per_epoch
     per_iteration = config.training.inner_epochs * config.training.minibatches
     schedule = trainer.make_schedule(config.optimizer, iterations * per_iteration)
-    optimizer = trainer.make_optimizer(config.optimizer, schedule)
+    optimizer = trainer.make_optimizer(config.optimizer, schedule, value_rate=config.ppo.value_rate)
     allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
     update = trainer.make_update(
         parts.policy,

@@ -89,9 +89,24 @@ def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedu
     return optax.join_schedules([ramp, after], [warmup])
 
 
-def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip; float32 throughout."""
+def make_optimizer(
+    section: OptimizerSection, schedule: optax.Schedule, *, value_rate: float = 1.0
+) -> optax.GradientTransformation:
+    """AdamW behind a global-norm clip; float32 throughout.
+
+    Args:
+        section: Its settings.
+        schedule: Learning rate by update.
+        value_rate: Learning rate of the value head as a multiple of the others'.
+    """
+
+    def scale_value(updates: dict[str, Tree], _: Any) -> dict[str, Tree]:
+        if VALUE not in updates:
+            return updates
+        return {**updates, VALUE: jax.tree.map(lambda step: value_rate * step, updates[VALUE])}
+
     adamw = optax.adamw(schedule, b1=section.beta1, b2=section.beta2, weight_decay=section.weight_decay)
+    adamw = adamw if value_rate == 1 else optax.chain(adamw, optax.stateless(scale_value))
     if section.max_grad_norm == 0:
         return adamw
     return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)

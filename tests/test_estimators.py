@@ -206,6 +206,7 @@ def test_the_update_puts_the_weights_in():
         ({"ppo": {"trace": -0.1}}, "ppo.trace"),
         ({"ppo": {"trace": float("nan")}}, "ppo.trace"),
         ({"ppo": {"value_coef": -1.0}}, "ppo.value_coef"),
+        ({"ppo": {"value_rate": 0.0}}, "ppo.value_rate: expected a finite number > 0"),
         ({"ppo": {"value_clip": 0.0}}, "ppo.value_clip: expected null or a number > 0"),
         ({"ppo": {"kl_coef": float("inf")}}, "ppo.kl_coef: expected a finite number"),
         ({"ppo": {"kl_target": 1.0}}, "ppo.kl_coef: expected a number > 0 to start from"),

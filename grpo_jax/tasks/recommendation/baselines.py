@@ -1,24 +1,51 @@
 """What a policy is compared with: simple rankings of the whole catalogue, exact and without a network.
 
-A baseline is a function ``score(start, stop) -> [B, I]`` of the examples start … stop-1; `rank_all` turns it into
-ranks by block, so that no [U, I] array is ever held. Statistics of users are taken from training alone: neither the
-validation nor the test item is known to them (the history that is asked with holds the validation item).
+Baselines that count (popularity, item-kNN, Markov) are functions ``score(start, stop) -> [B, I]`` of the examples
+start … stop-1; `rank_all` turns them into ranks by block, so that no [U, I] array is ever held. Their statistics come
+from training alone: neither the validation nor the test item of a user is known to them (the history that is asked
+with holds the validation item). Baselines of titles ask the policy's own retriever, as the policy does.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 from scipy import sparse
 
 from grpo_jax.tasks.prompts import Row
+from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.metrics import RankCounts, TieRule, count_better, rank_of
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 Scores = Callable[[int, int], np.ndarray]
+
+
+class Ranks(Protocol):
+    """A retriever's answer: `rank`, one for each query, NaN where there is none."""
+
+    rank: np.ndarray
+
+
+class Retriever(Protocol):
+    """What ranks targets by texts; both calls leave out the rows in `exclude`, but never the target."""
+
+    def score_ranks(self, texts: Sequence[str], targets: Sequence[int], exclude: Sequence[Sequence[int]]) -> Ranks:
+        """By one text each."""
+        ...
+
+    def score_mixed_ranks(
+        self,
+        texts: Sequence[Sequence[str]],
+        weights: Sequence[Sequence[float]],
+        targets: Sequence[int],
+        exclude: Sequence[Sequence[int]],
+    ) -> Ranks:
+        """By the weighted sum of several texts' vectors each."""
+        ...
+
 
 HELD_OUT = 2
 """Items at the end of a sequence that training does not know: the validation and the test target."""
@@ -81,22 +108,6 @@ def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Sc
     return lambda start, stop: steps[last[start:stop]].toarray() + fallback
 
 
-def titles(vectors: Any, queries: Any) -> Scores:
-    """Items by the inner product of their vector with a query's: what a retriever does with a title as the text.
-
-    Args:
-        vectors: [I, D] of the catalogue's titles, unit length; an array or a SciPy sparse matrix.
-        queries: [U, I] weights of catalogue titles that make each query, as `history_weights` and `own_title` give
-            them. (The vector of a weighted bag of titles; its length does not change a ranking.)
-    """
-    if sparse.issparse(vectors):
-        items = sparse.csr_array(vectors)
-        back = sparse.csr_array(items.T)
-        return lambda start, stop: (queries[start:stop] @ items @ back).toarray()
-    array = np.asarray(vectors)
-    return lambda start, stop: (queries[start:stop] @ array) @ array.T
-
-
 def history_weights(rows: Sequence[Row], items: int, *, decay: float) -> sparse.csr_array:
     """Weights decay^age of each example's history, [U, I]; decay 0 is the last item alone.
 
@@ -108,11 +119,6 @@ def history_weights(rows: Sequence[Row], items: int, *, decay: float) -> sparse.
     histories = [row.columns["history"] for row in rows]
     ages = np.concatenate([np.arange(len(history))[::-1] for history in histories])
     return _weights(histories, np.power(float(decay), ages), items)
-
-
-def own_title(rows: Sequence[Row], items: int) -> sparse.csr_array:
-    """Weight 1 on each example's target, [U, I]: the ceiling of a retriever."""
-    return _weights([(row.columns["target_row"],) for row in rows], np.ones(len(rows)), items)
 
 
 def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
@@ -131,26 +137,60 @@ def _steps(items: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(items))
 
 
-def standard_baselines(
-    users: Sequence[UserSequence], rows: Sequence[Row], vectors: Any, *, decay: float = 0.7, rule: TieRule = "against"
+def count_baselines(
+    users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 0.7, rule: TieRule = "against"
 ) -> dict[str, np.ndarray]:
-    """The ranks f64 [U] of every baseline a report names, ceiling last.
+    """The ranks f64 [U] of popularity, item-kNN and Markov by the name a report gives them.
 
     Args:
         users: All sequences.
+        items: I.
         rows: U examples that are measured.
-        vectors: [I, D] of the catalogue's titles from the retriever's encoder, unit length.
-        decay: Of the decayed ones.
+        decay: Of the second item-kNN.
         rule: For ties.
     """
-    items = vectors.shape[0]
     scores = {
         "popularity": popularity(users, items),
         "item-kNN": item_knn(users, items, rows),
         f"item-kNN, decay {decay:g}": item_knn(users, items, rows, decay=decay),
         "Markov-1 + popularity": markov(users, items, rows),
-        "last title": titles(vectors, history_weights(rows, items, decay=0.0)),
-        f"history titles, decay {decay:g}": titles(vectors, history_weights(rows, items, decay=decay)),
-        "oracle: own title": titles(vectors, own_title(rows, items)),
     }
     return {name: rank_of(rank_all(score, rows), rule=rule) for name, score in scores.items()}
+
+
+def title_baselines(
+    retriever: Retriever, catalogue: Catalogue, rows: Sequence[Row], *, decay: float = 0.7, block: int = 1024
+) -> dict[str, np.ndarray]:
+    """The ranks f64 [U] that titles earn as queries: the last one, the history's with weights, the target's own.
+
+    The last is the ceiling of this retriever. NaN where the retriever failed; ties are counted by its own rule.
+
+    Args:
+        retriever: As the policy's completions are ranked.
+        catalogue: Titles.
+        rows: U examples that are measured.
+        decay: A title weighs decay^age; the newest has age 0.
+        block: Examples of one call.
+
+    Raises:
+        ValueError: If decay is outside [0, 1].
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"decay must be in [0, 1], got {decay}")
+    names = ("last title", f"history titles, decay {decay:g}", "oracle: own title")
+    ranks: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    for start in range(0, len(rows), block):
+        columns = [row.columns for row in rows[start : start + block]]
+        histories = [column["history"] for column in columns]
+        targets = [column["target_row"] for column in columns]
+        texts = [[catalogue.titles[item] for item in history] for history in histories]
+        weights = [[decay**age for age in reversed(range(len(history)))] for history in histories]
+        own = [column["target_title"] for column in columns]
+        answers = (
+            retriever.score_ranks([column["last_title"] for column in columns], targets, histories),
+            retriever.score_mixed_ranks(texts, weights, targets, histories),
+            retriever.score_ranks(own, targets, histories),
+        )
+        for name, answer in zip(names, answers, strict=True):
+            ranks[name].append(np.asarray(answer.rank, np.float64))
+    return {name: np.concatenate(parts) for name, parts in ranks.items()}

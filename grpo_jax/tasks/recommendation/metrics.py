@@ -131,7 +131,7 @@ def hit(rank: np.ndarray, *, k: int | None = None, items: int | None = None) -> 
     """
     rank = _checked(rank)
     if k is not None:
-        return _cut(np.ones_like(rank), rank, k)
+        return _cut(np.where(np.isnan(rank), np.nan, 1.0), rank, k)
     if items is None:
         raise ValueError("items must be given where k is None: without a cut-off hit averages over all of them")
     if (rank > items).any():

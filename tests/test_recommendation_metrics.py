@@ -1,0 +1,220 @@
+"""Measures of a rank against slow loops, scikit-learn and hand-made examples; bootstrap intervals."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_jax.tasks.recommendation import metrics
+from grpo_jax.tasks.recommendation.metrics import RankCounts
+
+
+def tied_scores(seed, users=40, items=30, values=6):
+    """Scores with many ties, targets, and a history for each user that sometimes holds the target."""
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(0, values, (users, items)) / values
+    targets = rng.integers(0, items, users)
+    histories = [rng.choice(items, rng.integers(0, 8), replace=False).tolist() for _ in range(users)]
+    return scores, targets, histories
+
+
+def slow_rank(scores, target, history, rule):
+    """Sorts the items that count; the target's place among its equals by the rule."""
+    left = [item for item in range(len(scores)) if item == target or item not in history]
+    order = {"against": lambda item: item == target, "favour": lambda item: item != target}[rule]
+    ordered = sorted(left, key=lambda item: (-scores[item], order(item)))
+    return ordered.index(target) + 1
+
+
+@pytest.mark.parametrize("rule", ["against", "favour"])
+def test_ranks_agree_with_a_sort(rule):
+    scores, targets, histories = tied_scores(0)
+    ranks = metrics.rank_of(metrics.count_better(scores, targets, histories), rule=rule)
+    slow = [slow_rank(*case, rule) for case in zip(scores, targets, histories, strict=True)]
+    assert ranks.tolist() == slow
+
+
+def test_the_average_rank_is_the_middle_of_the_other_two():
+    counts = metrics.count_better(*tied_scores(1))
+    against, average, favour = (metrics.rank_of(counts, rule=rule) for rule in ("against", "average", "favour"))
+    np.testing.assert_array_equal(average, (against + favour) / 2)
+    assert (against > favour).any()
+
+
+def test_a_query_that_says_nothing_is_last():
+    counts = metrics.count_better(np.zeros((1, 7)), np.array([3]), [[0, 1]])
+    assert metrics.rank_of(counts).tolist() == [5]
+
+
+def test_the_target_is_ranked_although_the_history_holds_it():
+    scores = np.array([[0.1, 0.9, 0.5]])
+    counts = metrics.count_better(scores, np.array([2]), [[1, 2, 2]])
+    assert metrics.rank_of(counts).tolist() == [1]
+
+
+def test_a_tolerance_makes_ties_of_roundings():
+    scores = np.array([[0.3, 0.1 + 0.2, 0.3 - 1e-12, 0.2]])
+    assert metrics.count_better(scores, np.array([0]), [[]]) == RankCounts(np.array([1]), np.array([0]))
+    assert metrics.count_better(scores, np.array([0]), [[]], tolerance=1e-9) == RankCounts(np.array([0]), np.array([2]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": np.zeros(3)}, "scores must be"),
+        ({"targets": np.zeros(3, int)}, "scores must be"),
+        ({"exclude": [[]]}, "scores must be"),
+        ({"scores": np.array([[np.nan, 0.0]] * 2)}, "must not be NaN"),
+        ({"tolerance": -1.0}, "tolerance must be at least 0"),
+        ({"tolerance": float("nan")}, "tolerance must be at least 0"),
+    ],
+)
+def test_bad_scores_are_refused(change, message):
+    arguments = {"scores": np.zeros((2, 2)), "targets": np.zeros(2, int), "exclude": [[], []], "tolerance": 0.0}
+    with pytest.raises(ValueError, match=message):
+        metrics.count_better(**(arguments | change))
+
+
+def test_a_rule_must_be_known():
+    with pytest.raises(ValueError, match="rule must be one of"):
+        metrics.rank_of(RankCounts(np.array([0]), np.array([0])), rule="random")
+
+
+@pytest.mark.parametrize("k", [None, 1, 5, 10, 30])
+def test_ndcg_agrees_with_scikit_learn_on_averaged_ties(k):
+    ndcg_score = pytest.importorskip("sklearn.metrics").ndcg_score
+    scores, targets, _ = tied_scores(2)
+    counts = metrics.count_better(scores, targets, [[]] * len(scores))
+    ours = metrics.measure_counts(lambda rank: metrics.ndcg(rank, k=k), counts, rule="average")
+    relevant = np.zeros_like(scores)
+    relevant[np.arange(len(scores)), targets] = 1
+    theirs = [ndcg_score(row[None], score[None], k=k) for row, score in zip(relevant, scores, strict=True)]
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+    assert (counts.ties > 0).any()
+
+
+@pytest.mark.parametrize("k", [None, 3, 10])
+def test_a_tie_that_is_averaged_is_the_mean_over_all_orders(k):
+    scores, targets, histories = tied_scores(3)
+    counts = metrics.count_better(scores, targets, histories)
+    parts = {
+        "hit": lambda rank: metrics.hit(rank, k=k, items=30),
+        "mrr": lambda rank: metrics.mrr(rank, k=k),
+        "ndcg": lambda rank: metrics.ndcg(rank, k=k),
+    }
+    for measure in parts.values():
+        slow = [
+            np.mean([measure(np.array(float(place))) for place in range(better + 1, better + ties + 2)])
+            for better, ties in zip(*counts, strict=True)
+        ]
+        np.testing.assert_allclose(metrics.measure_counts(measure, counts, rule="average"), slow, rtol=0, atol=1e-12)
+    against = metrics.measure_counts(parts["mrr"], counts)
+    np.testing.assert_array_equal(against, parts["mrr"](metrics.rank_of(counts)))
+
+
+def test_measures_by_hand():
+    rank = np.array([1.0, 2.0, 3.0, 10.0, 11.0, np.nan])
+    nan = math.nan
+    np.testing.assert_allclose(metrics.ndcg(rank, k=10), [1, 1 / math.log2(3), 0.5, 1 / math.log2(11), 0, nan])
+    np.testing.assert_allclose(metrics.ndcg(rank)[4], 1 / math.log2(12))
+    np.testing.assert_allclose(metrics.mrr(rank, k=3), [1, 1 / 2, 1 / 3, 0, 0, nan])
+    np.testing.assert_allclose(metrics.hit(rank, k=2), [1, 1, 0, 0, 0, nan])
+    np.testing.assert_allclose(metrics.hit(rank, items=20), [1, 0.95, 0.9, 0.55, 0.5, nan])
+
+
+@given(rank=st.integers(1, 50), k=st.integers(1, 50))
+def test_hit_without_a_cut_off_is_the_mean_over_cut_offs(rank, k):
+    every = [metrics.hit(np.array(rank), k=cut) for cut in range(1, 51)]
+    assert float(metrics.hit(np.array(rank), items=50)) == pytest.approx(np.mean(every), abs=1e-12)
+    assert bool(every[k - 1]) == (rank <= k)
+
+
+@given(rank=st.integers(1, 40), weights=st.tuples(*[st.floats(0.01, 10.0)] * 3), k=st.sampled_from([None, 5]))
+def test_mixed_weights_are_normalised(rank, weights, k):
+    named = dict(zip(("ndcg", "mrr", "hit"), weights, strict=True))
+    value = float(metrics.mixed(np.array(rank), k=k, items=40, weights=named))
+    doubled = float(metrics.mixed(np.array(rank), k=k, items=40, weights={name: 2 * w for name, w in named.items()}))
+    parts = (
+        metrics.ndcg(np.array(rank), k=k),
+        metrics.mrr(np.array(rank), k=k),
+        metrics.hit(np.array(rank), k=k, items=40),
+    )
+    expected = sum(w * float(part) for w, part in zip(weights, parts, strict=True)) / sum(weights)
+    assert value == pytest.approx(expected, abs=1e-12) == doubled
+    assert float(metrics.mixed(np.array(1), k=k, items=40, weights=named)) == pytest.approx(1.0)
+
+
+def test_mixed_takes_the_measures_that_are_named():
+    rank = np.array([1.0, 4.0, np.nan])
+    np.testing.assert_allclose(metrics.mixed(rank, weights={"mrr": 3.0}), metrics.mrr(rank))
+    for weights in ({"map": 1.0}, {"mrr": -1.0}, {"mrr": 0.0}, {}):
+        with pytest.raises(ValueError, match="weights must be"):
+            metrics.mixed(rank, k=3, weights=weights)
+
+
+def test_bad_ranks_and_cut_offs_are_refused():
+    with pytest.raises(ValueError, match="ranks count from 1, got 0"):
+        metrics.ndcg(np.array([1, 0, 3]))
+    for k in (0, -1, 2.5):
+        with pytest.raises(ValueError, match="k must be None or a whole number"):
+            metrics.mrr(np.array([1.0]), k=k)
+    with pytest.raises(ValueError, match="items must be given"):
+        metrics.hit(np.array([1.0]))
+    with pytest.raises(ValueError, match="ranks must be at most items = 4, got 5"):
+        metrics.hit(np.array([1, 5]), items=4)
+
+
+# bootstrap
+
+
+def test_an_interval_agrees_with_resampling_by_hand():
+    values = np.random.default_rng(0).random((50, 2))
+    (first, second) = metrics.bootstrap(values, samples=200, seed=7)
+    generator = np.random.Generator(np.random.PCG64(7))
+    means = np.array([values[generator.integers(0, 50, 50)].mean(0) for _ in range(200)])
+    for column, interval in enumerate((first, second)):
+        expected = [values[:, column].mean(), *np.quantile(means[:, column], [0.025, 0.975])]
+        np.testing.assert_allclose(interval, expected, rtol=1e-12)
+    assert metrics.bootstrap(values, samples=200, seed=7) == [first, second]
+    assert metrics.bootstrap(values, samples=200, seed=8) != [first, second]
+
+
+def test_an_interval_covers_the_mean_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    truth, covered = 1 / 3, 0
+    for trial in range(200):
+        interval = metrics.bootstrap(rng.beta(1, 2, (80, 1)), level=0.9, samples=200, seed=trial)[0]
+        covered += interval.low <= truth <= interval.high
+    assert 0.83 <= covered / 200 <= 0.96
+
+
+def test_a_paired_difference_is_narrower():
+    rng = np.random.default_rng(1)
+    before = rng.random((300, 1))
+    after = before + 0.02 + 0.01 * rng.random((300, 1))
+    gain = metrics.bootstrap_difference(after, before)[0]
+    alone, other = metrics.bootstrap(before)[0], metrics.bootstrap(after)[0]
+    assert gain.low > 0.02 and gain.mean == pytest.approx(other.mean - alone.mean)
+    assert other.low < alone.high and gain.high - gain.low < 0.1 * (alone.high - alone.low)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        (np.zeros(3), {}, "values must be"),
+        (np.zeros((0, 2)), {}, "at least one user"),
+        (np.array([[np.nan]]), {}, "values must be finite"),
+        (np.zeros((3, 1)), {"level": 1.0}, "level must be in"),
+        (np.zeros((3, 1)), {"samples": 0}, "samples at least 1"),
+    ],
+)
+def test_bad_values_have_no_interval(values, options, message):
+    with pytest.raises(ValueError, match=message):
+        metrics.bootstrap(values, **options)
+
+
+def test_a_difference_needs_the_same_users():
+    with pytest.raises(ValueError, match="one shape"):
+        metrics.bootstrap_difference(np.zeros((3, 1)), np.zeros((4, 1)))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridges.retrieval.ranking import QUERIES, Counts, Scale, joined
+from bridges.retrieval.ranking import QUERIES, Counts, Scale, check_rows, joined
 
 _BLOCK = 4096  # items at a time: scores of 64 queries then stay in the processor's cache
 _NONE = -1  # fills up lists of excluded rows
@@ -24,14 +24,21 @@ class DenseShard:
             vectors: f32 [N, E], unit or zero.
             first: the first one's row in the whole catalogue.
             device: None for the CPU.
+
+        Raises:
+            NonFiniteScores: If one of them is NaN or infinite.
         """
         self._device = device or jax.local_devices(backend="cpu")[0]
         self._first = first
         self._count = len(vectors)
         block = min(_BLOCK, 1 << max(self._count - 1, 0).bit_length())
-        blocks = np.zeros((-(-self._count // block), block, vectors.shape[1]), np.float32)
-        blocks.reshape(-1, vectors.shape[1])[: self._count] = vectors
-        self._blocks = jax.device_put(blocks, self._device)
+        blocks = _aligned_zeros((-(-self._count // block), block, vectors.shape[1]))
+        rows = blocks.reshape(-1, vectors.shape[1])
+        for start in range(0, self._count, block):
+            part = vectors[start : start + block]
+            check_rows(np.isfinite(part).all(1), first + start)
+            rows[start : start + block][: len(part)] = part
+        self._blocks = jax.device_put(blocks, self._device)  # on the CPU without a copy, being aligned
 
     def count(
         self, queries: np.ndarray, targets: np.ndarray, target_vectors: np.ndarray, exclude: np.ndarray, scale: Scale
@@ -98,6 +105,14 @@ def _count_dense(blocks, queries, target_vectors, targets, exclude, count, sharp
     starts = jnp.arange(blocks.shape[0], dtype=jnp.int32) * size
     (better, level, top, total), _ = jax.lax.scan(step, start, (starts, blocks))
     return better, level, top + jnp.log(total), score
+
+
+def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
+    """float32 zeros that begin at a multiple of 64 bytes, which JAX takes over as they are."""
+    size = 4 * int(np.prod(shape))
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(np.float32).reshape(shape)
 
 
 def _padded(array: np.ndarray, fill: float) -> np.ndarray:

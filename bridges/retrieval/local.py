@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from scipy import sparse
 
 from bridges.retrieval.catalogue import Index, open_index
 from bridges.retrieval.encoders import Encoder, Vectors, check_finite, load_encoder, mixed, stacked
-from bridges.retrieval.errors import NonFiniteScores
 from bridges.retrieval.ranking import Counts, Scale, SparseShard, merge_counts
 from bridges.retrieval.retriever import Queries
 
@@ -31,8 +29,6 @@ class Shard:
         self._vectors = index.vectors
         first, stop = shard_bounds(index.vectors.shape[0], shard, shards)
         part = index.vectors[first:stop]
-        if not np.isfinite(part.data if sparse.issparse(part) else part).all():
-            raise NonFiniteScores(f"the catalogue's vectors in rows {first} to {stop} are not all finite")
         if sparse.issparse(part):
             self._part = SparseShard(part, first=first)
         else:

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy import sparse
 
+from bridges.retrieval.errors import NonFiniteScores
+
 Ties = Literal["against", "average", "favour"]
 TIES: dict[str, float] = {"against": 1.0, "average": 0.5, "favour": 0.0}
 
@@ -101,7 +103,11 @@ class SparseShard:
         Args:
             vectors: f32 [N, V], unit or zero.
             first: the first one's row in the whole catalogue.
+
+        Raises:
+            NonFiniteScores: If one of them is NaN or infinite.
         """
+        check_rows(np.isfinite(np.asarray(vectors.sum(1))).reshape(-1), first)
         self._first = first
         self._blocks = [
             (start, vectors[start : start + _BLOCK].T.tocsr()) for start in range(0, vectors.shape[0], _BLOCK)
@@ -156,6 +162,12 @@ def _count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale
     with np.errstate(divide="ignore"):  # a block whose items are all left out has no sum
         log_sum = np.log(scores.sum(1, dtype=np.float64)) + top[:, 0] / scale.temperature
     return better, level, log_sum
+
+
+def check_rows(finite: np.ndarray, first: int) -> None:
+    """Raises NonFiniteScores that names the first row that is not finite; bool [M], of the rows from `first` on."""
+    if not finite.all():
+        raise NonFiniteScores(f"the catalogue's vector in row {first + int(np.argmin(finite))} is not finite")
 
 
 def joined(parts: list[Counts]) -> Counts:

@@ -108,7 +108,8 @@ class RayBackend:
         self._service = service
         self._actors = actors
         self._timeout = timeout
-        self._owner = owner
+        # Ray ends an actor when the handle goes with which it was made, whoever else holds one
+        self._owned = list(actors) if owner else []
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """As `retriever.Backend.count`, within the timeout."""
@@ -136,11 +137,11 @@ class RayBackend:
 
     def close(self) -> None:
         """Ends the actors if they were started through this object; a service started elsewhere goes on."""
-        if self._owner:
-            import ray
+        import ray
 
-            for actor in self._actors:
-                ray.kill(actor)
+        for actor in self._owned:
+            ray.kill(actor)
+        self._owned = []
 
 
 def connect(

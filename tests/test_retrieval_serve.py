@@ -1,0 +1,72 @@
+"""The command that serves, in a process of its own, and what is said where nothing serves."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from bridges import retrieval  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream", "red soap"]
+
+
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
+    """A process of its own; training, here this process, finds it on the machine's cluster."""
+    table = tmp_path / "items.tsv"
+    table.write_text("item_id\ttitle\n" + "".join(f"{i}\t{title}\n" for i, title in enumerate(TITLES)))
+    command = [sys.executable, "-m", "bridges.retrieval", "serve", "--catalogue", str(table)]
+    process = subprocess.Popen(
+        [*command, "--cache", str(tmp_path / "cache"), "--cpus", "0.5"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    try:
+        lines = []
+        while not lines or not lines[-1].startswith("serving"):
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            lines.append(line)
+        assert "self-test   100.0%" in "".join(lines)
+        try:
+            retriever, _ = retrieval.open_retriever(TITLES, backend="ray")
+            assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
+            retriever.close()  # not ours to end
+        finally:
+            ray.shutdown()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_without_a_cluster_the_message_says_how_to_start_one(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    message = r"no Ray cluster answers at auto.*python -m bridges\.retrieval serve"
+    with pytest.raises(retrieval.ServiceNotFound, match=message):
+        retrieval.open_retriever(TITLES, backend="ray")
+
+
+def test_a_catalogue_that_is_not_there_is_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "bridges.retrieval", "serve", "--catalogue", str(tmp_path / "none.tsv")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "none.tsv does not exist" in done.stderr

@@ -1,7 +1,5 @@
 """Losses against slow NumPy loops, and the properties that batches, masks and devices must not break."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
+from loss_loops import CHOICES, EXTRAS, LENGTH, ROWS, batch, evaluate, loop_loss
 
 from grpo_jax.losses import (
     PRESET_SCALES,
@@ -26,116 +25,6 @@ from grpo_jax.losses import (
 )
 
 pytestmark = pytest.mark.usefixtures("strict")
-
-ROWS, LENGTH = 6, 5
-SURROGATES = {
-    "clip": Clip(0.2, 0.28),
-    "dual clip": Clip(0.2, 0.2, dual=1.5),
-    "capped": CappedWeight(1.3),
-    "gate": SoftGate(1.0, 1.4),
-}
-AGGREGATIONS = {"sequence": "sequence", "token": "token", "fixed": FixedLength(7)}
-CHOICES = [
-    pytest.param(dict(surrogate=SURROGATES[s], ratio=r, aggregation=AGGREGATIONS[a]), id=f"{s}-{r}-{a}")
-    for s, r, a in [
-        ("clip", "token", "sequence"),
-        ("clip", "sequence", "sequence"),
-        ("clip", "token", "fixed"),
-        ("dual clip", "token", "token"),
-        ("dual clip", "sequence", "fixed"),
-        ("capped", "token", "token"),
-        ("capped", "sequence", "sequence"),
-        ("gate", "token", "sequence"),
-        ("gate", "sequence", "token"),
-    ]
-]
-EXTRAS = dict(kl=KLPenalty(0.3, corrected=True), entropy_coef=0.2)
-
-
-def batch(seed=0, rows=ROWS, length=LENGTH, dtype=np.float32, spread=0.4, full=False):
-    """Random rows of random lengths; the first has no token, unless `full`."""
-    random = np.random.default_rng(seed)
-    logprobs = -random.exponential(size=(rows, length)) - 0.05
-    old = logprobs + spread * random.normal(size=(rows, length))
-    ref = logprobs + spread * random.normal(size=(rows, length))
-    entropy = random.exponential(size=(rows, length))
-    lengths = random.integers(1, length + 1, rows)
-    lengths[0] = length if full else 0
-    mask = np.arange(length) < lengths[:, None]
-    advantages = random.normal(size=rows)
-    parts = dict(logprobs=logprobs, old=old, ref=ref, entropy=entropy, advantages=advantages)
-    return {name: part.astype(dtype) for name, part in parts.items()} | {"mask": mask}
-
-
-@functools.partial(jax.jit, static_argnames=("choices", "kl", "entropy_coef"))
-def slopes(parts, normaliser=None, *, choices, kl=None, entropy_coef=0.0):
-    """((loss, metrics), gradient with respect to (logprobs, entropy))."""
-
-    def loss(logprobs, entropy):
-        return grpo_loss(
-            logprobs,
-            parts["old"],
-            parts["advantages"],
-            parts["mask"],
-            ref_logprobs=parts["ref"],
-            entropy=entropy,
-            normaliser=normaliser,
-            kl=kl,
-            entropy_coef=entropy_coef,
-            **dict(choices),
-        )
-
-    return jax.value_and_grad(loss, (0, 1), has_aux=True)(parts["logprobs"], parts["entropy"])
-
-
-def evaluate(parts, choices, normaliser=None, **extras):
-    return slopes(parts, normaliser, choices=tuple(sorted(choices.items())), **extras)
-
-
-def loop_objective(surrogate, log_ratio, logprob, advantage):
-    """One token, as the papers write it."""
-    ratio = np.exp(log_ratio)
-    if isinstance(surrogate, Clip):
-        clipped = min(max(ratio, 1 - surrogate.low), 1 + surrogate.high)
-        value = min(ratio * advantage, clipped * advantage)
-        if surrogate.dual is not None and advantage < 0:
-            value = max(value, surrogate.dual * advantage)
-        return value
-    if isinstance(surrogate, CappedWeight):
-        return min(ratio, surrogate.cap) * advantage * logprob
-    temperature = surrogate.positive if advantage > 0 else surrogate.negative
-    return 4 / temperature / (1 + np.exp(-temperature * (ratio - 1))) * advantage
-
-
-def loop_loss(parts, choices, kl=None, entropy_coef=0.0):
-    surrogate, level, aggregation = choices["surrogate"], choices["ratio"], choices["aggregation"]
-    row_values, token_values, entropies = [], [], []
-    for i in range(len(parts["mask"])):
-        places = [t for t in range(parts["mask"].shape[1]) if parts["mask"][i, t]]
-        if not places:
-            continue
-        log_ratios = {t: parts["logprobs"][i, t] - parts["old"][i, t] for t in places}
-        mean = sum(log_ratios.values()) / len(places)
-        values = []
-        for t in places:
-            log_ratio = mean if level == "sequence" else log_ratios[t]
-            advantage = parts["advantages"][i] if parts["advantages"].ndim == 1 else parts["advantages"][i, t]
-            value = -loop_objective(surrogate, log_ratio, parts["logprobs"][i, t], advantage)
-            if kl is not None:
-                difference = parts["ref"][i, t] - parts["logprobs"][i, t]
-                estimate = {"k1": -difference, "k2": difference**2 / 2}.get(
-                    kl.estimator, np.exp(difference) - difference - 1
-                )
-                value += kl.coef * estimate * (np.exp(log_ratios[t]) if kl.corrected else 1.0)
-            values.append(value)
-            entropies.append(parts["entropy"][i, t])
-        row_values.append(sum(values) / len(values))
-        token_values += values
-    total = {
-        "sequence": lambda: sum(row_values) / len(row_values),
-        "token": lambda: sum(token_values) / len(token_values),
-    }.get(aggregation, lambda: sum(token_values) / (len(row_values) * aggregation.length))()
-    return total - entropy_coef * sum(entropies) / len(entropies)
 
 
 @pytest.mark.parametrize("choices", CHOICES)
@@ -272,45 +161,6 @@ def test_nothing_to_learn_from_is_loss_zero_and_gradient_zero(choices):
     assert all(member.value() == 0 for member in metrics)
     for part in gradient:
         np.testing.assert_array_equal(part, 0)
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
-def test_an_overflowing_ratio_behind_a_bound_keeps_gradients_finite(surrogate):
-    """exp(200) is inf; min(inf · A, 1.2 A) is fine, its gradient was once 0 · inf."""
-    logprobs = np.array([[-1.0, -2.0]], np.float32)
-    old = logprobs - np.array([[200.0, 0.0]], np.float32)
-    for advantage in (1.0, -1.0):
-        if surrogate == SURROGATES["clip"] and advantage < 0:
-            continue  # without a dual clip that loss is infinite, and should look so
-        loss, gradient = jax.value_and_grad(
-            lambda x, a=advantage: grpo_loss(x, old, np.float32([a]), np.ones((1, 2), bool), surrogate=surrogate)[0]
-        )(logprobs)
-        assert np.isfinite(loss)
-        assert np.isfinite(gradient).all()
-
-
-def test_clip_stops_the_gradient_where_it_says():
-    ratio = np.array([[0.5, 0.9, 1.1, 1.5, 4.0]])
-    mask = np.ones((1, 5), bool)
-    logs = np.log(ratio).astype(np.float32)
-    for advantage, surrogate, alive in (
-        (1.0, Clip(), [1, 1, 1, 0, 0]),
-        (-1.0, Clip(), [0, 1, 1, 1, 1]),
-        (-1.0, Clip(dual=3.0), [0, 1, 1, 1, 0]),
-    ):
-        call = lambda x: grpo_loss(x, 0 * logs, np.float32([advantage]), mask, surrogate=surrogate)  # noqa: B023, E731
-        gradient, metrics = jax.grad(call, has_aux=True)(logs)
-        np.testing.assert_array_equal(gradient[0] != 0, np.array(alive, bool))
-        np.testing.assert_allclose(metrics.clip_low.value() + metrics.clip_high.value(), 1 - np.mean(alive), rtol=1e-6)
-
-
-def test_capped_weight_keeps_every_token():
-    """What CISPO is for: a token beyond the cap still has a gradient, of bounded weight."""
-    logs = np.log(np.array([[0.5, 2.0, 50.0]], np.float32))
-    gradient = jax.grad(
-        lambda x: grpo_loss(x, 0 * logs, np.float32([1.0]), np.ones((1, 3), bool), surrogate=CappedWeight(5.0))[0]
-    )(logs)
-    np.testing.assert_allclose(gradient, [[-0.5 / 3, -2.0 / 3, -5.0 / 3]], rtol=1e-5)
 
 
 def test_on_policy_every_surrogate_is_the_policy_gradient():
@@ -482,12 +332,6 @@ X = np.zeros((2, 3), np.float32)
         ),
         (lambda: grpo_loss(X, X, A, M, token_weights=A), ValueError, r"token_weights must have shape .* got \(2,\)"),
         (lambda: grpo_loss(X, X, A, M, token_weights=X.astype(int)), TypeError, "token_weights must be of a floating"),
-        (lambda: Clip(low=-0.1), ValueError, r"low must be in \[0, 1\], got -0.1"),
-        (lambda: Clip(high=-0.1), ValueError, "high must be at least 0, got -0.1"),
-        (lambda: Clip(dual=0.9), ValueError, "dual must be more than 1, got 0.9"),
-        (lambda: CappedWeight(0.2), ValueError, "cap is the largest weight itself and must be more than 1"),
-        (lambda: SoftGate(0.0, 1.0), ValueError, "positive must be more than 0"),
-        (lambda: SoftGate(1.0, -1.0), ValueError, "negative must be more than 0"),
         (lambda: FixedLength(0), ValueError, "length must be at least 1, got 0"),
         (lambda: loss_normaliser(X), TypeError, "mask must be of type bool"),
         (lambda: loss_normaliser(M, "row"), ValueError, "aggregation must be"),

@@ -1,0 +1,77 @@
+"""Conditioned rewards: an easy objective counts only where the hard one it waits for is reached."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from grpo_jax.advantages import Condition, condition_rewards
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+# Multiples of 1/4, so that rewards often lie on a threshold; a few are missing.
+steps = st.integers(-8, 8).map(lambda n: np.float32(n / 4))
+maybe = st.one_of(steps, steps, steps, st.just(np.float32(np.nan)))
+
+
+@given(hnp.arrays(np.float32, (2, 3, 3), elements=maybe))
+def test_conditions_are_the_loop(rewards):
+    """0 waits for 1, which waits for 2."""
+    got = condition_rewards(rewards, [Condition(0, 1, 0.5), Condition(1, 2, 0.0)])
+    for p, g in np.ndindex(2, 3):
+        a, b, c = rewards[p, g]
+        b_expected = np.nan if np.isnan(b) or np.isnan(c) else (b if c >= 0 else 0.0)
+        a_missing = np.isnan(a) or np.isnan(b) or np.isnan(c)
+        a_expected = np.nan if a_missing else (a if b >= 0.5 and c >= 0 else 0.0)
+        np.testing.assert_array_equal(got[p, g], np.array([a_expected, b_expected, c], np.float32))
+
+
+def test_conditions_compare_raw_rewards():
+    """b is set to 0 by its own condition; 0 would pass a's threshold of -1, b's raw reward of -2 does not."""
+    rewards = jnp.array([[[5.0, -2.0, 1.0]]])
+    got = condition_rewards(rewards, [Condition(1, 2, 9.0), Condition(0, 1, -1.0)])
+    np.testing.assert_array_equal(got, [[[0.0, 0.0, 1.0]]])
+
+
+def test_several_conditions_on_one_objective_must_all_hold():
+    rewards = jnp.array([[[5.0, 1.0, 0.0], [5.0, 1.0, 1.0]]])
+    got = condition_rewards(rewards, [Condition(0, 1, 1.0), Condition(0, 2, 1.0)])
+    np.testing.assert_array_equal(got[..., 0], [[0.0, 5.0]])
+
+
+def test_no_conditions_change_nothing():
+    rewards = jnp.array([[[5.0, jnp.nan]]])
+    np.testing.assert_array_equal(condition_rewards(rewards, []), rewards)
+
+
+R2, R3 = np.zeros((2, 3), np.float32), np.zeros((2, 3, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: condition_rewards(R2, []), ValueError, "rewards must have 3 axes"),
+        (lambda: condition_rewards(R3, [Condition(0, 2, 0.0)]), ValueError, r"hard must be in 0..1, got 2"),
+        (lambda: condition_rewards(R3, [Condition(-1, 0, 0.0)]), ValueError, r"easy must be in 0..1, got -1"),
+        (lambda: condition_rewards(R3, [Condition(0.0, 1, 0.0)]), TypeError, "easy must be the index"),
+        (lambda: condition_rewards(R3, [Condition(0, 1, np.nan)]), ValueError, "threshold must be a number"),
+        (lambda: condition_rewards(R3, [Condition(0, 0, 0.0)]), ValueError, "cycle, got 0 -> 0"),
+        (
+            lambda: condition_rewards(R3, [Condition(0, 1, 0.0), Condition(1, 0, 0.0)]),
+            ValueError,
+            "must not form a cycle, got 0 -> 1 -> 0",
+        ),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_cycle_is_refused_while_tracing():
+    cycle = [Condition(0, 1, 0.0), Condition(1, 2, 0.0), Condition(2, 0, 0.0)]
+    with pytest.raises(ValueError, match="must not form a cycle, got 0 -> 1 -> 2 -> 0"):
+        jax.eval_shape(lambda r: condition_rewards(r, cycle), jax.ShapeDtypeStruct((2, 3, 3), jnp.float32))

@@ -1,4 +1,4 @@
-"""From rewards to advantages: group-relative, leave-one-out, GDPO, and conditioned rewards.
+"""From rewards to advantages: group-relative, leave-one-out, GDPO, REINFORCE++, and conditioned rewards.
 
 Rewards are `[P, G]`, or `[P, G, N]` before the objectives are joined. NaN is a missing reward: it takes part
 in no statistic. A group without signal (all its present rewards equal, or fewer than two present) gives

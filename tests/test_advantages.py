@@ -188,6 +188,9 @@ def test_shift_and_scale_of_the_rewards(rewards, shift, factor):
     np.testing.assert_allclose(GROUP(other, eps=0.0), GROUP(rewards, eps=0.0), **close)
     np.testing.assert_allclose(LEAVE_ONE_OUT(other), factor * LEAVE_ONE_OUT(rewards), **close)
     np.testing.assert_allclose(GDPO(other[..., None], eps=0.0), GDPO(rewards[..., None], eps=0.0), **close)
+    for centre in ("batch", "group"):
+        moved, expected = (WHITENED(x, centre=centre, eps=0.0) for x in (other, rewards))
+        np.testing.assert_allclose(moved, expected, **close)
 
 
 @given(triples, token_masks, st.permutations(range(3)), st.permutations(range(4)))
@@ -217,6 +220,10 @@ def test_padding_with_missing_rewards_changes_nothing(rewards, mask):
             GROUP(sum_rewards(rewards), scale=scale),
             atol=1e-5,
         )
+    for centre in ("batch", "group"):
+        longer = WHITENED(padded[..., 0], centre=centre)
+        np.testing.assert_allclose(longer[:3, :4], WHITENED(rewards[..., 0], centre=centre), atol=1e-5)
+        np.testing.assert_array_equal(longer[3:], 0)
 
 
 EVERYTHING = {
@@ -327,6 +334,9 @@ R2, R3 = np.zeros((2, 3), np.float32), np.zeros((2, 3, 2), np.float32)
         (lambda: group_advantages(R2, scale="std"), ValueError, "scale must be 'group', 'batch' or 'none'"),
         (lambda: group_advantages(R2, eps=-1.0), ValueError, "eps must be at least 0, got -1.0"),
         (lambda: group_advantages(R2, eps=float("nan")), ValueError, "eps must be at least 0, got nan"),
+        (lambda: leave_one_out_advantages(R2.astype(int)), TypeError, "rewards must be of a floating type"),
+        (lambda: gdpo_advantages(R3.astype(int)), TypeError, "rewards must be of a floating type, got int"),
+        (lambda: sum_rewards(R3.astype(int)), TypeError, "rewards must be of a floating type, got int"),
         (lambda: leave_one_out_advantages(R2[:, :1]), ValueError, "at least 2 completions per prompt"),
         (lambda: leave_one_out_advantages(R3), ValueError, "rewards must have 2 axes"),
         (lambda: batch_whitened_advantages(R2.astype(int)), TypeError, "rewards must be of a floating type"),
@@ -366,5 +376,10 @@ def test_bad_input(call, error, message):
 
 
 def test_bad_input_is_refused_while_tracing():
-    with pytest.raises(TypeError, match="rewards must be of a floating type"):
-        jax.eval_shape(group_advantages, jax.ShapeDtypeStruct((2, 3), jnp.int32))
+    for function in (group_advantages, leave_one_out_advantages, batch_whitened_advantages, distinct_advantages):
+        with pytest.raises(TypeError, match="must be of a floating type, got int32"):
+            jax.eval_shape(function, jax.ShapeDtypeStruct((2, 3), jnp.int32))
+    with pytest.raises(ValueError, match="at least 2 completions per prompt"):
+        jax.jit(group_advantages)(R2[:, :1])
+    with pytest.raises(ValueError, match="weights must have one entry for each of the 2 objectives"):
+        jax.jit(lambda r: gdpo_advantages(r, weights=(1.0, 2.0, 3.0)))(R3)

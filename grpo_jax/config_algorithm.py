@@ -19,7 +19,7 @@ class AlgorithmSection:
     Args:
         preset: Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo or sapo.
         advantage: "gdpo" normalises each reward in its group; "grpo" the weighted sum; "rloo" leaves one out;
-            "batch" whitens the sum over the whole batch (REINFORCE++); "gae" is PPO with a value head (section ppo).
+            "batch" whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a value head for the sum (ppo).
         scale: What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the
             preset's.
         whiten: What GDPO whitens over the batch: "sequence", "token" or "none".

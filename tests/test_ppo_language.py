@@ -256,10 +256,11 @@ def test_the_head_may_learn_faster_than_the_policy():
 @pytest.mark.slow
 def test_it_learns_to_write_letters(train, tmp_path):
     run = tmp_path / "run"
+    # shapes are those of the other run: its compiled sampler and forward pass are found again
     settings = {
-        "training.max_steps": 40, "training.save_every": 0, "training.minibatches": 1, "evaluation.every": 0,
-        "optimizer.learning_rate": 0.005, "optimizer.schedule": "constant", "sampling.group_size": 8,
-        "ppo.kl_target": 0, "ppo.kl_coef": 0.001, "algorithm.entropy_coef": 0,
+        "training.max_steps": 40, "training.save_every": 0, "evaluation.every": 0, "evaluation.prompts": 0,
+        "optimizer.learning_rate": 0.005, "optimizer.schedule": "constant", "ppo.kl_target": 0, "ppo.kl_coef": 0.001,
+        "algorithm.entropy_coef": 0, "training.inner_epochs": 1,
     }  # fmt: skip
     assert train(run, *(word for name, value in settings.items() for word in (f"--{name}", str(value)))) == 0
     reward = [row["reward/letters/mean"] for row in rows(run)]

@@ -1,0 +1,163 @@
+"""The pictures of docs/comparison.md, drawn from what docs/comparison.json holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; line styles do the same in grey.
+STYLES: dict[str, tuple[str, Any]] = {
+    "PPO": ("#0072B2", "-"),
+    "GRPO": ("#D55E00", "--"),
+    "GDPO": ("#009E73", "-."),
+    "GRPO on the sum": ("#D55E00", "--"),
+    "GDPO, weighted": ("#CC79A7", (0, (1, 1.2))),
+    "GDPO, conditioned": ("#000000", (0, (5, 1.5, 1, 1.5, 1, 1.5))),
+}
+LEARNING = ("PPO", "GRPO", "GDPO")
+OBJECTIVES = ("GRPO on the sum", "GDPO", "GDPO, weighted", "GDPO, conditioned")
+GREY, THOUSAND = "#6b7280", 1000.0
+plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10.5})
+
+
+class Band(NamedTuple):
+    """Several seeds on one grid: median and quartiles."""
+
+    x: np.ndarray
+    median: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def band(steps: list[list[float]], values: list[list[float]], points: int = 300) -> Band:
+    """Puts curves measured at different steps on one grid, from where all have begun to where the first ends."""
+    grid = np.linspace(max(x[0] for x in steps), min(x[-1] for x in steps), points)
+    curves = np.array([np.interp(grid, x, y) for x, y in zip(steps, values, strict=True)])
+    low, median, high = np.quantile(curves, [0.25, 0.5, 0.75], axis=0)
+    return Band(grid, median, low, high)
+
+
+def smoothed(curve: list[float], window: int) -> list[float]:
+    """Mean over the last `window` values."""
+    return [float(np.mean(curve[max(0, end - window) : end])) for end in range(1, len(curve) + 1)]
+
+
+def draw(axis: Axes, name: str, drawn: Band, unit: float = 1.0) -> None:
+    """One line with its band, in its own colour and style."""
+    colour, style = STYLES[name]
+    axis.fill_between(drawn.x / unit, drawn.low, drawn.high, color=colour, alpha=0.15, linewidth=0)
+    axis.plot(drawn.x / unit, drawn.median, color=colour, linestyle=style, linewidth=1.9, label=name)
+
+
+def finish(figure: Figure, axes: list[Axes], target: Path) -> None:
+    """One legend above all panels, where it covers nothing."""
+    handles = {label: h for axis in axes for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="upper center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=len(handles),
+        frameon=False,
+        handlelength=3.2,
+    )
+    figure.tight_layout(rect=(0, 0, 1, 0.91), w_pad=2.0)
+    figure.savefig(target, dpi=140)
+    plt.close(figure)
+
+
+def draw_learning(results: dict[str, Any], target: Path) -> None:
+    """Return over environment steps, and over seconds of all seeds together."""
+    figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.5), sharey=True)
+    for name in LEARNING:
+        curves = results[name]["curves"]
+        draw(axes[0], name, band(curves["environment_steps"], curves["episode_return"]), THOUSAND)
+        seconds = [results[name]["seconds_at"]] * len(curves["episode_return"])
+        draw(axes[1], name, band(seconds, curves["episode_return"]))
+    for axis in axes:
+        axis.axhline(475, color=GREY, linewidth=0.9, linestyle=":")
+        axis.set(ylim=(0, 512), xlim=(0, None))
+    axes[1].annotate("475", (1.01, 475), xycoords=("axes fraction", "data"), va="center", color=GREY, fontsize=9)
+    axes[0].set(xlabel="environment steps of one seed (thousands)", ylabel="mean return, 100 greedy episodes")
+    axes[1].set(xlabel="seconds, all seeds side by side, without compilation")
+    finish(figure, list(axes), target)
+
+
+def draw_objectives(results: dict[str, Any], target: Path) -> None:
+    """Both objectives over environment steps, and the distance from the middle."""
+    figure, axes = plt.subplots(1, 3, figsize=(11.0, 3.5))
+    panels = (
+        ("upright: steps survived", "episode_return", (0, 512)),
+        ("centred: sum over the episode", "centred", (0, 512)),
+        ("mean distance from the middle", "distance", (0, None)),
+    )
+    for axis, (title, key, limits) in zip(axes, panels, strict=True):
+        for name in OBJECTIVES:
+            curves = results[name]["curves"]
+            draw(axis, name, band(curves["environment_steps"], curves[key]), THOUSAND)
+        axis.set(title=title, ylim=limits, xlim=(0, None), xlabel="environment steps (thousands)")
+    axes[0].set_ylabel("mean of 100 greedy episodes")
+    finish(figure, list(axes), target)
+
+
+def draw_signal(results: dict[str, Any], target: Path) -> None:
+    """What the episodes of a group teach when their rewards are joined by sum and by GDPO."""
+    curves = results["GRPO on the sum"]["curves"]
+    steps = np.median([x[1:] for x in curves["environment_steps"]], axis=0) / THOUSAND
+    figure, axes = plt.subplots(1, 3, figsize=(11.0, 3.5))
+    for axis, objective in zip(axes, ("upright", "centred"), strict=False):
+        for name, how in (("GRPO on the sum", "sum"), ("GDPO", "gdpo")):
+            draw(axis, name, _over_seeds(steps, np.array(curves[f"share/{how}/{objective}"], float)))
+        axis.set(title=f"agreement of the advantage with {objective}")
+    lowest = min(axis.get_ylim()[0] for axis in axes[:2])
+    for axis in axes[:2]:
+        axis.set_ylim(np.floor(lowest * 5) / 5, 1.02)
+    axes[0].set_ylabel("correlation within the group")
+    for name, how in (("GRPO on the sum", "sum"), ("GDPO", "gdpo")):
+        counts = np.array(curves[f"distinct_passed/{how}"], float).mean(axis=0)
+        colour, style = STYLES[name]
+        axes[2].plot(steps, smoothed(list(counts), 3), color=colour, linestyle=style, linewidth=1.9)
+    axes[2].set(title="distinct advantages, yes-or-no rewards", ylim=(0.9, 4.1), yticks=(1, 2, 3, 4))
+    axes[2].set_ylabel("values in a group, mean")
+    for axis in axes:
+        axis.set(xlabel="environment steps (thousands)", xlim=(0, None))
+    finish(figure, list(axes[:2]), target)
+
+
+def _over_seeds(x: np.ndarray, values: np.ndarray) -> Band:
+    """Median and quartiles of the seeds that have a value there."""
+    some = ~np.isnan(values).all(axis=0)
+    low, median, high = np.nanquantile(values[:, some], [0.25, 0.5, 0.75], axis=0)
+    return Band(x[some], median, low, high)
+
+
+def draw_language(runs: list[dict[str, Any]], target: Path) -> None:
+    """The miniature: pixel accuracy while training, and on held-out prompts before and after."""
+    figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.5), width_ratios=(3, 2))
+    names = [name for name in LEARNING if any(run["name"] == name for run in runs)]
+    for place, name in enumerate(names):
+        mine = [run for run in runs if run["name"] == name]
+        draw(axes[0], name, band([r["steps"] for r in mine], [smoothed(r["pixel_accuracy"], 5) for r in mine]))
+        colour, _ = STYLES[name]
+        after = [run["after"] for run in mine]
+        axes[1].bar(place, np.mean(after), width=0.55, color=colour, alpha=0.35)
+        axes[1].plot(np.linspace(place - 0.12, place + 0.12, len(after)), after, "o", color=colour, markersize=5)
+        axes[1].annotate(f"{np.mean(after):.3f}", (place, 1.03), ha="center", color=colour)
+    before, oracle = (np.mean([run[key] for run in runs]) for key in ("before", "oracle"))
+    axes[1].axhline(before, color=GREY, linestyle=":", linewidth=1)
+    axes[1].annotate(
+        f"before: {before:.2f}", (len(names) - 0.45, before), ha="right", va="bottom", color=GREY, fontsize=9
+    )
+    axes[1].set(title=f"held-out prompts, greedy (oracle {oracle:.2f})", ylim=(0, 1.1), xlim=(-0.5, len(names) - 0.4))
+    axes[1].set_xticks(range(len(names)), names)
+    axes[0].set(title="training batches, sampled (mean of 5)", ylim=(0, 1.1), xlim=(0, None), xlabel="iteration")
+    axes[0].set_ylabel("pixel accuracy")
+    finish(figure, [axes[0]], target)

@@ -1,0 +1,311 @@
+"""The text and tables of docs/comparison.md, with every number from docs/comparison.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from comparison_figures import LEARNING, OBJECTIVES
+
+SOLVED = 475
+
+
+def solved_at(run: dict[str, Any]) -> list[float]:
+    """Environment steps at the first measurement of at least 475, by seed; inf for never."""
+    curves = run["curves"]
+    pairs = zip(curves["environment_steps"], curves["episode_return"], strict=True)
+    return [next((s for s, r in zip(*seed, strict=True) if r >= SOLVED), math.inf) for seed in pairs]
+
+
+def seconds_at(run: dict[str, Any]) -> list[float]:
+    """Seconds of the side-by-side run at that measurement, by seed."""
+    returns = run["curves"]["episode_return"]
+    return [
+        next((t for t, r in zip(run["seconds_at"], seed, strict=True) if r >= SOLVED), math.inf) for seed in returns
+    ]
+
+
+def middle(values: Sequence[float | None]) -> float:
+    """Median; inf counts as the largest, None not at all."""
+    present = [x for x in values if x is not None]
+    return float(np.quantile(present, 0.5, method="lower")) if present else math.nan
+
+
+def last(run: dict[str, Any], key: str, measurements: int = 1) -> list[float]:
+    """Each seed's mean over its last measurements."""
+    values = [[x for x in seed[-measurements:] if x is not None] for seed in run["curves"][key]]
+    return [float(np.mean(seed)) for seed in values if seed]
+
+
+def span(values: Sequence[float], digits: int = 0) -> str:
+    """Median and quartiles."""
+    low, centre, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return f"{centre:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
+
+
+def number(value: float) -> str:
+    """A whole number for people, or a dash."""
+    return f"{value:,.0f}" if math.isfinite(value) else "–"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown."""
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def learning(results: dict[str, Any]) -> list[str]:
+    """One task, three algorithms."""
+    rows = []
+    for name in LEARNING:
+        run = results[name]
+        steps, seconds = solved_at(run), seconds_at(run)
+        values = run["parameters"].get("value", 0)
+        rows.append(
+            [
+                name,
+                f"{sum(map(math.isfinite, steps))}/{len(steps)}",
+                f"{sum(x >= SOLVED for x in last(run, 'episode_return'))}/{len(steps)}",
+                f"{number(middle(steps))} ({number(min(steps))}–{number(max(steps))})",
+                f"{middle(seconds):.1f}" if math.isfinite(middle(seconds)) else "–",
+                f"{run['seconds']:.1f}",
+                f"{run['compile_seconds']:.0f}",
+                f"{run['parameters']['policy']} + {values}" if values else f"{run['parameters']['policy']}",
+                f"{run['optimizer_bytes'] / 1024:.1f}",
+            ]
+        )
+    head = ["", "solved", "still at the end", "env steps to 475: median (range)", "seconds to 475, median",
+            "seconds of the whole run", "compiling, s", "parameters", "optimizer, KiB"]  # fmt: skip
+    return table(head, rows)
+
+
+def objectives(results: dict[str, Any]) -> list[str]:
+    """Two objectives at the end, and on the way."""
+    rows = []
+    for name in ("GRPO", *OBJECTIVES):
+        run = results[name]
+        both = [
+            next((s for s, r, c in zip(*seed, strict=True) if r >= SOLVED and c >= 0.8 * 500), math.inf)
+            for seed in zip(
+                *(run["curves"][k] for k in ("environment_steps", "episode_return", "centred")), strict=True
+            )
+        ]
+        rows.append(
+            [
+                "GRPO, upright alone" if name == "GRPO" else name,
+                span(last(run, "episode_return", 3)),
+                span(last(run, "centred", 3)),
+                span(last(run, "distance", 3), 2),
+                number(middle(solved_at(run))),
+                f"{sum(map(math.isfinite, both))}/{len(both)}",
+                number(middle(both)),
+            ]
+        )
+    head = ["", "upright", "centred", "distance", "env steps to upright 475",
+            "seeds that reach both", "env steps to both"]  # fmt: skip
+    return table(head, rows)
+
+
+def signal(results: dict[str, Any]) -> list[str]:
+    """What a group's rewards turn into over the run of GRPO on the sum."""
+    curves = results["GRPO on the sum"]["curves"]
+    count = len(curves["distinct/sum"][0])
+    thirds = {"first third": slice(0, count // 3), "second": slice(count // 3, 2 * count // 3),
+              "last": slice(2 * count // 3, count)}  # fmt: skip
+
+    def pair(key: str, part: slice, names: Sequence[str]) -> str:
+        values = [np.array(curves[key.format(name)], float)[:, part] for name in names]
+        return " / ".join("–" if np.isnan(x).all() else f"{np.nanmean(x):.2f}" for x in values)
+
+    both, each = ("sum", "gdpo"), ("upright", "centred", "sum")
+    rows = [
+        ["agreement with upright: sum / GDPO", "share/{}/upright", both],
+        ["agreement with centred: sum / GDPO", "share/{}/centred", both],
+        ["distinct advantages of 16 episodes: sum / GDPO", "distinct/{}", both],
+        ["the same, yes-or-no rewards: sum / GDPO", "distinct_passed/{}", both],
+        ["groups without signal: upright / centred / sum", "dead/{}", each],
+        ["the same, yes-or-no rewards: upright / centred / sum", "dead_passed/{}", each],
+    ]
+    body = [[title, *(pair(key, part, names) for part in thirds.values())] for title, key, names in rows]
+    return table(["part of the run", *thirds], body)
+
+
+def language(runs: list[dict[str, Any]]) -> list[str]:
+    """The miniature."""
+    rows = []
+    for name in LEARNING:
+        mine = [run for run in runs if run["name"] == name]
+        if not mine:
+            continue
+        closed = [(r["after"] - r["before"]) / (r["oracle"] - r["before"]) for r in mine]
+        figures = {key: [run[key] for run in mine] for key in ("before", "after", "after_sampled", "alignment_after")}
+        spread = f"{np.mean(figures['after']):.3f} ({min(figures['after']):.3f}–{max(figures['after']):.3f})"
+        rows.append(
+            [
+                name,
+                ", ".join(str(run["seed"]) for run in mine),
+                f"{np.mean(figures['before']):.3f}",
+                spread,
+                f"{np.mean(figures['after_sampled']):.3f}",
+                f"{np.mean(closed):.3f}",
+                f"{np.mean(figures['alignment_after']):.3f}",
+                f"{np.mean([run['seconds'] for run in mine]):.0f}",
+            ]
+        )
+    head = ["", "seeds", "before", "after, greedy: mean (range)", "after, sampled", "gap closed",
+            "CLIP score after", "seconds"]  # fmt: skip
+    return table(head, rows)
+
+
+def speed(report: dict[str, Any]) -> list[str]:
+    """Against the PyTorch loop."""
+    rows = []
+    for name, result in report["results"].items():
+        figures, way = result["summary"], result["torch"]
+        rows.append(
+            [
+                name.removeprefix("cartpole_").upper(),
+                f"{figures['torch']['steps_per_second']:,.0f} ({way['stepping']}, {way['threads']} thread)",
+                f"{figures['jax_one']['steps_per_second']:,.0f} ({figures['one_against_one']:.1f} ×)",
+                f"{figures['jax_together']['steps_per_second']:,.0f} ({figures['together_against_one']:.1f} ×)",
+                f"{figures['together_against_two_processes_at_best']:.1f} ×",
+            ]
+        )
+    head = ["env steps per second, updates included", "PyTorch, one seed", "grpo_jax, one seed",
+            "grpo_jax, all seeds vmapped", "against two PyTorch processes at best"]  # fmt: skip
+    return table(head, rows)
+
+
+def verdict(results: dict[str, Any]) -> str:
+    """What the last measurements say of the sum and of GDPO; a difference counts where the quartiles do not meet."""
+    parts = []
+    for name in OBJECTIVES[1:]:
+        said = []
+        for title, key in (("upright", "episode_return"), ("centred", "centred")):
+            low, mid, high = np.quantile(last(results["GRPO on the sum"], key, 3), [0.25, 0.5, 0.75])
+            less, centre, more = np.quantile(last(results[name], key, 3), [0.25, 0.5, 0.75])
+            word = "more" if less > high else "less" if more < low else "no clear difference"
+            said.append(f"{word} in {title} ({centre:.0f} against {mid:.0f})")
+        parts.append(f"- {name}: {', '.join(said)}.")
+    return "\n".join(["At the end, next to GRPO on the sum:", "", *parts])
+
+
+PAGE = """# PPO, GRPO and GDPO on one page
+
+Every number and picture here was made by [`docs/make_comparison.py`](make_comparison.py) from
+[`docs/comparison.json`](comparison.json), which the same script measured.
+
+    pip install -e ".[cartpole,figures]"
+    python docs/make_comparison.py                                   # trains on CartPole, rewrites this page
+    python docs/make_comparison.py --draw_only --language_runs DIR … # takes up finished runs of the miniature
+
+{where}
+
+## One objective: CartPole
+
+A policy with one hidden layer plays CartPole-v1; {seeds} seeds learn side by side in one compiled function. PPO has a
+value network and GAE, and plays a fixed number of steps. GRPO plays whole episodes from one start and normalises
+their discounted returns over the group; it has no second network. GDPO with one objective is GRPO, so its line here
+is of the run that has a second objective, "centred", beside "upright". Solved is a mean return of at least 475 over
+100 greedy episodes, measured every {every} iterations.
+
+![Return over environment steps and seconds](images/comparison_learning.png)
+
+Lines are medians over seeds, bands reach from the lower to the upper quartile.
+
+{learning}
+
+Seconds are those of all seeds together; runs have the number of iterations of their config. Optimizer memory is Adam's
+state of one seed.
+{speed}
+## Two objectives: what the sum loses, and what GDPO keeps
+
+Each step pays 1 for being upright and max(0, 1 - |x| / {width}) for being near the middle, so both objectives reach at
+most 500. All runs have the settings of `configs/cartpole_gdpo.yaml` and differ in how the two become one advantage:
+
+- *GRPO on the sum* adds the rewards and normalises the returns of the sum.
+- *GDPO* normalises the returns of each objective, adds them, and whitens.
+- *GDPO, weighted* gives upright twice the weight of centred.
+- *GDPO, conditioned* counts centred only in episodes of at least {condition} steps.
+
+![Both objectives over environment steps](images/comparison_objectives.png)
+
+Median over seeds (quartiles), the last three measurements; "both" is upright ≥ 475 and centred ≥ 400.
+
+{objectives}
+
+{verdict}
+
+### The signal itself
+
+The policies of the run on the sum played a group of {group} episodes per seed at every measurement. Here the rewards of
+the same episodes are joined in both ways. *Agreement* is the correlation, within the group, of the joined advantage
+with the advantage of one objective alone: 1 means that the joined signal says what the objective says.
+
+![Agreement with each objective, and distinct advantages](images/comparison_signal.png)
+
+{signal}
+
+Sums over an episode are almost continuous, so hardly two episodes share one, and both ways tell nearly all episodes
+apart: there is no collapse to see. Yes-or-no rewards (at least 475 steps; centred at least 0.6 for each step) are where
+it can happen: the sum gives (1, 0) and (0, 1) the same advantage, GDPO does not unless both objectives pass equally
+often. A group without signal in one objective can still teach the other; a filter on the sum would see only the last
+figure of each triple.
+{language}"""
+
+LANGUAGE_PART = """
+## Language: the miniature
+
+The miniature's policy (see the README) from the same start, the same {iterations} iterations of 16 prompts × 8
+completions. PPO has a value head on the policy's states, a KL reward for each token, GAE and a value loss
+(`configs/prompt_enhancement_ppo.yaml`); the other two compare the completions of a prompt. Pixel accuracy is measured
+by a checker that no reward is made of, on the same 128 held-out prompts.
+
+![Pixel accuracy of PPO, GRPO and GDPO](images/comparison_language.png)
+
+{table}
+
+"Gap closed" is (after - before) / (oracle - before). Seconds depend on what else the machine was doing.
+"""
+
+SPEED_PART = """
+### Against a plain PyTorch loop
+
+`python benchmarks/cartpole.py`, {processor}, {cores} cores, {date}: the same algorithm, network, batch and settings in
+a PyTorch loop over gymnasium ([`benchmarks/cartpole_torch.py`](../benchmarks/cartpole_torch.py)), in its fastest form
+on this machine.
+
+{table}
+"""
+
+
+def write_page(target: Path, results: dict[str, Any], report: dict[str, Any] | None, *, group: int) -> None:
+    """Fills in the page."""
+    runs, spoken = results["cartpole"], results["language"]
+    made = runs["GRPO"]
+    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
+    language_part, speed_part = "", ""
+    if spoken:
+        iterations = " or ".join(sorted({str(run["iterations"]) for run in spoken}))
+        language_part = LANGUAGE_PART.format(iterations=iterations, table="\n".join(language(spoken)))
+    if report:
+        named = {key: report[key] for key in ("processor", "cores", "date")}
+        speed_part = SPEED_PART.format(**named, table="\n".join(speed(report)))
+    target.write_text(
+        PAGE.format(
+            where=f"CartPole: {made['machine']}, {made['date']}; {versions}.",
+            seeds=len(made["curves"]["episode_return"]),
+            every=made["every"],
+            learning="\n".join(learning(runs)),
+            speed=speed_part,
+            width=runs["GDPO"]["width"],
+            condition=runs["GDPO, conditioned"]["condition"],
+            objectives="\n".join(objectives(runs)),
+            verdict=verdict(runs),
+            group=group,
+            signal="\n".join(signal(runs)),
+            language=language_part,
+        )
+    )

@@ -1,0 +1,236 @@
+"""Makes docs/comparison.md: PPO, GRPO and GDPO on CartPole and on the miniature, measured, drawn and told.
+
+    python docs/make_comparison.py                              # trains on CartPole and rewrites the page
+    python docs/make_comparison.py --language_runs runs/a …     # takes up finished runs of the miniature as well
+    python docs/make_comparison.py --draw_only                  # page and pictures again, from docs/comparison.json
+
+All figures are kept in docs/comparison.json; a part that is not measured anew stays as it is there. Needs matplotlib
+(pip install -e ".[figures]"). CartPole takes a few minutes on two cores, ten seeds side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+from comparison_figures import draw_language, draw_learning, draw_objectives, draw_signal
+from comparison_page import write_page
+
+from grpo_jax.advantages import (
+    distinct_advantages,
+    gdpo_advantages,
+    group_advantages,
+    groups_without_signal,
+    sum_rewards,
+)
+from grpo_jax.cartpole.config import CartPoleConfig, cartpole_from_dict
+from grpo_jax.cartpole.training import make_train, seed_keys
+from grpo_jax.cartpole.updates import episode_rewards
+from grpo_jax.models.mlp import make_mlp
+from grpo_jax.tasks import cartpole as task
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
+# One group of each seed is played at every measurement, to look at what its rewards turn into.
+GROUP, SIGNAL_STREAM = 16, 2**31 - 9
+# name: (config, changes of its algorithm section)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "PPO": ("cartpole_ppo", {}),
+    "GRPO": ("cartpole_grpo", {}),
+    "GRPO on the sum": ("cartpole_gdpo", {"name": "grpo"}),
+    "GDPO": ("cartpole_gdpo", {}),
+    "GDPO, weighted": ("cartpole_gdpo", {"weights": [2.0, 1.0]}),
+    "GDPO, conditioned": ("cartpole_gdpo", {"condition": 400}),
+}
+LANGUAGE = {"gae": "PPO", "grpo": "GRPO", "gdpo": "GDPO"}
+
+
+class Measured(NamedTuple):
+    """One algorithm's seeds: curves by seed, and single figures."""
+
+    curves: dict[str, list[list[float]]]
+    figures: dict[str, Any]
+
+
+def configure(name: str, seeds: int, iterations: int | None) -> CartPoleConfig:
+    """The config of a run, measured twice as often as its file says."""
+    base, changes = RUNS[name]
+    config = cartpole_from_dict(yaml.safe_load((ROOT / "configs" / f"{base}.yaml").read_text()))
+    every = config.evaluation.every // 2
+    training = config.training
+    if iterations:
+        training = dataclasses.replace(training, iterations=iterations)
+    return dataclasses.replace(
+        config,
+        num_seeds=seeds,
+        algorithm=dataclasses.replace(config.algorithm, **changes),
+        evaluation=dataclasses.replace(config.evaluation, every=every),
+        training=dataclasses.replace(training, save_every=0),
+    )
+
+
+def make_signal(config: CartPoleConfig):
+    """signal(params, key) → what a group of the policy's episodes teaches: rewards joined by sum and by GDPO.
+
+    Every episode is one member of its group, with the sum of its rewards, as a completion is in language.
+    "share/…" are correlations of the joined advantage with each objective's own. "passed" turns the same episodes
+    into two yes-or-no rewards: at least 475 steps, and 0.6 of "centred" for each step (a mean distance of 0.2).
+    """
+    cartpole, section = task.make_cartpole(), config.network
+    policy = make_mlp(task.FEATURES, hidden=section.hidden, activation=section.activation)
+    algorithm = dataclasses.replace(config.algorithm, objectives=list(task.OBJECTIVES), weights=[], condition=0)
+
+    def signal(params: Any, key: jax.Array) -> dict[str, jax.Array]:
+        start, act = jax.random.split(key)
+        starts = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), cartpole.start(start, 1))
+        episodes = task.play_episodes(cartpole, lambda x: policy.apply(params, x), starts, act)
+        rewards = episode_rewards(algorithm, episodes.positions.T[None], episodes.mask.T[None]).sum(axis=2)
+        upright, centred = rewards[..., 0], rewards[..., 1]
+        passed = jnp.stack([upright >= 475, centred >= 0.6 * upright], axis=-1).astype(jnp.float32)
+        figures = {}
+        for kind, given in (("", rewards), ("_passed", passed)):
+            for how, advantages in joined(given).items():
+                figures[f"distinct{kind}/{how}"] = distinct_advantages(advantages, axis=1)[0]
+            for name, dead in zip(task.OBJECTIVES, groups_without_signal(given)[0], strict=True):
+                figures[f"dead{kind}/{name}"] = dead
+            figures[f"dead{kind}/sum"] = groups_without_signal(sum_rewards(given))[0]
+        for how, advantages in joined(rewards).items():
+            for name, own in zip(task.OBJECTIVES, (upright, centred), strict=True):
+                figures[f"share/{how}/{name}"] = correlation(advantages[0], group_advantages(own)[0])
+        return figures
+
+    return signal
+
+
+def joined(rewards: jax.Array) -> dict[str, jax.Array]:
+    """Advantages of several objectives, by sum and by GDPO."""
+    return {"sum": group_advantages(sum_rewards(rewards)), "gdpo": gdpo_advantages(rewards, whiten=None)}
+
+
+def correlation(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Pearson's; NaN where one of the two does not vary."""
+    x, y = x - x.mean(), y - y.mean()
+    return jnp.sum(x * y) / jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
+
+
+def train(name: str, seeds: int, iterations: int | None) -> Measured:
+    """Trains all seeds of one algorithm, block by block, and looks at them after every block."""
+    config = configure(name, seeds, iterations)
+    training, keys = make_train(config), seed_keys(config.seed, seeds)
+    began = time.perf_counter()
+    state = jax.jit(jax.vmap(training.init))(keys)
+    block = jax.jit(jax.vmap(training.block)).lower(state).compile()
+    evaluate = jax.jit(jax.vmap(training.evaluate)).lower(state).compile()
+    signal = jax.jit(jax.vmap(make_signal(config))).lower(state.params["policy"], keys).compile()
+    compiling, seconds, at, rows, seen = time.perf_counter() - began, 0.0, [0.0], [evaluate(state)], []
+    for index in range(config.training.iterations // config.evaluation.every):
+        began = time.perf_counter()
+        state, _, measures = jax.block_until_ready(block(state))
+        seconds += time.perf_counter() - began
+        at.append(seconds)
+        rows.append(measures)
+        looks = jax.vmap(lambda key, i=index: jax.random.fold_in(jax.random.fold_in(key, SIGNAL_STREAM), i))(keys)
+        seen.append(signal(state.params["policy"], looks))
+    curves = {key: stacked(rows, key) for key in ("environment_steps", "episode_return", "centred", "distance")}
+    curves |= {key: stacked(seen, key) for key in seen[0]}
+    sizes = jax.eval_shape(training.init, jax.random.key(0))
+    figures = {
+        "config": RUNS[name][0],
+        "objectives": list(config.algorithm.objectives),
+        "width": config.algorithm.width,
+        "condition": config.algorithm.condition,
+        "seconds": seconds,
+        "seconds_at": at,
+        "compile_seconds": compiling,
+        "parameters": training.parameters,
+        "optimizer_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(sizes.optimizer)),
+        "iterations": config.training.iterations,
+        "every": config.evaluation.every,
+    }
+    return Measured(curves, figures)
+
+
+def stacked(rows: list[dict[str, jax.Array]], key: str) -> list[list[float | None]]:
+    """A measure by seed and measurement; None where it is undefined, which JSON can hold."""
+    values = np.stack([np.asarray(row[key], float) for row in rows], axis=1)
+    return [[round(x, 4) if math.isfinite(x) else None for x in seed] for seed in values]
+
+
+def read_language(folder: Path) -> dict[str, Any]:
+    """What the page needs of a finished run of the miniature."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    pixels, reward = summary["evaluation"]["pixel_accuracy"], summary["evaluation"]["alignment"]
+    advantage = config["algorithm"]["advantage"]
+    return {
+        "name": LANGUAGE[advantage],
+        "seed": summary["seed"],
+        "iterations": summary["iterations"],
+        "steps": [row["step"] for row in rows],
+        "pixel_accuracy": [round(row["watch/pixel_accuracy/mean"], 4) for row in rows],
+        "alignment": [round(row["reward/alignment/mean"], 4) for row in rows],
+        "before": pixels["before"],
+        "after": pixels["after"],
+        "after_sampled": pixels["after_sampled"],
+        "oracle": pixels["oracle"],
+        "alignment_after": reward["after"],
+        "seconds": summary["seconds"]["total"],
+        "update_seconds": summary["seconds"].get("update"),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where and when CartPole was measured."""
+    names = ("jax", "jaxlib", "flax", "optax", "gymnax", "numpy")
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {platform.system()}, {jax.devices()[0].device_kind}",
+        "versions": {name: version(name) for name in names},
+    }
+
+
+def main() -> None:
+    """Measures what is asked for, keeps it, draws everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draw_only", action="store_true", help="Train nothing.")
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), help="Train these anew.")
+    parser.add_argument("--language_runs", type=Path, nargs="+", default=[], help="Run directories of the miniature.")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--iterations", type=int, help="Instead of the configs', for a quick look.")
+    parser.add_argument("--out", type=Path, default=HERE, help="Folder of comparison.json, comparison.md and images/.")
+    options = parser.parse_args()
+    kept = options.out / "comparison.json"
+    results = json.loads(kept.read_text()) if kept.exists() else {"cartpole": {}, "language": []}
+    for name in [] if options.draw_only else options.only:
+        measured = train(name, options.seeds, options.iterations)
+        results["cartpole"][name] = {**measured.figures, "curves": measured.curves} | machine()
+        print(f"{name}: {measured.figures['seconds']:.1f} s", flush=True)
+    if options.language_runs:
+        results["language"] = [read_language(folder) for folder in options.language_runs]
+    if not options.draw_only or options.language_runs:
+        kept.write_text(json.dumps(results, separators=(",", ":")).replace("],[", "],\n[") + "\n")
+    images = options.out / "images"
+    images.mkdir(exist_ok=True)
+    draw_learning(results["cartpole"], images / "comparison_learning.png")
+    draw_objectives(results["cartpole"], images / "comparison_objectives.png")
+    draw_signal(results["cartpole"], images / "comparison_signal.png")
+    if results["language"]:
+        draw_language(results["language"], images / "comparison_language.png")
+    benchmark = ROOT / "benchmarks" / "cartpole.json"
+    speed = json.loads(benchmark.read_text()) if benchmark.exists() else None
+    write_page(options.out / "comparison.md", results, speed, group=GROUP)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,10 +21,12 @@ starts with no idea of the rules climbs on.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from grpo_jax.tasks.prompts import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, make_catalogue
 from grpo_jax.tasks.recommendation.sequences import Sequences, UserSequence
 
@@ -72,9 +74,43 @@ def make_catalogue_of_words(items: int) -> Catalogue:
     return make_catalogue([f"i{row}" for row in range(len(titles))], titles)
 
 
-def words() -> tuple[str, ...]:
-    """Every word a title may hold, brands beyond the named ones apart."""
-    return (*BRANDS, *COLOURS, *MATERIALS, *KINDS)
+def vocabulary(catalogue: Catalogue) -> tuple[str, ...]:
+    """Every word of the titles, each once: what a policy of this world needs tokens for."""
+    return tuple(dict.fromkeys(word for title in catalogue.titles for word in title.split()))
+
+
+def lessons(
+    rows: Sequence[Row], catalogue: Catalogue, *, shown: int = 4, copied: float = 0.5, seed: int = 0
+) -> list[tuple[str, str]]:
+    """(prompt, title) pairs for a supervised warm start that teach the form of a title and nothing of the rules.
+
+    Each word is, with probability `copied`, the word in its place in one of the newest titles, drawn anew; otherwise
+    any word of its kind. A policy that learned from these writes well-formed titles out of what it reads, as a
+    language model does, and what comes next it has to find out.
+
+    Args:
+        rows: Training examples.
+        catalogue: Of the world.
+        shown: How many of the newest titles are copied from.
+        copied: Probability.
+        seed: Of the draws.
+
+    Returns:
+        One pair for each row.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+    kinds = [tuple(dict.fromkeys(place)) for place in zip(*(title.split() for title in catalogue.titles), strict=True)]
+    pairs = []
+    for row in rows:
+        titles = [catalogue.titles[item].split() for item in row.columns["history"][-shown:]]
+        written = [
+            titles[generator.integers(len(titles))][place]
+            if generator.random() < copied
+            else choices[generator.integers(len(choices))]
+            for place, choices in enumerate(kinds)
+        ]
+        pairs.append((row.prompt, " ".join(written)))
+    return pairs
 
 
 def make_world(

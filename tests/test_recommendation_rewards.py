@@ -1,0 +1,98 @@
+"""Rewards of the recommendation task: values, options, missing ranks, and the way through `collect_rewards`."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from grpo_jax.tasks.recommendation import metrics, rewards
+from grpo_jax.tasks.rewards import collect_rewards, load_reward
+
+RANK = np.array([1.0, 2.0, 7.0, np.nan, 12.0, 1000.0])
+PROBABILITY = np.array([0.5, 0.25, 0.125, np.nan, 0.0625, 0.0], np.float32)
+
+
+def call(reward, rank=RANK, probability=PROBABILITY):
+    columns = rewards.reward_columns(rank, probability)
+    return reward(prompts=["p"] * len(rank), completions=["c"] * len(rank), user=["u"] * len(rank), **columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "measure"),
+    [
+        ("ndcg", {}, metrics.ndcg),
+        ("ndcg", {"k": 10.0}, lambda rank: metrics.ndcg(rank, k=10)),
+        ("mrr", {"k": 0.0}, metrics.mrr),
+        ("mrr", {"k": 2}, lambda rank: metrics.mrr(rank, k=2)),
+        ("hit", {"k": 10}, lambda rank: metrics.hit(rank, k=10)),
+        ("hit", {}, lambda rank: metrics.hit(rank, items=1000)),
+        ("mixed", {"k": 10}, lambda rank: metrics.mixed(rank, k=10)),
+        ("mixed", {}, lambda rank: metrics.mixed(rank, items=1000)),
+        ("mixed", {"mrr": 1.0, "ndcg": 3.0}, lambda rank: metrics.mixed(rank, weights={"mrr": 0.25, "ndcg": 0.75})),
+    ],
+)
+def test_a_reward_is_its_measure_and_a_missing_rank_a_missing_reward(name, options, measure):
+    values = call(rewards.make_reward(name, items=1000, options=options))
+    assert values[3] is None
+    expected = measure(RANK)
+    assert all(type(value) is float for i, value in enumerate(values) if i != 3)
+    np.testing.assert_allclose([math.nan if v is None else v for v in values], expected, rtol=1e-12)
+
+
+def test_the_soft_reward_is_the_probability():
+    assert call(rewards.make_reward("soft", items=10)) == [0.5, 0.25, 0.125, None, 0.0625, 0.0]
+
+
+def test_a_reward_without_a_cut_off_tells_all_ranks_apart():
+    ranks = np.arange(1.0, 1001.0)
+    probability = np.zeros(1000)
+    for name in ("ndcg", "mrr", "hit", "mixed"):
+        values = call(rewards.make_reward(name, items=1000), ranks, probability)
+        assert all(a > b for a, b in itertools.pairwise(values)), name
+    cut = call(rewards.make_reward("ndcg", items=1000, options={"k": 10}), ranks, probability)
+    assert len(set(cut)) == 11
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("map", {}, "name must be one of ndcg"),
+        ("ndcg", {"K": 10}, "ndcg has no option 'K'"),
+        ("soft", {"k": 10}, "soft has no option 'k'"),
+        ("mixed", {"k": 3, "map": 1.0}, "mixed has no option 'map'"),
+        ("mixed", {"mrr": -1.0}, "weights must be"),
+        ("mrr", {"k": 2.5}, "k must be a whole number"),
+        ("hit", {"k": -1}, "k must be a whole number"),
+    ],
+)
+def test_bad_options_are_refused_before_the_first_step(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        rewards.make_reward(name, items=100, options=options)
+
+
+OWN = '''
+def shorter_titles_of_good_ranks(completions, rank, target_title, history, **columns):
+    """A reward of the user's own: sees ranks, titles and histories."""
+    return [
+        None if r != r else 1 / r + (title in text) - 0.01 * len(past)
+        for text, r, title, past in zip(completions, rank, target_title, history)
+    ]
+'''
+
+
+def test_rewards_reach_the_loop_as_objectives(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = load_reward(f"{tmp_path / 'own.py'}:shorter_titles_of_good_ranks")
+    functions = [rewards.ndcg(k=5), rewards.soft(), own]
+    columns = {
+        "target_title": ["lamp"] * 6,
+        "history": [(1, 2, 3)] * 6,
+        **rewards.reward_columns(RANK, PROBABILITY),
+    }
+    texts = ["a lamp", "desk", "", "lamp", "lamp", "x"]
+    values = collect_rewards(functions, ["ndcg", "soft", "own"], ["p"] * 6, texts, columns, 3)
+    assert values.shape == (2, 3, 3) and values.dtype == np.float32
+    assert np.isnan(values[1, 0]).all() and np.isfinite(np.delete(values.reshape(6, 3), 3, 0)).all()
+    np.testing.assert_allclose(values[0, :, 0], [1, 1 / math.log2(3), 0], rtol=1e-6)
+    np.testing.assert_allclose(values[0, :, 2], [2 - 0.03, 0.5 - 0.03, 1 / 7 - 0.03], rtol=1e-6)

@@ -226,6 +226,7 @@ def test_a_run_with_every_choice_resumes_exactly(place, tmp_path, monkeypatch):
     assert max(row["draws"] for row in table) > 1 and min(row["groups_kept"] for row in table) >= 1
     assert all(0 < row["importance_weight"] < 2 and row["dead_groups/total"] > 0 for row in table)
     assert all(row["distinct_advantages/grpo"] >= 1 for row in table)
+    assert "Different advantages in a group" in (whole / "report.html").read_text()
     assert train(run, judge="raise:4") == 2
     assert train(run, "--resume") == 0
     assert_same_run(run, whole)

@@ -234,6 +234,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(train, tmp_path):
     assert np.abs(state["variables"][VALUE]["kernel"]).max() > 0 and state["kl_coef"] != np.float32(0.05)
 
     assert evaluate.main(["--run", str(whole), "--json"]) == 0  # the head is restored, and used by nobody
+    assert "Explained variance of the values" in (whole / "report.html").read_text()
     assert train(run, judge="raise:4") == 2  # the state after the fourth iteration is saved
     assert train(run, "--resume") == 0
     assert_same_run(run, whole)

@@ -42,14 +42,14 @@ class Steps(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The steps of one update, one row each."""
+    """The steps of one update: one after the other `[S]`, or PPO's `[T, R]`."""
 
-    observations: Tensor  # [S, 4]
-    actions: Tensor  # [S], 1 for right
-    old_logprobs: Tensor  # [S]
-    advantages: Tensor  # [S]
-    values: Tensor  # [S], PPO's, before the updates
-    returns: Tensor  # [S], and their targets
+    observations: Tensor  # [.., 4]
+    actions: Tensor  # [..], 1 for right
+    old_logprobs: Tensor  # [..]
+    advantages: Tensor  # [..]
+    values: Tensor  # [..], PPO's, before the updates
+    returns: Tensor  # [..], and their targets
 
 
 class Carts:
@@ -165,7 +165,7 @@ def make_network(settings: CartPoleNetwork, gain: float) -> nn.Sequential:
 
 def logprobs_of(policy: nn.Module, observations: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the actions, and entropies: with log-odds z, log σ(z) = -softplus(-z)."""
-    odds = policy(observations)[:, 0]
+    odds = policy(observations)[..., 0]
     right, left = nn.functional.logsigmoid(odds), nn.functional.logsigmoid(-odds)
     probability = torch.sigmoid(odds)
     return torch.where(actions == 1, right, left), -(probability * right + (1 - probability) * left)
@@ -185,7 +185,7 @@ def policy_loss(policy: nn.Module, batch: Batch, settings: CartPoleAlgorithm) ->
 
 def value_loss(value: nn.Module, batch: Batch, settings: CartPoleAlgorithm) -> Tensor:
     """Half the squared error, clipped or not."""
-    values = value(batch.observations)[:, 0]
+    values = value(batch.observations)[..., 0]
     error = (values - batch.returns).square()
     if settings.value_clip:
         near = batch.values + (values - batch.values).clamp(-settings.value_clip, settings.value_clip)
@@ -225,15 +225,14 @@ def value_batch(steps: Steps, policy: nn.Module, value: nn.Module, settings: Car
     actions = torch.from_numpy(steps.actions)
     with torch.no_grad():
         here, after = value(observations)[..., 0].numpy(), value(following)[..., 0].numpy()
-        old, _ = logprobs_of(policy, observations.flatten(0, 1), actions.flatten())
+        old, _ = logprobs_of(policy, observations, actions)
     residual = 1 + settings.discount * after * ~steps.terminated - here
     carry = settings.discount * settings.trace * ~(steps.terminated | steps.truncated)
     advantages, later = np.zeros_like(here), np.zeros(here.shape[1], np.float32)
     for step in reversed(range(len(here))):
         later = residual[step] + carry[step] * later
         advantages[step] = later
-    flat = [torch.from_numpy(a).flatten() for a in (advantages, here, advantages + here)]
-    return Batch(observations.flatten(0, 1), actions.flatten(), old, *flat)
+    return Batch(observations, actions, old, *map(torch.from_numpy, (advantages, here, advantages + here)))
 
 
 class Learner:
@@ -279,7 +278,7 @@ class Learner:
         return loss + settings.value_coef * value_loss(self.value, batch, settings)
 
     def update(self, batch: Batch) -> None:
-        """Several passes over the batch."""
+        """Several passes over the batch; PPO's minibatches are times, with all carts."""
         settings, size = self.config.algorithm, len(batch.actions)
         for _ in range(settings.epochs):
             order = torch.randperm(size).chunk(settings.minibatches) if settings.minibatches > 1 else [slice(None)]

@@ -143,9 +143,9 @@ def test_ppo_has_our_loss_and_gradient():
     ends = (steps.terminated, steps.truncated, lengths)
     played = Steps(*map(jnp.asarray, (steps.observations, steps.actions == 1, odds, steps.following, *ends)))
     given, _ = updates.step_batch(config, critic.apply, {"value": value_params}, played)
-    assert_close(np.asarray(given.advantages), batch.advantages.numpy())
-    assert_close(np.asarray(given.returns), batch.returns.numpy())
-    assert_close(np.asarray(given.old_logprobs), batch.old_logprobs.numpy())
+    assert_close(np.ravel(given.advantages), batch.advantages.numpy().ravel())
+    assert_close(np.ravel(given.returns), batch.returns.numpy().ravel())
+    assert_close(np.ravel(given.old_logprobs), batch.old_logprobs.numpy().ravel())
 
     # Networks that have moved since: another policy, and values a little elsewhere.
     value_params = jax.tree.map(lambda a, b: a + 0.05 * b, value_params, moved)

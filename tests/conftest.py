@@ -11,6 +11,7 @@ os.environ["WANDB_MODE"] = "disabled"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import jax  # noqa: E402
+import jax.experimental  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -28,5 +29,5 @@ def strict():
 @pytest.fixture
 def x64():
     """float64 is float64."""
-    with jax.enable_x64(True):
+    with (jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64)(True):  # before jax 0.8
         yield

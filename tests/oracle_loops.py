@@ -1,9 +1,9 @@
 """The cases of oracle.py whose oracle is a slow NumPy loop; the loops stand in the tests that run them."""
 
 import numpy as np
+from loss_loops import CHOICES, EXTRAS, loop_loss
 from oracle import Case, Compared, policy_batch
 from test_advantages import loop_gdpo, loop_group
-from test_losses import CHOICES, EXTRAS, loop_loss
 from test_returns import episodes, loop_gae, loop_returns
 from test_shaping import loop_rewards
 

@@ -140,6 +140,7 @@ def bench_shard():
 
 def run_ray(folder, repeats, shards):
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (as the service does)
     import ray
 
     from bridges.retrieval import service

@@ -15,7 +15,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
-from bridges.retrieval import service  # noqa: E402
+from bridges.retrieval import catalogue, local, service  # noqa: E402
 from bridges.retrieval.retriever import Retriever  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
@@ -55,6 +55,8 @@ def running(tmp_path_factory):
     orders = folder / "orders.json"
     orders.write_text("{}")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # a worker of low priority takes minutes to start beside other tests
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     ray.init(
         num_cpus=2,
         include_dashboard=False,
@@ -93,6 +95,45 @@ def test_ray_and_in_process_agree(running):
     mixtures = [[QUERIES[i], QUERIES[i - 1]] for i in range(len(QUERIES))], [[1.0, 0.5]] * len(QUERIES)
     found, expected = (r.score_mixed_ranks(*mixtures, TARGETS, EXCLUDE) for r in (over_ray, here))
     np.testing.assert_array_equal(found.rank, expected.rank)
+
+
+def make_dense(vectors, queries):
+    """An actor's class over dense vectors, whose texts are numbers of rows of `queries`."""
+
+    class DenseActor(service.RankShard):
+        def __init__(self, shard, shards):
+            os.environ["JAX_PLATFORMS"] = "cpu"
+            index = catalogue.Index(vectors, catalogue.Fingerprint("random", "given"), None)
+            self._shard = local.Shard(index, shard=shard, shards=shards)
+            self._description = service.Description(len(vectors), shards, "given", index.fingerprint)
+
+        def encode(self, texts):
+            return queries[[int(text) for text in texts]]
+
+    return DenseActor
+
+
+def test_dense_vectors_over_ray_and_in_process_agree(running):
+    vectors = RNG.normal(size=(5000, 16)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors[[7, 4999]] = vectors[3]  # a tie across shards
+    wanted = vectors[RNG.integers(0, 5000, 70)] + np.float32(0.1)
+    kind = make_dense(vectors, wanted)
+    actors = [ray.remote(kind).options(num_cpus=0.1).remote(i, 2) for i in range(2)]
+    description = ray.get(actors[0].describe.remote())
+    over_ray = Retriever(service.RayBackend("dense", actors, description, timeout=120, owner=True))
+
+    class Given:
+        def encode(self, texts):
+            return wanted[[int(text) for text in texts]]
+
+    here = Retriever(local.LocalBackend(catalogue.Index(vectors, description.fingerprint, None), Given()))
+    targets = [3, *RNG.integers(0, 5000, 69).tolist()]
+    asked = [str(i) for i in range(70)], targets, [RNG.integers(0, 5000, 5).tolist() for _ in targets]
+    found, expected = over_ray.score_ranks(*asked), here.score_ranks(*asked)
+    over_ray.close()
+    np.testing.assert_array_equal(found.rank, expected.rank)
+    np.testing.assert_allclose(found.probability, expected.probability, rtol=1e-5)
 
 
 def test_a_service_for_another_run_is_refused(running):

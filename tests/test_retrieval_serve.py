@@ -22,7 +22,7 @@ TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream", 
 
 
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
-    """A process of its own; training, here this process, finds it on the machine's cluster."""
+    """A process of its own; training, here this process, finds it."""
     table = tmp_path / "items.tsv"
     table.write_text("item_id\ttitle\n" + "".join(f"{i}\t{title}\n" for i, title in enumerate(TITLES)))
     command = [sys.executable, "-m", "bridges.retrieval", "serve", "--catalogue", str(table)]
@@ -40,8 +40,9 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
             assert line, process.stderr.read()
             lines.append(line)
         assert "self-test   100.0%" in "".join(lines)
+        (address,) = [line.split()[1] for line in lines if line.startswith("cluster")]
         try:
-            retriever, _ = retrieval.open_retriever(TITLES, backend="ray")
+            retriever, _ = retrieval.open_retriever(TITLES, backend="ray", address=address)
             assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
             retriever.close()  # not ours to end
         finally:

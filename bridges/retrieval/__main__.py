@@ -37,7 +37,7 @@ def serve(options: argparse.Namespace) -> int:
         UserError: as `read_catalogue`, `start_service` and `Retriever.self_test`.
     """
     from bridges.retrieval.retriever import Retriever
-    from bridges.retrieval.service import NAMESPACE, start_service
+    from bridges.retrieval.service import NAMESPACE, cluster_address, start_service
     from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
     stop = threading.Event()
@@ -57,6 +57,7 @@ def serve(options: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         share = Retriever(backend).self_test(titles)
+        print(f"cluster     {cluster_address()}")
         print(f"catalogue   {backend.fingerprint.catalogue}")
         print(f"encoder     {options.encoder} ({backend.fingerprint.encoder})")
         print(f"self-test   {share:.1%} of the titles asked for retrieve themselves")

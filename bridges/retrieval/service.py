@@ -248,6 +248,13 @@ def start_service(
     return RayBackend(service, actors, descriptions[0], timeout=timeout, owner=True)
 
 
+def cluster_address() -> str:
+    """Host and port of the cluster that this process has joined: what `connect` takes as its address."""
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
 def _join_cluster(address: str | None, service: str) -> None:
     """Connects this process to a cluster, or with None starts one; Ray's own handler of SIGTERM is taken away."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -257,7 +264,11 @@ def _join_cluster(address: str | None, service: str) -> None:
         raise UserError("the retrieval service needs Ray: pip install grpo_jax[recommendation]") from error
     if ray.is_initialized():
         return
-    new = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE} if address is None else {}
+    new = {}
+    if address is None:
+        # training waits for the ranks, and Ray's workers would run at the lowest priority of the machine
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        new = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
     try:
         with _own_signals():
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **new)

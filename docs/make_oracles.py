@@ -39,7 +39,8 @@ somebody else's on the same random numbers, {seeds} draws of every setting, and 
 of a value and of a gradient. "float64" has both sides in float64. "float32" has ours in float32 against the oracle in
 float64 at the same rounded inputs: what rounding costs. Gradients of losses are those with respect to the
 log-probabilities (and entropies), else to all floating inputs; a dash means that the oracle has none to offer.
-Values are of order 1, gradients of losses of order 0.05. (TRL counts clipped tokens in float32.) The tests hold the same comparisons to {bounds}.
+Values are of order 1, gradients of losses of order 0.05. (TRL counts clipped tokens in float32.) The tests hold the
+same comparisons to {bounds}.
 
 {date} · Python {python} · {versions} · {machine}
 """
@@ -103,7 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
     text = HEADER.format(
         seeds=arguments.seeds,
-        bounds="1e-6 (TRL) and 1e-10 (the others)",
+        bounds="1e-6 (TRL) and 1e-10 (the other libraries)",
         date=datetime.datetime.now(datetime.UTC).date(),
         python=platform.python_version(),
         versions=" · ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES),

@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def promised(block):
-    """What the block says it prints: comments behind a print or show, and comment lines that begin with a bracket or a number."""
+    """What the block says it prints: comments behind a print or show, and comment lines of numbers."""
     lines = block.splitlines()
     behind = [re.search(r"(?:print|show)\(.*\)  # (.*)$", line) for line in lines]
     below = [re.match(r"# ([\[\d].*)$", line) for line in lines]

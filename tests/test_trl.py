@@ -6,12 +6,13 @@ import pytest
 pytest.importorskip("trl", reason="TRL is the oracle of this file: pip install -e '.[diffusion,oracles]'")
 
 from oracle import policy_batch, run
-from oracle_trl import trl_loss
+from oracle_trl import tensor, trainer, trl_loss, trl_scored
 from oracle_trl_cases import BONUS, CASES, TRL_PRESETS, our_loss, per_token_advantages
 from oracle_trl_selection import CASES as SELECTION
-from oracle_trl_selection import high_entropy_mask
+from oracle_trl_selection import sampler_options
 
 from grpo_jax.losses import PRESETS, KLPenalty
+from grpo_jax.selection import high_entropy_mask, truncated_importance_weights
 from grpo_jax.surrogates import Clip
 
 TOLERANCE = 1e-6
@@ -78,3 +79,19 @@ def test_the_bonus_is_over_selected_tokens_in_trl(x64):
     _, theirs, _ = trl_loss(parts, top_entropy_quantile=0.37, **BONUS)
     np.testing.assert_array_equal(slopes[1] != 0, parts["mask"])
     np.testing.assert_array_equal(theirs[1] != 0, chosen)
+
+
+def test_a_quantile_that_falls_on_a_token_may_lose_it_in_trl(x64):
+    """Of 21 tokens the .6 quantile is the 13th: nine are at least that. In float32 .6 is a little more."""
+    entropy, mask = np.arange(21.0)[None] / 7, np.ones((1, 21), bool)
+    assert int(high_entropy_mask(entropy, mask, share=0.4).sum()) == 9
+    assert int(trainer().get_high_entropy_mask(tensor(entropy), tensor(mask).long(), 0.6).sum()) == 8
+
+
+def test_an_unknown_probability_is_right_in_trl(x64):
+    parts = policy_batch(0)
+    parts["sampler"][0, 0] = np.nan
+    ours = truncated_importance_weights(parts["old"], parts["sampler"], parts["mask"], cap=1.3)
+    theirs = trl_scored(np.zeros((2, 3, 1)), parts=parts, **sampler_options("token", 1.3))["importance_sampling_ratio"]
+    assert np.isnan(ours[0, 0])
+    assert theirs[0, 0] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +47,9 @@ def band(steps: list[list[float]], values: list[list[float]], points: int = 300)
 
 
 def smoothed(curve: list[float], window: int) -> list[float]:
-    """Mean over the last `window` values."""
-    return [float(np.mean(curve[max(0, end - window) : end])) for end in range(1, len(curve) + 1)]
+    """Mean over the last `window` values, without those that are undefined."""
+    parts = [np.asarray(curve[max(0, end - window) : end], float) for end in range(1, len(curve) + 1)]
+    return [float(np.nanmean(part)) if not np.isnan(part).all() else math.nan for part in parts]
 
 
 def draw(axis: Axes, name: str, drawn: Band, unit: float = 1.0) -> None:
@@ -77,14 +79,18 @@ def finish(figure: Figure, axes: list[Axes], target: Path) -> None:
 def draw_learning(results: dict[str, Any], target: Path) -> None:
     """Return over environment steps, and over seconds of all seeds together."""
     figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.5), sharey=True)
+    ends = {"PPO": [], "GRPO": [], "GDPO": []}
     for name in LEARNING:
         curves = results[name]["curves"]
-        draw(axes[0], name, band(curves["environment_steps"], curves["episode_return"]), THOUSAND)
         seconds = [results[name]["seconds_at"]] * len(curves["episode_return"])
-        draw(axes[1], name, band(seconds, curves["episode_return"]))
-    for axis in axes:
+        for axis, x, unit in ((axes[0], curves["environment_steps"], THOUSAND), (axes[1], seconds, 1.0)):
+            drawn = band(x, curves["episode_return"])
+            draw(axis, name, drawn, unit)
+            ends[name].append(drawn.x[-1] / unit)
+    for index, axis in enumerate(axes):
         axis.axhline(475, color=GREY, linewidth=0.9, linestyle=":")
-        axis.set(ylim=(0, 512), xlim=(0, None))
+        # GDPO goes on long after this, for its second objective: the next picture.
+        axis.set(ylim=(0, 512), xlim=(0, 1.02 * max(ends["PPO"][index], ends["GRPO"][index])))
     axes[1].annotate("475", (1.01, 475), xycoords=("axes fraction", "data"), va="center", color=GREY, fontsize=9)
     axes[0].set(xlabel="environment steps of one seed (thousands)", ylabel="mean return, 100 greedy episodes")
     axes[1].set(xlabel="seconds, all seeds side by side, without compilation")
@@ -99,12 +105,18 @@ def draw_objectives(results: dict[str, Any], target: Path) -> None:
         ("centred: sum over the episode", "centred", (0, 512)),
         ("mean distance from the middle", "distance", (0, None)),
     )
+    learned = 0.0
     for axis, (title, key, limits) in zip(axes, panels, strict=True):
         for name in OBJECTIVES:
             curves = results[name]["curves"]
-            draw(axis, name, band(curves["environment_steps"], curves[key]), THOUSAND)
+            drawn = band(curves["environment_steps"], curves[key], points=1000)
+            draw(axis, name, drawn, THOUSAND)
+            if key == "episode_return":
+                learned = max(learned, drawn.x[np.argmax(drawn.median >= 475)] / THOUSAND)
         axis.set(title=title, ylim=limits, xlim=(0, None), xlabel="environment steps (thousands)")
     axes[0].set_ylabel("mean of 100 greedy episodes")
+    if learned:
+        axes[0].set(xlim=(0, 2.5 * learned), xlabel="environment steps (thousands): the start")
     finish(figure, list(axes), target)
 
 
@@ -115,7 +127,8 @@ def draw_signal(results: dict[str, Any], target: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(11.0, 3.5))
     for axis, objective in zip(axes, ("upright", "centred"), strict=False):
         for name, how in (("GRPO on the sum", "sum"), ("GDPO", "gdpo")):
-            draw(axis, name, _over_seeds(steps, np.array(curves[f"share/{how}/{objective}"], float)))
+            values = [smoothed(seed, 3) for seed in np.array(curves[f"share/{how}/{objective}"], float)]
+            draw(axis, name, _over_seeds(steps, np.array(values)))
         axis.set(title=f"agreement of the advantage with {objective}")
     lowest = min(axis.get_ylim()[0] for axis in axes[:2])
     for axis in axes[:2]:

@@ -70,6 +70,7 @@ def learning(results: dict[str, Any]) -> list[str]:
                 f"{sum(x >= SOLVED for x in last(run, 'episode_return'))}/{len(steps)}",
                 f"{number(middle(steps))} ({number(min(steps))}–{number(max(steps))})",
                 f"{middle(seconds):.1f}" if math.isfinite(middle(seconds)) else "–",
+                f"{run['iterations']}",
                 f"{run['seconds']:.1f}",
                 f"{run['compile_seconds']:.0f}",
                 f"{run['parameters']['policy']} + {values}" if values else f"{run['parameters']['policy']}",
@@ -77,7 +78,7 @@ def learning(results: dict[str, Any]) -> list[str]:
             ]
         )
     head = ["", "solved", "still at the end", "env steps to 475: median (range)", "seconds to 475, median",
-            "seconds of the whole run", "compiling, s", "parameters", "optimizer, KiB"]  # fmt: skip
+            "iterations", "seconds of the whole run", "compiling, s", "parameters", "optimizer, KiB"]  # fmt: skip
     return table(head, rows)
 
 
@@ -217,8 +218,8 @@ Lines are medians over seeds, bands reach from the lower to the upper quartile.
 
 {learning}
 
-Seconds are those of all seeds together; runs have the number of iterations of their config. Optimizer memory is Adam's
-state of one seed.
+Seconds are those of all seeds together. GDPO's run is longer for the sake of its second objective. Optimizer memory is
+Adam's state of one seed.
 {speed}
 ## Two objectives: what the sum loses, and what GDPO keeps
 

@@ -228,11 +228,11 @@ class CartPoleConfig:
         for name in ("iterations", "save_every"):
             value = getattr(training, name)
             require(value % every == 0, f"training.{name}", expected, value)
-        steps = self.rollout.environments * self.rollout.steps
+        steps = self.rollout.steps
         require(
             self.algorithm.name != "ppo" or steps % self.algorithm.minibatches == 0,
             "algorithm.minibatches",
-            f"a divisor of environments x steps = {steps}",
+            f"a divisor of rollout.steps = {steps}",
             self.algorithm.minibatches,
         )
 

@@ -12,6 +12,7 @@ import optax
 from grpo_jax.advantages import (
     Condition,
     condition_rewards,
+    distinct_advantages,
     gdpo_advantages,
     groups_without_signal,
     sum_rewards,
@@ -30,7 +31,7 @@ Apply = Callable[[PyTree, jax.Array], jax.Array]
 
 # Steps of all episodes whose gradient is taken at once. Short enough to stay in the cache and to stop soon after the
 # longest episode; a divisor of 500.
-_CHUNK = 25
+_CHUNK = 50
 
 
 class GroupBatch(NamedTuple):
@@ -52,15 +53,15 @@ class GroupBatch(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """What PPO learns from: steps in any order, `[M]`.
+    """What PPO learns from, time first.
 
     Attributes:
-        observations: f32 `[M, 4]`.
-        actions: bool `[M]`.
-        old_logprobs: f32 `[M]`.
-        advantages: f32 `[M]`.
-        values: f32 `[M]`, before the updates.
-        returns: f32 `[M]`, their targets.
+        observations: f32 `[T, B, 4]`.
+        actions: bool `[T, B]`.
+        old_logprobs: f32 `[T, B]`.
+        advantages: f32 `[T, B]`.
+        values: f32 `[T, B]`, before the updates.
+        returns: f32 `[T, B]`, their targets.
     """
 
     observations: jax.Array
@@ -161,6 +162,8 @@ def group_batch(config: CartPoleConfig, episodes: Episodes) -> tuple[GroupBatch,
         episodes.mask,
     )
     figures = {"episode_return": jnp.mean(jnp.sum(episodes.mask, axis=0, dtype=jnp.float32))}
+    # At their first step, where they are still in one state: how many episodes of a group are told apart.
+    figures["distinct_advantages"] = jnp.mean(distinct_advantages(advantages[:, :, 0], axis=1), dtype=jnp.float32)
     for index, name in enumerate(algorithm.objectives):
         figures[f"reward/{name}/mean"] = jnp.mean(jnp.sum(rewards[..., index], axis=2))
         figures[f"dead_groups/{name}"] = jnp.mean(dead[:, index], dtype=jnp.float32)
@@ -236,7 +239,7 @@ def step_batch(config: CartPoleConfig, apply: Apply, params: PyTree, steps: Step
     finished = Mean(jnp.sum(jnp.where(ended, steps.lengths, 0), dtype=jnp.float32), jnp.sum(ended, dtype=jnp.float32))
     figures = {"episode_return": jnp.where(finished.weight > 0, finished.value(), jnp.nan)}
     figures |= {f"reward/{name}/mean": jnp.mean(x) for name, x in zip(algorithm.objectives, each, strict=True)}
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch), figures
+    return batch, figures
 
 
 def step_updates(
@@ -248,7 +251,11 @@ def step_updates(
     batch: StepBatch,
     key: jax.Array,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """PPO's updates: in each epoch the steps are shuffled and cut into minibatches."""
+    """PPO's updates: the times are shuffled and cut into minibatches, each with all carts, for all epochs alike.
+
+    To shuffle single steps, and anew for each epoch, would take longer than to learn from them: gathering costs more
+    here than the network.
+    """
     algorithm, total = config.algorithm, batch.actions.shape[0]
 
     def loss(params, part):
@@ -278,12 +285,13 @@ def step_updates(
         figures = _figures(value, metrics, grads) | {"explained_variance": explained}
         return (optax.apply_updates(params, updates), opt_state), figures
 
-    def epoch(carry, key):
-        order = jax.random.permutation(key, total)
-        parts = jax.tree.map(lambda x: x[order].reshape(algorithm.minibatches, -1, *x.shape[1:]), batch)
+    order = jax.random.permutation(key, total)
+    parts = jax.tree.map(lambda x: x[order].reshape(algorithm.minibatches, -1, *x.shape[1:]), batch)
+
+    def epoch(carry, _):
         return jax.lax.scan(update, carry, parts)
 
-    (params, opt_state), figures = jax.lax.scan(epoch, (params, opt_state), jax.random.split(key, algorithm.epochs))
+    (params, opt_state), figures = jax.lax.scan(epoch, (params, opt_state), length=algorithm.epochs)
     return params, opt_state, jax.tree.map(jnp.mean, figures)
 
 
@@ -292,4 +300,8 @@ def _figures(loss: jax.Array, metrics: dict[str, Mean], grads: PyTree) -> dict[s
     names = {"policy_loss": "policy_loss", "kl": "kl", "entropy": "entropy", "ratio": "mean_ratio", "old_kl": "old_kl",
              "clip_low": "clip_low", "clip_high": "clip_high", "value_loss": "value_loss"}  # fmt: skip
     named = {names[name]: mean.value() for name, mean in metrics.items() if name in names}
-    return {"loss": loss, **named, "grad_norm": optax.global_norm(grads)}
+    return {
+        "loss": loss,
+        **named,
+        "grad_norm": jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads))),
+    }

@@ -72,7 +72,9 @@ def make_mlp(
         return module.init(key, jnp.zeros((1, features)))["params"]
 
     def apply(params: PyTree, observations: jax.Array) -> jax.Array:
-        return module.apply({"params": params}, observations)
+        # As one matrix: on CPU a product with several leading axes, batched over seeds, takes four times as long.
+        rows = observations.reshape(-1, features)
+        return module.apply({"params": params}, rows).reshape(observations.shape[:-1])
 
     return Network(init, apply)
 

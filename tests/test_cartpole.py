@@ -1,0 +1,274 @@
+"""CartPole's environment and rollouts: the physics, the groups, what ends an episode and what a time limit means."""
+
+import functools
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.cartpole import updates
+from grpo_jax.cartpole.config import cartpole_from_dict
+from grpo_jax.tasks import cartpole as task
+
+CARTPOLE = task.make_cartpole()
+
+
+@functools.cache
+def compiled_advantages(name, weights):
+    """Compiled whole: one by one, the operations would take longer to compile than to run."""
+    chosen = algorithm(name=name, weights=list(weights), objectives=["upright", "centred"][: len(weights)])
+    return jax.jit(lambda rewards, mask: updates.group_step_advantages(chosen, rewards, mask))
+
+
+def linear_policy(observations):
+    """Balances for a while: leans the way the pole falls."""
+    return observations @ jnp.array([0.0, 0.0, 8.0, 0.0])
+
+
+def starts(count, seed=0):
+    return CARTPOLE.start(jax.random.key(seed), count)
+
+
+def test_physics_is_gymnasiums():
+    """Random actions from the same start: positions, angles and the end agree."""
+    peer = gymnasium.make("CartPole-v1").unwrapped
+    rng = np.random.default_rng(0)
+    step = jax.jit(CARTPOLE.step)
+    ended = 0
+    for seed in range(8):
+        states = starts(1, seed)
+        peer.reset(seed=0)
+        peer.state = tuple(float(x) for x in CARTPOLE.observe(states)[0])
+        for _ in range(200):
+            action = int(rng.integers(2))
+            states, terminated = step(states, jnp.array([action]))
+            expected, reward, done, _, _ = peer.step(action)
+            np.testing.assert_allclose(CARTPOLE.observe(states)[0], expected, rtol=0, atol=1e-5)
+            assert bool(terminated[0]) == done and reward == 1
+            if done:
+                ended += 1
+                break
+    assert ended == 8
+
+
+def test_starts_are_within_bounds_and_differ():
+    numbers = np.asarray(CARTPOLE.observe(starts(500)))
+    assert np.abs(numbers).max() <= 0.05 and np.abs(numbers).max() > 0.049
+    assert len(np.unique(numbers)) == numbers.size
+
+
+@pytest.fixture(scope="module")
+def episodes():
+    states = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), starts(3))
+    play = jax.jit(lambda states, key: task.play_episodes(CARTPOLE, linear_policy, states, key))
+    return jax.tree.map(np.asarray, play(states, jax.random.key(1)))
+
+
+def test_a_group_starts_alike_and_then_parts(episodes):
+    first = episodes.observations[0].reshape(3, 4, 4)
+    assert (first == first[:, :1]).all()
+    assert not np.allclose(first[0], first[1])
+    actions = episodes.actions.T.reshape(3, 4, -1)
+    assert all((actions[p, 0] != actions[p, 1]).any() for p in range(3))
+
+
+def test_masks_end_at_termination(episodes):
+    """Replayed by gymnasium: it falls at the step after which the mask ends, and not before."""
+    peer = gymnasium.make("CartPole-v1").unwrapped
+    for b in range(12):
+        mask = episodes.mask[:, b]
+        length = int(mask.sum())
+        assert mask[:length].all() and 5 < length < 500
+        peer.reset(seed=0)
+        peer.state = tuple(float(x) for x in episodes.observations[0, b])
+        for t in range(length):
+            np.testing.assert_allclose(peer.state, episodes.observations[t, b], rtol=0, atol=1e-3)
+            _, _, done, _, _ = peer.step(int(episodes.actions[t, b]))
+            assert done == (t == length - 1)
+            np.testing.assert_allclose(peer.state[0], episodes.positions[t, b], rtol=0, atol=1e-3)
+    assert np.isfinite(episodes.observations).all() and np.isfinite(episodes.log_odds).all()
+
+
+def test_actions_are_drawn_from_the_policy():
+    """The share of right among many draws at one state is sigmoid(log-odds)."""
+    states = jax.tree.map(lambda x: jnp.repeat(x, 20000, axis=0), starts(1))
+    _, steps = task.play_steps(CARTPOLE, lambda x: jnp.full(x.shape[0], 1.3), states, jax.random.key(2), steps=1)
+    expected = 1 / (1 + np.exp(-1.3))
+    assert abs(steps.actions.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / 20000)
+
+
+def test_log_probabilities_and_entropy_of_an_action():
+    log_odds = jnp.array([-3.0, 0.0, 0.4, 30.0])
+    right = 1 / (1 + np.exp(-np.asarray(log_odds, np.float64)))
+    np.testing.assert_allclose(
+        updates.action_logprobs(log_odds, jnp.ones(4, bool)), np.log(right), rtol=1e-6, atol=1e-12
+    )
+    np.testing.assert_allclose(
+        updates.action_logprobs(log_odds[:3], jnp.zeros(3, bool)), np.log1p(-right[:3]), rtol=1e-6
+    )
+    entropy = -(right * np.log(right) + (1 - right) * np.log1p(-right))[:3]
+    np.testing.assert_allclose(updates.action_entropy(log_odds)[:3], entropy, rtol=1e-6)
+
+
+def balance(observations):
+    """Holds the pole for hundreds of steps."""
+    return 50 * (observations @ jnp.array([0.3, 0.7, 6.0, 2.0]))
+
+
+def test_greedy_play_counts_the_steps_of_each_episode():
+    states = starts(5)
+    outcome = task.play_greedily(CARTPOLE, linear_policy, states, width=0.5)
+    step = jax.jit(CARTPOLE.step)
+    for index in range(5):
+        one = jax.tree.map(lambda x, index=index: x[index : index + 1], states)
+        length, centred, distance, done = 0, 0.0, 0.0, False
+        while not done and length < 500:
+            one, terminated = step(one, (linear_policy(CARTPOLE.observe(one)) > 0).astype(jnp.int32))
+            length, done = length + 1, bool(terminated[0])
+            centred += max(0.0, 1 - abs(float(one.x[0])) / 0.5)
+            distance += abs(float(one.x[0]))
+        assert float(outcome.length[index]) == length
+        np.testing.assert_allclose(outcome.centred[index], centred, rtol=1e-4)
+        np.testing.assert_allclose(outcome.distance[index], distance / length, rtol=1e-4)
+
+
+def test_automatic_reset_tells_termination_from_the_time_limit():
+    """A policy that balances meets the limit at step 500; one that always pushes right falls."""
+    carts, steps = jax.jit(lambda states, key: task.play_steps(CARTPOLE, balance, states, key, steps=600))(
+        starts(4), jax.random.key(3)
+    )
+    truncated, terminated = np.asarray(steps.truncated), np.asarray(steps.terminated)
+    assert not terminated.any() and truncated[499].all() and truncated.sum() == 4
+    assert (np.asarray(steps.lengths)[499] == 500).all() and (np.asarray(steps.lengths)[500] == 1).all()
+    assert (np.asarray(carts.time) == 100).all()
+    # What the limit cut off is kept; the next step begins anew.
+    assert np.abs(steps.observations[500]).max() <= 0.05
+    assert not np.allclose(steps.next_observations[499], steps.observations[500])
+    np.testing.assert_array_equal(steps.next_observations[:499], steps.observations[1:500])
+
+    _, steps = task.play_steps(CARTPOLE, lambda x: jnp.full(x.shape[0], 50.0), starts(4), jax.random.key(3), steps=40)
+    ends = np.asarray(steps.terminated)
+    assert ends.any(axis=0).all() and not np.asarray(steps.truncated).any()
+    assert (np.asarray(steps.lengths)[ends] < 15).all()
+
+
+def ppo(**algorithm):
+    return cartpole_from_dict(
+        {"algorithm": {"name": "ppo", "kl_coef": 0.0, "discount": 0.9, "trace": 0.8, **algorithm}}
+    )
+
+
+def test_time_limits_bootstrap_and_terminations_do_not():
+    """GAE of recorded steps against a loop that knows both ends."""
+    rng = np.random.default_rng(0)
+    length, carts = 12, 3
+    terminated = np.zeros((length, carts), bool)
+    truncated = np.zeros((length, carts), bool)
+    terminated[4, 0] = terminated[7, 1] = truncated[5, 1] = truncated[3, 2] = True
+    observations = rng.normal(size=(length, carts, 4)).astype(np.float32)
+    following = rng.normal(size=(length, carts, 4)).astype(np.float32)
+    steps = task.Steps(
+        *map(jnp.asarray, (observations, rng.random((length, carts)) < 0.5, rng.normal(size=(length, carts)))),
+        *map(jnp.asarray, (following, terminated, truncated, np.ones((length, carts), np.int32))),
+    )
+
+    def value(params, x):
+        return x @ params
+
+    params = {"value": jnp.array([1.0, -2.0, 0.5, 3.0])}
+    batch, _ = jax.jit(lambda params, steps: updates.step_batch(ppo(), value, params, steps))(params, steps)
+    got = np.asarray(batch.advantages)
+    values, after = observations @ np.asarray(params["value"]), following @ np.asarray(params["value"])
+    for b in range(carts):
+        later = 0.0
+        for t in reversed(range(length)):
+            bootstrap = 0.0 if terminated[t, b] else after[t, b]
+            residual = 1 + 0.9 * bootstrap - values[t, b]
+            ends = terminated[t, b] or truncated[t, b]
+            later = residual + (0.0 if ends else 0.9 * 0.8 * later)
+            np.testing.assert_allclose(got[t, b], later, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(batch.returns, np.asarray(batch.advantages) + np.asarray(batch.values), rtol=1e-6)
+
+
+def group_returns(rewards, mask, discount):
+    """Slow: R[t] = Σ_{u ≥ t} γ^(u - t) r[u]."""
+    out = np.zeros(rewards.shape)
+    for index in np.ndindex(*rewards.shape[:-1]):
+        later = 0.0
+        for t in reversed(range(rewards.shape[-1])):
+            if mask[index][t]:
+                later = rewards[index][t] + discount * later
+                out[index][t] = later
+    return out
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """Rewards [P, G, T, N] and mask of episodes of many lengths; in the last group all are alike."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(1, 8, size=(4, 3))
+    lengths[3] = 5
+    mask = np.arange(8) < lengths[..., None]
+    centred = np.where(mask, rng.random(mask.shape), 0)
+    rewards = np.stack([mask.astype(float), centred], axis=-1)
+    return rewards.astype(np.float32), mask
+
+
+def normalised(returns, mask):
+    seen = returns[mask]
+    return np.where(mask, (returns - seen.mean()) / (seen.std(ddof=1) + 1e-4), 0)
+
+
+def algorithm(**fields):
+    return cartpole_from_dict({"algorithm": {"objectives": ["upright", "centred"], **fields}}).algorithm
+
+
+def test_grpo_normalises_the_returns_of_the_sum(groups):
+    rewards, mask = groups
+    got, dead = compiled_advantages("grpo", (1.0, 2.0))(rewards, mask)
+    returns = group_returns(rewards[..., 0] + 2 * rewards[..., 1], mask, 0.994)
+    for p in range(4):
+        np.testing.assert_allclose(got[p], normalised(returns[p], mask[p]), rtol=2e-4, atol=2e-4)
+    np.testing.assert_array_equal(dead, [[False, False]] * 3 + [[True, False]])
+
+
+def test_gdpo_normalises_each_objective_and_whitens(groups):
+    rewards, mask = groups
+    got, _ = compiled_advantages("gdpo", (1.0, 2.0))(rewards, mask)
+    total = np.zeros(mask.shape)
+    for n, weight in enumerate((1.0, 2.0)):
+        returns = group_returns(rewards[..., n], mask, 0.994)
+        for p in range(4):
+            if p == 3 and n == 0:  # all episodes of equal length: nothing to learn from staying up
+                continue
+            total[p] += weight * normalised(returns[p], mask[p])
+    expected = np.where(mask, (total - total[mask].mean()) / (total[mask].std(ddof=1) + 1e-4), 0)
+    np.testing.assert_allclose(got, expected, rtol=5e-4, atol=5e-4)
+
+
+def test_a_group_of_equal_episodes_teaches_nothing():
+    mask = np.ones((1, 3, 6), bool)
+    rewards = np.ones((1, 3, 6, 1), np.float32)
+    for name in ("grpo", "gdpo"):
+        got, dead = compiled_advantages(name, (1.0,))(rewards, mask)
+        assert (np.asarray(got) == 0).all() and np.asarray(dead).all()
+
+
+def test_centred_counts_only_in_episodes_that_stay_up():
+    mask = np.arange(6) < np.array([[6, 3, 4]])[..., None]
+    positions = jnp.full(mask.shape, 0.1)
+    rewards = updates.episode_rewards(algorithm(name="gdpo", condition=4), positions, jnp.asarray(mask))
+    np.testing.assert_allclose(rewards[..., 0], mask)
+    np.testing.assert_allclose(rewards[..., 1], 0.8 * mask * np.array([[1, 0, 1]])[..., None], rtol=1e-6)
+    free = updates.episode_rewards(algorithm(name="gdpo"), positions, jnp.asarray(mask))
+    np.testing.assert_allclose(free[..., 1], 0.8 * mask, rtol=1e-6)
+
+
+def test_objectives():
+    x = jnp.array([-0.6, -0.25, 0.0, 0.5])
+    np.testing.assert_allclose(task.objective_rewards("centred", x, 0.5), [0, 0.5, 1, 0])
+    np.testing.assert_allclose(task.objective_rewards("upright", x, 0.5), 1)
+    with pytest.raises(ValueError, match=r"objective must be one of .*, got 'fast'"):
+        task.objective_rewards("fast", x, 0.5)

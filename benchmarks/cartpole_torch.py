@@ -240,7 +240,7 @@ class Learner:
 
     def __init__(self, config: CartPoleConfig, seed: int, stepping: str):
         torch.manual_seed(seed)
-        self.config, self.rng, self.stepping = config, np.random.default_rng(seed), stepping
+        self.config, self.rng, self.stepping, self.updates = config, np.random.default_rng(seed), stepping, 0
         self.policy = make_network(config.network, 0.01)
         self.value = make_network(config.network, 1.0) if config.algorithm.name == "ppo" else None
         networks = [self.policy] + ([self.value] if self.value else [])
@@ -278,16 +278,21 @@ class Learner:
         return loss + settings.value_coef * value_loss(self.value, batch, settings)
 
     def update(self, batch: Batch) -> None:
-        """Several passes over the batch; PPO's minibatches are times, with all carts."""
-        settings, size = self.config.algorithm, len(batch.actions)
-        for _ in range(settings.epochs):
-            order = torch.randperm(size).chunk(settings.minibatches) if settings.minibatches > 1 else [slice(None)]
-            for rows in order:
-                self.optimizer.zero_grad()
-                self.loss(Batch(*(column[rows] for column in batch))).backward()
-                if self.config.optimizer.max_grad_norm:
-                    nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm)
-                self.optimizer.step()
+        """Several passes over the batch; PPO's minibatches are times with all carts, drawn once for all passes."""
+        settings, parts = self.config.algorithm, [batch]
+        if settings.minibatches > 1:
+            order = torch.randperm(len(batch.actions)).chunk(settings.minibatches)
+            parts = [Batch(*(column[rows] for column in batch)) for rows in order]
+        for part in parts * settings.epochs:
+            if self.config.optimizer.schedule == "linear":
+                total = self.config.training.iterations * settings.epochs * settings.minibatches
+                self.optimizer.param_groups[0]["lr"] = self.config.optimizer.learning_rate * (1 - self.updates / total)
+            self.optimizer.zero_grad()
+            self.loss(part).backward()
+            if self.config.optimizer.max_grad_norm:
+                nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm)
+            self.optimizer.step()
+            self.updates += 1
 
     def evaluate(self) -> float:
         """Mean return of fresh episodes with the likelier action."""
@@ -305,9 +310,6 @@ def train(config: CartPoleConfig, seed: int, stepping: str = "vector", *, evalua
     learner, total, evaluations = Learner(config, seed, stepping), 0, []
     began = time.perf_counter()
     for iteration in range(1, config.training.iterations + 1):
-        if config.optimizer.schedule == "linear":
-            rate = config.optimizer.learning_rate * (1 - (iteration - 1) / config.training.iterations)
-            learner.optimizer.param_groups[0]["lr"] = rate
         batch, steps = learner.collect()
         learner.update(batch)
         total += steps

@@ -71,14 +71,15 @@ def learning(results: dict[str, Any]) -> list[str]:
                 f"{number(middle(steps))} ({number(min(steps))}–{number(max(steps))})",
                 f"{middle(seconds):.1f}" if math.isfinite(middle(seconds)) else "–",
                 f"{run['iterations']}",
+                run["learning_rate"],
                 f"{run['seconds']:.1f}",
                 f"{run['compile_seconds']:.0f}",
                 f"{run['parameters']['policy']} + {values}" if values else f"{run['parameters']['policy']}",
                 f"{run['optimizer_bytes'] / 1024:.1f}",
             ]
         )
-    head = ["", "solved", "still at the end", "env steps to 475: median (range)", "seconds to 475, median",
-            "iterations", "seconds of the whole run", "compiling, s", "parameters", "optimizer, KiB"]  # fmt: skip
+    head = ["", "solved", "still at the end", "env steps to 475: median (range)", "seconds to 475, median"]
+    head += ["iterations", "learning rate", "seconds of the run", "compiling, s", "parameters", "optimizer, KiB"]
     return table(head, rows)
 
 
@@ -218,13 +219,14 @@ Lines are medians over seeds, bands reach from the lower to the upper quartile.
 
 {learning}
 
-Seconds are those of all seeds together. GDPO's run is longer for the sake of its second objective. Optimizer memory is
-Adam's state of one seed.
+Seconds are those of all seeds together. Each algorithm has the settings of its own config: learning rates
+and batches differ. Optimizer memory is Adam's state of one seed.
 {speed}
 ## Two objectives: what the sum loses, and what GDPO keeps
 
 Each step pays 1 for being upright and max(0, 1 - |x| / {width}) for being near the middle, so both objectives reach at
-most 500. All runs have the settings of `configs/cartpole_gdpo.yaml` and differ in how the two become one advantage:
+most 500. All runs below but "upright alone" (`configs/cartpole_grpo.yaml`) have the settings of
+`configs/cartpole_gdpo.yaml` and differ in how the two become one advantage:
 
 - *GRPO on the sum* adds the rewards and normalises the returns of the sum.
 - *GDPO* normalises the returns of each objective, adds them, and whitens.

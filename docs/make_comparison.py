@@ -50,7 +50,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO on the sum": ("cartpole_gdpo", {"name": "grpo"}),
     "GDPO": ("cartpole_gdpo", {}),
     "GDPO, weighted": ("cartpole_gdpo", {"weights": [2.0, 1.0]}),
-    "GDPO, conditioned": ("cartpole_gdpo", {"condition": 400}),
+    "GDPO, conditioned": ("cartpole_gdpo_conditioned", {}),
 }
 LANGUAGE = {"gae": "PPO", "grpo": "GRPO", "gdpo": "GDPO"}
 
@@ -155,6 +155,7 @@ def train(name: str, seeds: int, iterations: int | None) -> Measured:
         "parameters": training.parameters,
         "optimizer_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(sizes.optimizer)),
         "iterations": config.training.iterations,
+        "learning_rate": f"{config.optimizer.learning_rate:g}, {config.optimizer.schedule}",
         "every": config.evaluation.every,
     }
     return Measured(curves, figures)

@@ -12,10 +12,12 @@ import time
 import numpy as np
 import pytest
 
+# before Ray is imported: a process that gives an address must say that it has the cluster's token
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
-from bridges.retrieval import catalogue, local, service  # noqa: E402
+from bridges.retrieval import catalogue, cluster, local, service  # noqa: E402
 from bridges.retrieval.retriever import Retriever  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
@@ -63,7 +65,7 @@ def running(tmp_path_factory):
         log_to_driver=False,
         logging_level="ERROR",
         object_store_memory=80 * 2**20,
-        namespace=service.NAMESPACE,
+        namespace=cluster.NAMESPACE,
     )
     try:
         backend = service.start_service(
@@ -156,7 +158,7 @@ def test_a_missing_service_says_how_to_start_one(running):
 
 def test_ray_leaves_the_handlers_of_signals_alone(running):
     ours = signal.getsignal(signal.SIGTERM)
-    with service._own_signals():
+    with cluster.own_signals():
         signal.signal(signal.SIGTERM, lambda *_: None)
     assert signal.getsignal(signal.SIGTERM) is ours
 

@@ -1,5 +1,6 @@
 """The command that serves, in a process of its own, and what is said where nothing serves."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+# before Ray is imported: a process that gives an address must say that it has the cluster's token
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
@@ -54,11 +57,15 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
         process.communicate()
 
 
-def test_without_a_cluster_the_message_says_how_to_start_one(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    message = r"no Ray cluster answers at auto.*python -m bridges\.retrieval serve"
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
+def test_without_a_cluster_the_message_says_how_to_start_one(address, monkeypatch, tmp_path):
+    """Ray itself would try for minutes to reach a cluster that was killed."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+    message = rf"no Ray cluster answers at {address}.*python -m bridges\.retrieval serve"
     with pytest.raises(retrieval.ServiceNotFound, match=message):
-        retrieval.open_retriever(TITLES, backend="ray")
+        retrieval.open_retriever(TITLES, backend="ray", address=address)
 
 
 def test_a_catalogue_that_is_not_there_is_one_line(tmp_path):

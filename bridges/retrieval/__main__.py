@@ -36,8 +36,9 @@ def serve(options: argparse.Namespace) -> int:
     Raises:
         UserError: as `read_catalogue`, `start_service` and `Retriever.self_test`.
     """
+    from bridges.retrieval.cluster import NAMESPACE, cluster_address
     from bridges.retrieval.retriever import Retriever
-    from bridges.retrieval.service import NAMESPACE, cluster_address, start_service
+    from bridges.retrieval.service import start_service
     from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
     stop = threading.Event()

@@ -6,31 +6,20 @@ from the cache and repeats the call; only what Ray does not mend arrives here, a
 """
 
 import os
-import signal
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
+from bridges.retrieval.cluster import NAMESPACE, fetch, join_cluster, not_found, typed_errors
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
-from bridges.retrieval.errors import (
-    ActorLost,
-    ConnectionLost,
-    NonFiniteScores,
-    RetrievalError,
-    RetrievalTimeout,
-    ServiceNotFound,
-)
+from bridges.retrieval.errors import RetrievalError, ServiceNotFound
 from bridges.retrieval.local import Shard
 from bridges.retrieval.ranking import Counts, Scale, merge_counts
 from bridges.retrieval.retriever import Queries
 from grpo_jax.errors import StopRun, UserError
 
-NAMESPACE = "grpo_jax"
 _START_SECONDS = 600.0  # for actors to load encoder and vectors; a large catalogue on a slow disk takes minutes
-_OBJECT_STORE = 256 * 2**20  # bytes, of a cluster started here: only queries and counts pass through it
 
 
 class Description(NamedTuple):
@@ -114,11 +103,11 @@ class RayBackend:
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """As `retriever.Backend.count`, within the timeout."""
         turns = len(self._actors)
-        with _typed_errors():
+        with typed_errors():
             vectors = [self._actors[i % turns].encode.remote(batch) for i, batch in enumerate(queries.texts)]
             asked = queries._replace(texts=[])  # their vectors go instead
             counts = [actor.count.remote(asked, scale, *vectors) for actor in self._actors]
-        return merge_counts(_fetch(counts, self._timeout))
+        return merge_counts(fetch(counts, self._timeout))
 
     def reconnect(self) -> None:
         """Looks the actors up again: the service may have been restarted by hand.
@@ -167,7 +156,7 @@ def connect(
     """
     if not timeout > 0:
         raise ValueError(f"timeout: expected a number > 0, got {timeout}")
-    _join_cluster(address or os.environ.get("RAY_ADDRESS") or "auto", service)
+    join_cluster(address or os.environ.get("RAY_ADDRESS") or "auto", service)
     actors, description = _look_up(service, max(timeout, _START_SECONDS))
     if description.encoder != resolved_name(encoder):
         raise UserError(
@@ -218,7 +207,7 @@ def start_service(
     """
     if not 1 <= shards <= max(len(titles), 1):
         raise UserError(f"shards: expected 1 to {len(titles)}, the number of items, got {shards}")
-    _join_cluster(address or os.environ.get("RAY_ADDRESS"), service)
+    join_cluster(address or os.environ.get("RAY_ADDRESS"), service)
     import ray
 
     if _find_actor(service, 0) is not None:
@@ -240,55 +229,12 @@ def start_service(
         for i in range(shards)
     ]
     try:
-        descriptions = _fetch([actor.describe.remote() for actor in actors], _START_SECONDS)
+        descriptions = fetch([actor.describe.remote() for actor in actors], _START_SECONDS)
     except RetrievalError as error:
         for actor in actors:
             ray.kill(actor)
         raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
     return RayBackend(service, actors, descriptions[0], timeout=timeout, owner=True)
-
-
-def cluster_address() -> str:
-    """Host and port of the cluster that this process has joined: what `connect` takes as its address."""
-    import ray
-
-    return ray.get_runtime_context().gcs_address
-
-
-def _join_cluster(address: str | None, service: str) -> None:
-    """Connects this process to a cluster, or with None starts one; Ray's own handler of SIGTERM is taken away."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError("the retrieval service needs Ray: pip install grpo_jax[recommendation]") from error
-    if ray.is_initialized():
-        return
-    new = {}
-    if address is None:
-        # training waits for the ranks, and Ray's workers would run at the lowest priority of the machine
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        new = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
-    try:
-        with _own_signals():
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **new)
-    except (ConnectionError, RuntimeError) as error:
-        raise ServiceNotFound(_not_found(service, f"no Ray cluster answers at {address}")) from error
-
-
-@contextmanager
-def _own_signals():
-    """Handlers as they were: the training loop saves on SIGTERM, Ray would leave at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:  # None: not set from Python
-                signal.signal(number, handler)
 
 
 def _actor_name(service: str, shard: int) -> str:
@@ -306,70 +252,15 @@ def _find_actor(service: str, shard: int) -> Any | None:
 
 def _look_up(service: str, timeout: float) -> tuple[list[Any], Description]:
     """The actors of a service and what they say."""
-    with _typed_errors():
+    with typed_errors():
         first = _find_actor(service, 0)
         if first is None:
-            raise ServiceNotFound(_not_found(service, "the cluster has no such actor"))
-        description = _fetch([first.describe.remote()], timeout)[0]
+            raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
+        description = fetch([first.describe.remote()], timeout)[0]
         actors = [first, *(_find_actor(service, i) for i in range(1, description.shards))]
     if None in actors:
-        raise ServiceNotFound(_not_found(service, f"shard {actors.index(None)} of {len(actors)} is gone"))
+        raise ServiceNotFound(not_found(service, f"shard {actors.index(None)} of {len(actors)} is gone"))
     return actors, description
-
-
-def _fetch(references: list[Any], timeout: float) -> list[Any]:
-    """The results of remote calls, or a RetrievalError."""
-    import ray
-
-    with _typed_errors():
-        try:
-            return ray.get(references, timeout=timeout)
-        except ray.exceptions.GetTimeoutError as error:
-            for reference in references:
-                ray.cancel(reference, recursive=False)  # what has not begun need not begin
-            raise RetrievalTimeout(f"no answer within {timeout:g} s") from error
-
-
-@contextmanager
-def _typed_errors():
-    """Ray's errors as those of `bridges.retrieval.errors`."""
-    from ray import exceptions
-
-    gone = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError)
-    lost = (exceptions.ObjectLostError, exceptions.OutOfMemoryError, exceptions.TaskCancelledError)
-    cut = (exceptions.RaySystemError, exceptions.RpcError, exceptions.LocalRayletDiedError, ConnectionError)
-    try:
-        yield
-    except RetrievalError as error:
-        if isinstance(error, exceptions.RayTaskError):  # raised in the actor: without its traceback
-            raise _plain(error) from error
-        raise
-    except (*gone, *lost) as error:
-        # the first line tells that it died, the last one why
-        raise ActorLost(f"{_first_line(error)} {str(error).splitlines()[-1].strip()}") from error
-    except cut as error:
-        raise ConnectionLost(_first_line(error)) from error
-    except exceptions.RayTaskError as error:
-        raise RetrievalError(f"the service failed: {_first_line(error.cause or error)}") from error
-    except exceptions.RayError as error:
-        raise RetrievalError(_first_line(error)) from error
-
-
-def _plain(error: Any) -> RetrievalError:
-    kind: Callable[[str], RetrievalError] = NonFiniteScores if isinstance(error, NonFiniteScores) else RetrievalError
-    return kind(_first_line(error.cause))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _not_found(service: str, reason: str) -> str:
-    return (
-        f"RetrievalService not found: {service!r} ({reason}). `ray status` shows whether a cluster runs; start the "
-        f"service with: python -m bridges.retrieval serve --catalogue FILE --service {service}"
-    )
 
 
 def _jax_device(name: str) -> Any:

@@ -1,0 +1,127 @@
+"""A small untrained policy for worlds of few words: a Llama folder in which every word is one token.
+
+Nothing is downloaded and nothing but NumPy and transformers' tokenizer is needed to write it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+PAD, END, UNKNOWN, NEXT = "<|pad|>", "<|end|>", "<|unknown|>", "<|next|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|next|>{% endif %}"
+)
+"""What the user says, a mark, and the answer."""
+
+
+def write_policy(
+    folder: str | Path,
+    words: Iterable[str],
+    *,
+    width: int = 96,
+    layers: int = 2,
+    heads: int = 4,
+    window: int = 256,
+    seed: int = 0,
+) -> Path:
+    """Writes a Hugging Face folder with random weights and a tokenizer of whole words.
+
+    Text is split at white space; a word or mark of `words` is one token, any other is "<|unknown|>". Tokens are joined
+    with a space when read back.
+
+    Args:
+        folder: Where to write; made if it is not there.
+        words: What the policy can say; repeated ones count once.
+        width: Of the hidden states.
+        layers: Decoder layers.
+        heads: Attention heads; they divide the width into even parts.
+        window: Longest text in tokens.
+        seed: Of the weights.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: If there are no words, a word holds white space, or the heads do not divide the width evenly.
+    """
+    words = list(dict.fromkeys(words))
+    if not words or any(word.split() != [word] for word in words):
+        raise ValueError(f"words must be at least one, without white space, got {words[:5]}")
+    if width % heads or width // heads % 2:
+        raise ValueError(f"heads must divide width into even parts, got {width} by {heads}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = [PAD, END, UNKNOWN, NEXT, *words]
+    _write_tokenizer(folder, vocabulary, window)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(vocabulary),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": window,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    generation = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    _write_weights(folder, len(vocabulary), width, layers, seed)
+    return folder
+
+
+def _write_tokenizer(folder: Path, vocabulary: list[str], window: int) -> None:
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = [AddedToken(token, special=True) for token in vocabulary[:4]]
+    backend.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[NEXT],
+        padding_side="left",
+        model_max_length=window,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def _write_weights(folder: Path, vocabulary: int, width: int, layers: int, seed: int) -> None:
+    from safetensors.numpy import save_file
+
+    generator = np.random.Generator(np.random.PCG64(seed))
+
+    def normal(*shape: int) -> np.ndarray:
+        return (0.02 * generator.standard_normal(shape)).astype(np.float32)
+
+    ones = np.ones(width, np.float32)
+    tensors = {"model.embed_tokens.weight": normal(vocabulary, width), "model.norm.weight": ones}
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        tensors |= {f"{name}.self_attn.{part}_proj.weight": normal(width, width) for part in "qkvo"}
+        tensors |= {f"{name}.mlp.{part}_proj.weight": normal(2 * width, width) for part in ("gate", "up")}
+        tensors[f"{name}.mlp.down_proj.weight"] = normal(width, 2 * width)
+        tensors |= {f"{name}.{part}_layernorm.weight": ones for part in ("input", "post_attention")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

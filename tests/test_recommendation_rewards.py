@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.tasks.recommendation import metrics, rewards
-from grpo_jax.tasks.rewards import collect_rewards, load_reward
+from grpo_jax.tasks.rewards import RewardError, collect_rewards, load_reward
 
 RANK = np.array([1.0, 2.0, 7.0, np.nan, 12.0, 1000.0])
 PROBABILITY = np.array([0.5, 0.25, 0.125, np.nan, 0.0625, 0.0], np.float32)
@@ -96,3 +96,27 @@ def test_rewards_reach_the_loop_as_objectives(tmp_path):
     assert np.isnan(values[1, 0]).all() and np.isfinite(np.delete(values.reshape(6, 3), 3, 0)).all()
     np.testing.assert_allclose(values[0, :, 0], [1, 1 / math.log2(3), 0], rtol=1e-6)
     np.testing.assert_allclose(values[0, :, 2], [2 - 0.03, 0.5 - 0.03, 1 / 7 - 0.03], rtol=1e-6)
+
+
+def test_a_reward_of_the_users_own_never_sees_a_missing_rank():
+    seen = []
+
+    def own(rank, target_title):
+        seen.append((list(rank), list(target_title)))
+        return np.array([1 / r for r in rank])
+
+    columns = {"target_title": list("abcdef"), **rewards.reward_columns(RANK, PROBABILITY)}
+    wrapped = rewards.where_ranked(own)
+    assert wrapped.__name__ == "own"
+    values = collect_rewards([wrapped], ["own"], ["p"] * 6, ["c"] * 6, columns, 2)
+    assert seen == [([1.0, 2.0, 7.0, 12.0, 1000.0], ["a", "b", "c", "e", "f"])]
+    np.testing.assert_allclose(values[:, :, 0], [[1, 0.5], [1 / 7, math.nan], [1 / 12, 1e-3]], rtol=1e-6)
+    nothing = columns | rewards.reward_columns(np.full(6, math.nan), PROBABILITY)
+    assert np.isnan(collect_rewards([wrapped], ["own"], ["p"] * 6, ["c"] * 6, nothing, 2)).all()
+    assert len(seen) == 1
+
+
+def test_a_reward_that_is_too_short_is_an_error_all_the_same():
+    columns = rewards.reward_columns(RANK, PROBABILITY)
+    with pytest.raises(RewardError, match="one value for each of 5 completions, got 1"):
+        collect_rewards([rewards.where_ranked(lambda rank: [1.0])], ["own"], ["p"] * 6, ["c"] * 6, columns, 2)

@@ -83,7 +83,7 @@ def _call(function: Reward, name: str, arguments: dict[str, Any], count: int, on
     try:
         # Each gets lists of its own: what one reward does to them is not the next one's input.
         own = {name: list(value) if isinstance(value, list) else value for name, value in arguments.items()}
-        returned = function(**_accepted(function, own))
+        returned = function(**accepted_arguments(function, own))
         values = _as_list(returned)
     except StopRun:
         raise
@@ -111,8 +111,8 @@ def _call(function: Reward, name: str, arguments: dict[str, Any], count: int, on
     return numbers
 
 
-def _accepted(function: Reward, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments a reward takes."""
+def accepted_arguments(function: Reward, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments a reward takes: all with ``**columns``, otherwise those it names."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments

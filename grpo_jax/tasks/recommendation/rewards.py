@@ -13,12 +13,14 @@ nothing, ties count against the target, and it earns what the last place earns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.tasks.recommendation import metrics
+from grpo_jax.tasks.rewards import accepted_arguments
 
 Reward = Callable[..., list[float | None]]
 
@@ -59,6 +61,35 @@ def make_reward(name: str, *, items: int, options: Mapping[str, float] | None = 
     if name == "hit":
         return hit(k=k, items=items)
     raise ValueError(f"name must be one of {', '.join(BUILT_IN)}, got {name!r}")
+
+
+def where_ranked(reward: Reward) -> Reward:
+    """A reward that is asked only about completions with a rank; for the others it is missing.
+
+    For the user's own rewards: they need not know that a retriever can fail, and a failure becomes no number in them.
+
+    Args:
+        reward: Called with the lists of those completions alone; not at all if there are none.
+    """
+
+    @functools.wraps(reward)
+    def ranked(completions: Sequence[str], rank: Sequence[float], **columns: Any) -> list[float | None]:
+        given = {"completions": completions, "rank": rank, **columns}
+        kept = [i for i, value in enumerate(rank) if not np.isnan(value)]
+        values: list[Any] = [None] * len(rank)
+        if not kept:
+            return values
+        part = {name: [column[i] for i in kept] for name, column in given.items()}
+        answers = list(reward(**accepted_arguments(reward, part)))
+        if len(answers) != len(kept):
+            raise ValueError(f"it must return one value for each of {len(kept)} completions, got {len(answers)}")
+        for i, answer in zip(kept, answers, strict=True):
+            values[i] = answer
+        return values
+
+    # What is called is this function: it takes every column, whatever the reward names.
+    del ranked.__wrapped__
+    return ranked
 
 
 def ndcg(*, k: int | None = None) -> Reward:

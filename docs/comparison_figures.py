@@ -79,18 +79,17 @@ def finish(figure: Figure, axes: list[Axes], target: Path) -> None:
 def draw_learning(results: dict[str, Any], target: Path) -> None:
     """Return over environment steps, and over seconds of all seeds together."""
     figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.5), sharey=True)
-    ends = {"PPO": [], "GRPO": [], "GDPO": []}
-    for name in LEARNING:
-        curves = results[name]["curves"]
-        seconds = [results[name]["seconds_at"]] * len(curves["episode_return"])
-        for axis, x, unit in ((axes[0], curves["environment_steps"], THOUSAND), (axes[1], seconds, 1.0)):
-            drawn = band(x, curves["episode_return"])
+    for axis, unit in zip(axes, (THOUSAND, 1.0), strict=True):
+        learned = 0.0
+        for name in LEARNING:
+            curves = results[name]["curves"]
+            seconds = [results[name]["seconds_at"]] * len(curves["episode_return"])
+            x = curves["environment_steps"] if axis is axes[0] else seconds
+            drawn = band(x, curves["episode_return"], points=1000)
             draw(axis, name, drawn, unit)
-            ends[name].append(drawn.x[-1] / unit)
-    for index, axis in enumerate(axes):
+            learned = max(learned, drawn.x[np.argmax(drawn.median >= 475)] / unit)
         axis.axhline(475, color=GREY, linewidth=0.9, linestyle=":")
-        # GDPO goes on long after this, for its second objective: the next picture.
-        axis.set(ylim=(0, 512), xlim=(0, 1.02 * max(ends["PPO"][index], ends["GRPO"][index])))
+        axis.set(ylim=(0, 512), xlim=(0, 2 * learned or None))
     axes[1].annotate("475", (1.01, 475), xycoords=("axes fraction", "data"), va="center", color=GREY, fontsize=9)
     axes[0].set(xlabel="environment steps of one seed (thousands)", ylabel="mean return, 100 greedy episodes")
     axes[1].set(xlabel="seconds, all seeds side by side, without compilation")

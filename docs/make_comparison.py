@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import platform
 import time
 from importlib.metadata import version
@@ -213,9 +214,10 @@ def main() -> None:
     options = parser.parse_args()
     kept = options.out / "comparison.json"
     results = json.loads(kept.read_text()) if kept.exists() else {"cartpole": {}, "language": []}
+    load = os.getloadavg()[0]  # of others: this script has done nothing yet
     for name in [] if options.draw_only else options.only:
         measured = train(name, options.seeds, options.iterations)
-        results["cartpole"][name] = {**measured.figures, "curves": measured.curves} | machine()
+        results["cartpole"][name] = {**measured.figures, "curves": measured.curves, "load": load} | machine()
         print(f"{name}: {measured.figures['seconds']:.1f} s", flush=True)
     if options.language_runs:
         results["language"] = [read_language(folder) for folder in options.language_runs]

@@ -80,7 +80,7 @@ def vocabulary(catalogue: Catalogue) -> tuple[str, ...]:
 
 
 def lessons(
-    rows: Sequence[Row], catalogue: Catalogue, *, shown: int = 4, copied: float = 0.5, seed: int = 0
+    rows: Sequence[Row], catalogue: Catalogue, *, shown: int = 4, copied: float = 0.3, seed: int = 0
 ) -> list[tuple[str, str]]:
     """(prompt, title) pairs for a supervised warm start that teach the form of a title and nothing of the rules.
 

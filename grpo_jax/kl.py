@@ -65,7 +65,7 @@ def kl_divergence(logprobs: ArrayLike, ref_logprobs: ArrayLike, *, estimator: st
 
         k1 = -d,  k2 = d² / 2,  k3 = exp(d) - d - 1
 
-    k1 and k3 are unbiased values, k3 with less variance and never negative
+    k1 and k3 are unbiased values, k3 never negative and, near the reference, with less variance
     (http://joschu.net/blog/kl-approx.html). Their gradients are another matter: see `KLPenalty`.
 
     Args:

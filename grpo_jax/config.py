@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_jax.config_algorithm import AlgorithmSection, PPOSection
+from grpo_jax.config_recommendation import RetrievalSection, WarmStartSection
 from grpo_jax.config_sections import (
     DataSection,
     DeviceSection,
     EvaluationSection,
     LoraSection,
+    NewPolicySection,
     OptimizerSection,
     PolicySection,
     RendererSection,
@@ -25,6 +27,7 @@ from grpo_jax.config_sections import (
     TrainingSection,
     require,
 )
+from grpo_jax.tasks.recommendation.section import RecommendationSection
 
 __all__ = [
     "AlgorithmSection",
@@ -33,14 +36,18 @@ __all__ = [
     "DeviceSection",
     "EvaluationSection",
     "LoraSection",
+    "NewPolicySection",
     "OptimizerSection",
     "PPOSection",
     "PolicySection",
+    "RecommendationSection",
     "RendererSection",
+    "RetrievalSection",
     "RewardSection",
     "SamplingSection",
     "ScorerSection",
     "TrainingSection",
+    "WarmStartSection",
     "from_dict",
     "to_dict",
     "to_yaml",
@@ -52,7 +59,8 @@ class Config:
     """A run of grpo_jax.
 
     Args:
-        task: "prompt_enhancement" judges pictures drawn from the text; "text" judges the text itself.
+        task: "prompt_enhancement" judges pictures drawn from the text; "text" judges the text itself;
+            "recommendation" where it ranks the item that came next.
         seed: Seed of everything random.
         run_dir: Folder of the run; null makes runs/TASK-TIME.
         resume: Continue the run in run_dir from its last checkpoint.
@@ -70,13 +78,17 @@ class Config:
         training: The loop.
         renderer: The diffusion model (prompt_enhancement).
         scorer: The CLIP model (prompt_enhancement).
+        recommendation: Users, items and prompts (recommendation).
+        retrieval: What ranks the items (recommendation).
+        warm_start: Supervised steps before the first iteration (recommendation).
         rewards: The objectives; empty takes the task's default.
-        watch: Rewards that are logged and never trained on.
+        watch: Rewards that are logged and never trained on; of recommendation also hr@K, ndcg@K, mrr and mrr@K, and
+            when it is empty hr@5, hr@10, ndcg@5, ndcg@10 and mrr.
         evaluation: Held-out measurement.
         devices: Where each part runs.
     """
 
-    task: Literal["prompt_enhancement", "text"] = "prompt_enhancement"
+    task: Literal["prompt_enhancement", "text", "recommendation"] = "prompt_enhancement"
     seed: int = 0
     run_dir: str | None = None
     resume: bool = False
@@ -94,6 +106,9 @@ class Config:
     training: TrainingSection = field(default_factory=TrainingSection)
     renderer: RendererSection = field(default_factory=RendererSection)
     scorer: ScorerSection = field(default_factory=ScorerSection)
+    recommendation: RecommendationSection = field(default_factory=RecommendationSection)
+    retrieval: RetrievalSection = field(default_factory=RetrievalSection)
+    warm_start: WarmStartSection = field(default_factory=WarmStartSection)
     rewards: list[RewardSection] = field(default_factory=list)
     watch: list[str] = field(default_factory=list)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
@@ -118,6 +133,7 @@ class Config:
         named = buffer == 0 or "overlong" not in labels
         require(named, "rewards.overlong", "another name: the penalty of algorithm.overlong_buffer has it", labels)
         self._check_kl_control()
+        self._check_recommendation()
         chunk = self.training.chunk_prompts
         require(
             chunk == 0 or self.training.prompts_per_batch % chunk == 0,
@@ -130,6 +146,14 @@ class Config:
         rows, horizon = self.training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
         steady = self.ppo.kl_target == 0 or rows <= horizon
         require(steady, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)
+
+    def _check_recommendation(self) -> None:
+        ours, warm = self.task == "recommendation", self.warm_start
+        made = self.policy.path != "new" or ours
+        require(made, "policy.path", "a folder: only recommendation makes a new policy", self.policy.path)
+        require(ours or warm.steps == 0, "warm_start.steps", f"0 for the task {self.task}", warm.steps)
+        taught = warm.steps == 0 or warm.pairs == "next" or self.recommendation.source == "dummy"
+        require(taught, "warm_start.pairs", "next: lessons are of the dummy world alone", warm.pairs)
 
 
 def from_dict(values: dict[str, Any]) -> Config:
@@ -157,6 +181,9 @@ _SECTIONS: dict[str, type] = {
     "training": TrainingSection,
     "renderer": RendererSection,
     "scorer": ScorerSection,
+    "recommendation": RecommendationSection,
+    "retrieval": RetrievalSection,
+    "warm_start": WarmStartSection,
     "evaluation": EvaluationSection,
     "devices": DeviceSection,
 }
@@ -167,8 +194,10 @@ def _build(kind: type, values: dict[str, Any], name: str) -> Any:
     for key in values:
         require(key in known, f"{name}.{key}".strip("."), f"one of {sorted(known)}", key)
     values = dict(values)
-    if kind is PolicySection and isinstance(values.get("lora"), dict):
-        values["lora"] = _build(LoraSection, values["lora"], "policy.lora")
+    nested = {"lora": LoraSection, "new": NewPolicySection} if kind is PolicySection else {}
+    for field_name, section in nested.items():
+        if isinstance(values.get(field_name), dict):
+            values[field_name] = _build(section, values[field_name], f"policy.{field_name}")
     return kind(**values)
 
 

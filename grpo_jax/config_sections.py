@@ -42,11 +42,39 @@ class LoraSection:
 
 
 @dataclass(frozen=True)
+class NewPolicySection:
+    """A small policy with random weights, made from the words of a catalogue (policy.path "new").
+
+    Args:
+        width: Of the hidden states.
+        layers: Decoder layers.
+        heads: Attention heads; they divide the width into even parts.
+        vocabulary: Most frequent words of the titles that become tokens; 0 for all of them.
+        window: Longest text in tokens.
+    """
+
+    width: int = 96
+    layers: int = 2
+    heads: int = 4
+    vocabulary: int = 0
+    window: int = 256
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        for name in ("width", "layers", "heads", "window"):
+            require(getattr(self, name) >= 1, f"policy.new.{name}", "a number >= 1", getattr(self, name))
+        require(self.vocabulary >= 0, "policy.new.vocabulary", "a number >= 0", self.vocabulary)
+        even = self.width % self.heads == 0 and self.width // self.heads % 2 == 0
+        require(even, "policy.new.heads", f"a number that divides width = {self.width} into even parts", self.heads)
+
+
+@dataclass(frozen=True)
 class PolicySection:
     """The policy that is trained.
 
     Args:
-        path: Hugging Face folder of a Qwen2, Qwen2.5, Qwen3, Llama or Qwen2-VL model, or "miniature".
+        path: Hugging Face folder of a Qwen2, Qwen2.5, Qwen3, Llama, GPT-2 or Qwen2-VL model, "miniature", or "new".
+        new: The small untrained policy that "new" makes (recommendation).
         compute_dtype: Type of the activations.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
         remat: Recompute layer activations in the backward pass instead of keeping them.
@@ -54,6 +82,7 @@ class PolicySection:
     """
 
     path: str = "miniature"
+    new: NewPolicySection = field(default_factory=NewPolicySection)
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     frozen_dtype: Dtype = "float32"
     remat: bool = True
@@ -257,14 +286,14 @@ class RewardSection:
     """One reward: an objective of its own, never summed before the advantages.
 
     Args:
-        name: alignment, alignment_gain, faithfulness, length, quality, or package.module:function or
-            file.py:function.
+        name: alignment, alignment_gain, faithfulness, length, quality; for recommendation ndcg, hit, mrr, mixed, soft;
+            or package.module:function or file.py:function.
         weight: Its weight among the objectives.
         condition_on: Count this reward only where the named one (of an import path, the function) reaches the
             threshold. Left out: always, but quality only where alignment_gain reaches 0 or, without it in the list,
             alignment 0.25. "none": always, quality too.
         threshold: The threshold of a condition_on that names a reward.
-        options: Keyword options of a built-in reward.
+        options: Keyword options of a built-in reward; of ndcg, hit, mrr and mixed the cut-off k, 0 for none.
     """
 
     name: str = "alignment"

@@ -126,7 +126,7 @@ def draw_signal(results: dict[str, Any], target: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(11.0, 3.5))
     for axis, objective in zip(axes, ("upright", "centred"), strict=False):
         for name, how in (("GRPO on the sum", "sum"), ("GDPO", "gdpo")):
-            values = [smoothed(seed, 3) for seed in np.array(curves[f"share/{how}/{objective}"], float)]
+            values = [smoothed(seed, 7) for seed in np.array(curves[f"share/{how}/{objective}"], float)]
             draw(axis, name, _over_seeds(steps, np.array(values)))
         axis.set(title=f"agreement of the advantage with {objective}")
     lowest = min(axis.get_ylim()[0] for axis in axes[:2])
@@ -136,7 +136,7 @@ def draw_signal(results: dict[str, Any], target: Path) -> None:
     for name, how in (("GRPO on the sum", "sum"), ("GDPO", "gdpo")):
         counts = np.array(curves[f"distinct_passed/{how}"], float).mean(axis=0)
         colour, style = STYLES[name]
-        axes[2].plot(steps, smoothed(list(counts), 3), color=colour, linestyle=style, linewidth=1.9)
+        axes[2].plot(steps, smoothed(list(counts), 7), color=colour, linestyle=style, linewidth=1.9)
     axes[2].set(title="distinct advantages, yes-or-no rewards", ylim=(0.9, 4.1), yticks=(1, 2, 3, 4))
     axes[2].set_ylabel("values in a group, mean")
     for axis in axes:

@@ -108,7 +108,9 @@ def draw_objectives(results: dict[str, Any], target: Path) -> None:
     for axis, (title, key, limits) in zip(axes, panels, strict=True):
         for name in OBJECTIVES:
             curves = results[name]["curves"]
-            drawn = band(curves["environment_steps"], curves[key], points=1000)
+            window = 1 if key == "episode_return" else 5
+            values = [smoothed(seed, window) for seed in curves[key]]
+            drawn = band(curves["environment_steps"], values, points=1000)
             draw(axis, name, drawn, THOUSAND)
             if key == "episode_return":
                 learned = max(learned, drawn.x[np.argmax(drawn.median >= 475)] / THOUSAND)
@@ -161,14 +163,15 @@ def draw_language(runs: list[dict[str, Any]], target: Path) -> None:
         colour, _ = STYLES[name]
         after = [run["after"] for run in mine]
         axes[1].bar(place, np.mean(after), width=0.55, color=colour, alpha=0.35)
-        axes[1].plot(np.linspace(place - 0.12, place + 0.12, len(after)), after, "o", color=colour, markersize=5)
+        axes[1].plot(
+            place + 0.12 * (np.arange(len(after)) - (len(after) - 1) / 2), after, "o", color=colour, markersize=5
+        )
         axes[1].annotate(f"{np.mean(after):.3f}", (place, 1.03), ha="center", color=colour)
     before, oracle = (np.mean([run[key] for run in runs]) for key in ("before", "oracle"))
     axes[1].axhline(before, color=GREY, linestyle=":", linewidth=1)
-    axes[1].annotate(
-        f"before: {before:.2f}", (len(names) - 0.45, before), ha="right", va="bottom", color=GREY, fontsize=9
-    )
-    axes[1].set(title=f"held-out prompts, greedy (oracle {oracle:.2f})", ylim=(0, 1.1), xlim=(-0.5, len(names) - 0.4))
+    side = (len(names) - 0.62, before)
+    axes[1].annotate(f"before:\n{before:.2f}", side, ha="left", va="bottom", color=GREY, fontsize=9)
+    axes[1].set(title=f"held-out prompts, greedy (oracle {oracle:.2f})", ylim=(0, 1.1), xlim=(-0.5, len(names)))
     axes[1].set_xticks(range(len(names)), names)
     axes[0].set(title="training batches, sampled (mean of 5)", ylim=(0, 1.1), xlim=(0, None), xlabel="iteration")
     axes[0].set_ylabel("pixel accuracy")

@@ -219,9 +219,9 @@ Lines are medians over seeds, bands reach from the lower to the upper quartile.
 
 {learning}
 
-Seconds are those of all seeds together. Each algorithm has the settings of its own config: learning rates
-and batches differ. GDPO's lead over GRPO in this table is its learning rate: with the same one GRPO on the sum is solved
-after {sum_solved} environment steps (median; see below). Optimizer memory is Adam's state of one seed.
+Seconds are those of all seeds together. Each algorithm has the settings of its own config: learning rates and batches
+differ. GDPO's lead over GRPO here is its learning rate: with the same one, GRPO on the sum needs {sum_solved}
+environment steps (see below). Optimizer memory is Adam's state of one seed.
 {speed}
 ## Two objectives: what the sum loses, and what GDPO keeps
 
@@ -236,7 +236,8 @@ most 500. All runs below but "upright alone" (`configs/cartpole_grpo.yaml`) have
 
 ![Both objectives over environment steps](images/comparison_objectives.png)
 
-Median over seeds (quartiles), the mean of the last seven measurements; "both" is upright ≥ 475 and centred ≥ 400.
+Bands are quartiles over seeds; the second and third panel show running means of five measurements. Below: median over
+seeds (quartiles) of the mean of the last seven measurements; "both" is upright ≥ 475 and centred ≥ 400.
 
 {objectives}
 

@@ -13,6 +13,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
+from grpo_jax.errors import StopRun  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,7 +26,7 @@ TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream", 
 
 
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
-    """A process of its own; training, here this process, finds it."""
+    """A process of its own; training, here this process, finds it, and stops when it is gone."""
     table = tmp_path / "items.tsv"
     table.write_text("item_id\ttitle\n" + "".join(f"{i}\t{title}\n" for i, title in enumerate(TITLES)))
     command = [sys.executable, "-m", "bridges.retrieval", "serve", "--catalogue", str(table)]
@@ -44,17 +45,19 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
             lines.append(line)
         assert "self-test   100.0%" in "".join(lines)
         (address,) = [line.split()[1] for line in lines if line.startswith("cluster")]
-        try:
-            retriever, _ = retrieval.open_retriever(TITLES, backend="ray", address=address)
-            assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
-            retriever.close()  # not ours to end
-        finally:
-            ray.shutdown()
+        patience = retrieval.Patience(attempts=2, first_wait=0.1, budget=0)
+        retriever, _ = retrieval.open_retriever(TITLES, backend="ray", address=address, patience=patience)
+        assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
+        retriever.close()  # it is not ours to end
+        assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
+        with pytest.raises(StopRun, match="no Ray cluster answers"):
+            retriever.score_ranks([TITLES[3]], [3], [[]])
     finally:
         process.kill()
         process.communicate()
+        ray.shutdown()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])

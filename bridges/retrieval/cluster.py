@@ -32,8 +32,17 @@ def cluster_address() -> str:
 
 
 def join_cluster(address: str | None, service: str) -> None:
-    """Connects this process to a cluster, or with None starts one; Ray's own handler of SIGTERM is taken away."""
+    """Connects this process to a cluster, or with None starts one; Ray's own handler of SIGTERM is taken away.
+
+    Does nothing if the process belongs to one already.
+
+    Raises:
+        ServiceNotFound: There is no cluster there, or it refuses.
+        UserError: Ray is not installed.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray ends a process whose cluster has been gone for a minute; a training run must live to save
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "1000000")
     try:
         import ray
     except ImportError as error:
@@ -55,6 +64,19 @@ def join_cluster(address: str | None, service: str) -> None:
         if address not in (None, "auto") and "RAY_AUTH_MODE" not in os.environ:
             reason += "; if it asks for a token, as Ray's own do from 2.60 on, set RAY_AUTH_MODE=token"
         raise ServiceNotFound(not_found(service, reason)) from error
+
+
+def rejoin_cluster(address: str, service: str) -> None:
+    """Leaves a cluster that is gone and joins the one that is at that address now; nothing if the old one lives.
+
+    Raises:
+        ServiceNotFound: There is none.
+    """
+    import ray
+
+    if ray.is_initialized() and not _answers(cluster_address()):
+        ray.shutdown()
+    join_cluster(address, service)
 
 
 def _answers(address: str) -> bool:

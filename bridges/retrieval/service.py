@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
-from bridges.retrieval.cluster import NAMESPACE, fetch, join_cluster, not_found, typed_errors
+from bridges.retrieval.cluster import NAMESPACE, fetch, join_cluster, not_found, rejoin_cluster, typed_errors
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
 from bridges.retrieval.errors import RetrievalError, ServiceNotFound
 from bridges.retrieval.local import Shard
@@ -82,7 +82,16 @@ class RankShard:
 class RayBackend:
     """A running service, as `retriever.Backend`; made by `connect` and `start_service`."""
 
-    def __init__(self, service: str, actors: list[Any], description: Description, *, timeout: float, owner: bool):
+    def __init__(
+        self,
+        service: str,
+        actors: list[Any],
+        description: Description,
+        *,
+        timeout: float,
+        owner: bool = False,
+        address: str = "auto",
+    ):
         """Takes the actors in the order of their shards.
 
         Args:
@@ -91,12 +100,14 @@ class RayBackend:
             description: that they gave.
             timeout: seconds that one attempt may take.
             owner: whether closing ends the service.
+            address: of a cluster to join where this one is gone.
         """
         self.items = description.items
         self.fingerprint = description.fingerprint
         self._service = service
         self._actors = actors
         self._timeout = timeout
+        self._address = address
         # Ray ends an actor when the handle goes with which it was made, whoever else holds one
         self._owned = list(actors) if owner else []
 
@@ -110,12 +121,13 @@ class RayBackend:
         return merge_counts(fetch(counts, self._timeout))
 
     def reconnect(self) -> None:
-        """Looks the actors up again: the service may have been restarted by hand.
+        """Looks cluster and actors up again: the service may have been started again by hand.
 
         Raises:
-            ServiceNotFound: It is not there.
+            ServiceNotFound: One of them is not there.
             StopRun: Another catalogue or encoder is served under its name.
         """
+        rejoin_cluster(self._address, self._service)
         actors, description = _look_up(self._service, self._timeout)
         if description.fingerprint != self.fingerprint:
             raise StopRun(
@@ -156,7 +168,8 @@ def connect(
     """
     if not timeout > 0:
         raise ValueError(f"timeout: expected a number > 0, got {timeout}")
-    join_cluster(address or os.environ.get("RAY_ADDRESS") or "auto", service)
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    join_cluster(address, service)
     actors, description = _look_up(service, max(timeout, _START_SECONDS))
     if description.encoder != resolved_name(encoder):
         raise UserError(
@@ -168,7 +181,7 @@ def connect(
             f"the retrieval service {service!r} serves another catalogue ({description.fingerprint.catalogue}) than "
             f"this run's ({ours})"
         )
-    return RayBackend(service, actors, description, timeout=timeout, owner=False)
+    return RayBackend(service, actors, description, timeout=timeout, address=address)
 
 
 def start_service(

@@ -65,6 +65,7 @@ def test_a_run_directory(finished):
     assert config == dataclasses.replace(cartpole_from_dict(TINY), run_dir=str(folder))
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted(finished, tmp_path, capsys):
     """Stopped after the first block, by the event that a signal sets, and continued."""
     from grpo_jax.cartpole import command

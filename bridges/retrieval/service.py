@@ -113,6 +113,8 @@ class RayBackend:
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """As `retriever.Backend.count`, within the timeout."""
+        if not self._actors:  # the last look-up failed; handles of a cluster that was left must not be used
+            self.reconnect()
         turns = len(self._actors)
         with typed_errors():
             vectors = [self._actors[i % turns].encode.remote(batch) for i, batch in enumerate(queries.texts)]
@@ -127,6 +129,7 @@ class RayBackend:
             ServiceNotFound: One of them is not there.
             StopRun: Another catalogue or encoder is served under its name.
         """
+        self._actors = []
         rejoin_cluster(self._address, self._service)
         actors, description = _look_up(self._service, self._timeout)
         if description.fingerprint != self.fingerprint:

@@ -210,9 +210,9 @@ def test_an_actor_that_stays_dead_stops_the_run(running, misbehave):
     backend = running[0]
     misbehave(sleep=1.0)
     threading.Timer(0.3, ray.kill, [backend._actors[0]], {"no_restart": True}).start()
+    with pytest.raises(retrieval.ActorLost, match="died"):
+        backend.count(retrieval.retriever.make_queries([["a"]], [[1.0]], [0], [[]]), retrieval.Scale())
     retriever = Retriever(backend, patience=retrieval.Patience(attempts=2, first_wait=0.1, budget=1))
     assert np.isnan(retriever.score_ranks(["red soap"], [0], [[]]).rank).all()
     with pytest.raises(StopRun, match="ServiceNotFound: RetrievalService not found"):
         retriever.score_ranks(["red soap"], [0], [[]])
-    with pytest.raises(retrieval.ActorLost, match="died"):
-        backend.count(retrieval.retriever.make_queries([["a"]], [[1.0]], [0], [[]]), retrieval.Scale())

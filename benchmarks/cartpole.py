@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from importlib.metadata import version
@@ -40,6 +41,7 @@ def machine() -> dict:
         "jax_device": jax.devices()[0].device_kind,
         "versions": {name: version(name) for name in PACKAGES},
         "date": time.strftime("%Y-%m-%d"),
+        "load_before": round(os.getloadavg()[0], 2),  # of others: above 0.5 the figures are those of a busy machine
     }
 
 
@@ -95,10 +97,15 @@ def torch_run(config: CartPoleConfig, seed: int, stepping: str, threads: int) ->
 
 
 def ways_to_step(config: CartPoleConfig) -> list[dict]:
-    """Each way to step and number of threads, one run each, and the fastest first."""
-    ways = [("vector", 1), ("vector", 2), ("several", 1)]
+    """Each way to step and number of threads, the better of two runs, and the fastest first."""
+    ways = [("vector", 1), ("several", 1), ("vector", 2)] * 2
     ways += [("single", 1)] if config.algorithm.name != "ppo" else []
-    return sorted((torch_run(config, 0, *way) for way in ways), key=lambda run: -run["steps_per_second"])
+    best: dict[tuple, dict] = {}
+    for way in ways:
+        run = torch_run(config, 0, *way)
+        if way not in best or run["steps_per_second"] > best[way]["steps_per_second"]:
+            best[way] = run
+    return sorted(best.values(), key=lambda run: -run["steps_per_second"])
 
 
 def measure(config: CartPoleConfig, seeds: int) -> dict:
@@ -195,8 +202,9 @@ def main() -> None:
     paths = [
         Path(name) if name.endswith(".yaml") else ROOT / f"configs/cartpole_{name}.yaml" for name in options.configs
     ]
+    report = {"benchmark": "cartpole", **machine(), "seeds": options.seeds}
     results = {path.stem: measure(cartpole_torch.load(path), options.seeds) for path in paths}
-    report = {"benchmark": "cartpole", **machine(), "seeds": options.seeds, "results": results}
+    report["results"] = results
     options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({name: result["summary"] for name, result in results.items()}, indent=2))
     for name, result in results.items():

@@ -284,7 +284,7 @@ SPEED_PART = """
 
 `python benchmarks/cartpole.py`, {processor}, {cores} cores, {date}: the same algorithm, network, batch and settings in
 a PyTorch loop over gymnasium ([`benchmarks/cartpole_torch.py`](../benchmarks/cartpole_torch.py)), in its fastest form
-on this machine.
+on this machine.{busy}
 
 {table}
 """
@@ -309,7 +309,8 @@ def write_page(target: Path, results: dict[str, Any], report: dict[str, Any] | N
         language_part = LANGUAGE_PART.format(iterations=iterations, table="\n".join(language(spoken)))
     if report:
         named = {key: report[key] for key in ("processor", "cores", "date")}
-        speed_part = SPEED_PART.format(**named, table="\n".join(speed(report)))
+        busy_then = f" Other work was running (load {report['load_before']})." if report["load_before"] > 0.5 else ""
+        speed_part = SPEED_PART.format(**named, busy=busy_then, table="\n".join(speed(report)))
     target.write_text(
         PAGE.format(
             where=f"CartPole: {made['machine']}, {made['date']}; {versions}.{busy(runs)}",

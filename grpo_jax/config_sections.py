@@ -75,7 +75,7 @@ class PolicySection:
     Args:
         path: Hugging Face folder of a Qwen2, Qwen2.5, Qwen3, Llama, GPT-2 or Qwen2-VL model, "miniature", or "new".
         new: The small untrained policy that "new" makes (recommendation).
-        compute_dtype: Type of the activations.
+        compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
         remat: Recompute layer activations in the backward pass instead of keeping them.
         lora: Low-rank adapters.
@@ -83,7 +83,7 @@ class PolicySection:
 
     path: str = "miniature"
     new: NewPolicySection = field(default_factory=NewPolicySection)
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Dtype = "float32"
     frozen_dtype: Dtype = "float32"
     remat: bool = True
     lora: LoraSection = field(default_factory=LoraSection)

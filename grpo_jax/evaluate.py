@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 EVALUATION_CHUNK = 32
 """Prompts that travel together: bounds the pictures held at once, and lets judges work while the policy writes."""
 
+TEXT_CHUNK = 256
+"""The same where nothing is drawn."""
+
 
 class Evaluation(NamedTuple):
     """Means over prompts by measure name, with what they were measured on."""
@@ -40,7 +43,7 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
         key=parts.key,
         iteration=0,
         evaluation=True,
-        chunk_prompts=EVALUATION_CHUNK,
+        chunk_prompts=_chunk(parts),
         timeout=parts.timeout,
     )
     measures = means(parts.environment, rollout.judgement)
@@ -55,10 +58,14 @@ def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> E
         parts.environment,
         rows,
         [[text] for text in texts],
-        chunk_prompts=EVALUATION_CHUNK,
+        chunk_prompts=_chunk(parts),
         timeout=parts.timeout,
     )
     return Evaluation(means(parts.environment, judgement), judgement, None)
+
+
+def _chunk(parts: Parts) -> int:
+    return TEXT_CHUNK if parts.environment.render is None else EVALUATION_CHUNK
 
 
 def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
@@ -93,8 +100,8 @@ def weighted_reward(parts: Parts, measures: dict[str, float]) -> float:
 
 
 def oracle_texts(rows: Sequence[Any]) -> list[str] | None:
-    """The column "oracle" of every row: the best text there is, where the data knows it."""
-    texts = [row.columns.get("oracle") for row in rows]
+    """The best text there is, where the data knows it: the column "oracle", or the title to be found."""
+    texts = [row.columns.get("oracle", row.columns.get("target_title")) for row in rows]
     return None if any(text is None for text in texts) else texts
 
 

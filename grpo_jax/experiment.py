@@ -19,13 +19,20 @@ from typing import Any, NamedTuple
 from grpo_jax import config as configuration
 from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.config import Config
-from grpo_jax.errors import UserError
-from grpo_jax.evaluate import evaluate_policy, measure_all, weighted_reward
+from grpo_jax.config_recommendation import SERVICE_FIELDS
+from grpo_jax.errors import StopRun, UserError
+from grpo_jax.evaluate import Evaluation, evaluate_policy, measure_all, weighted_reward
 from grpo_jax.loop import Learner, run_iteration
-from grpo_jax.parts import Parts
+from grpo_jax.parts import Parts, own_bridges
 from grpo_jax.pipeline import StageError
+from grpo_jax.recommendation_parts import require_same_retrieval, warm_start_pairs
+from grpo_jax.recommendation_report import ranks_of
 from grpo_jax.results import finish_run
 from grpo_jax.trainer import TrainState, restored_state, saved_parts
+from grpo_jax.warm_start import warm_start
+
+UNTRAINED = "untrained"
+"""The policy as it was loaded, before the warm start."""
 
 _RUN_FIELDS = ("run_dir", "resume", "debug", "report_to", "judge_timeout", "devices", "on_judge_error")
 
@@ -35,11 +42,14 @@ class Progress(NamedTuple):
 
     Attributes:
         iteration: Iterations done.
-        before: Held-out measures of the start, by kind of text ("greedy", "sampled", "unchanged", "oracle").
+        before: Held-out measures of the start, by kind of text ("greedy", "sampled", "unchanged", "oracle"), and of the
+            policy before a warm start ("untrained").
         best_score: Best validation score so far, or None.
         best_iteration: Where it was reached.
         seconds: Seconds by stage so far, "total" included.
         fingerprint: Of the config's fields that change what is learned.
+        ranks: Recommendation: rank of each test row's target, "before" and "untrained".
+        retrieval: Recommendation: fingerprint of catalogue and encoder.
     """
 
     iteration: int
@@ -48,6 +58,8 @@ class Progress(NamedTuple):
     best_iteration: int
     seconds: dict[str, float]
     fingerprint: str
+    ranks: dict[str, list[float]] | None = None
+    retrieval: dict[str, str] | None = None
 
 
 class Run(NamedTuple):
@@ -76,6 +88,9 @@ def fingerprint(config: Config) -> str:
     for name in ("save_every", "keep_checkpoints"):
         values["training"].pop(name)
     values["evaluation"].pop("gallery")
+    # The retriever's own fingerprint tells another catalogue or encoder, wherever it is and whatever it is called.
+    for name in (*SERVICE_FIELDS, "encoder"):
+        values["retrieval"].pop(name)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -85,7 +100,7 @@ def execute(run: Run, stop: threading.Event) -> dict[str, Any]:
     Returns:
         The summary, with "stopped".
     """
-    state, progress = begin(run)
+    state, progress = begin(run, stop)
     state, progress = train(run, state, progress, stop)
     if progress.iteration < run.learner.iterations:
         where = run.parts.config.run_dir
@@ -95,31 +110,63 @@ def execute(run: Run, stop: threading.Event) -> dict[str, Any]:
         return {**finish_run(run, state, progress), "stopped": False}
 
 
-def begin(run: Run) -> tuple[TrainState, Progress]:
-    """The state to start from: the last checkpoint's on --resume, else the policy's as loaded, measured."""
-    state, mark = run.learner.state, fingerprint(run.parts.config)
+def begin(run: Run, stop: threading.Event) -> tuple[TrainState, Progress]:
+    """The state to start from: the last checkpoint's on --resume, else the policy's, warm-started and measured."""
     if run.parts.config.resume and run.checkpoints.latest_step() is not None:
-        restored, meta = run.checkpoints.restore("latest", saved_parts(state))
-        progress = Progress(**meta["progress"])
-        if progress.fingerprint != mark:
-            raise UserError(
-                f"--resume: the checkpoint in {run.checkpoints.folder} belongs to another configuration; resume with "
-                "the run's own config.yaml, or start a new run in another --run_dir"
-            )
-        _keep_config(run)
-        run.output.truncate(progress.iteration)
-        run.output.say(f"resumed after iteration {progress.iteration} of {run.learner.iterations}")
-        return restored_state(restored, state.variables), progress
+        return resume(run)
     _keep_config(run)
     run.output.truncate(0)
-    started = time.monotonic()
+    state, parts, started = run.learner.state, run.parts, time.monotonic()
+    retrieval = None if parts.task is None else parts.task.retriever.fingerprint._asdict()
+    progress = Progress(0, {}, None, 0, {}, fingerprint(parts.config), {}, retrieval)
     with _judges_may_fail(run, state, None):
-        before = {kind: evaluation.measures for kind, evaluation in measure_all(run.parts, state.variables).items()}
-    progress = Progress(0, before, None, 0, {"evaluate": time.monotonic() - started}, mark)
-    told = "  ".join(f"{name} {value:.3f}" for name, value in before["greedy"].items())
-    run.output.say(f"baseline on {len(run.parts.test_rows)} held-out prompts: {told}")
+        if parts.config.warm_start.steps:
+            untrained = evaluate_policy(parts, state.variables, parts.test_rows)
+            progress = progress._replace(
+                before={UNTRAINED: untrained.measures}, ranks=_ranks(parts, UNTRAINED, untrained)
+            )
+            warming = time.monotonic()
+            pairs = warm_start_pairs(parts.config, parts.task.dataset)
+            state = run.learner.start(warm_start(parts, pairs, stop=stop, say=run.output.say))
+            progress = progress._replace(seconds={"warm_start": time.monotonic() - warming})
+        before = measure_all(parts, state.variables)
+    measures = {kind: evaluation.measures for kind, evaluation in before.items()}
+    evaluating = time.monotonic() - started - progress.seconds.get("warm_start", 0.0)
+    progress = progress._replace(
+        before=progress.before | measures,
+        seconds={**progress.seconds, "evaluate": evaluating},
+        ranks=progress.ranks | _ranks(parts, "before", before["greedy"]),
+    )
+    told = "  ".join(f"{name} {value:.3f}" for name, value in measures["greedy"].items())
+    run.output.say(f"baseline on {len(parts.test_rows)} held-out prompts: {told}")
     save(run, state, progress)
     return state, progress
+
+
+def resume(run: Run) -> tuple[TrainState, Progress]:
+    """The last checkpoint's state.
+
+    Raises:
+        UserError: The checkpoint is of another configuration, or of another catalogue or encoder.
+    """
+    state = run.learner.state
+    restored, meta = run.checkpoints.restore("latest", saved_parts(state))
+    progress = Progress(**meta["progress"])
+    require_same_retrieval(run.parts.task, progress.retrieval, own_bridges)
+    if progress.fingerprint != fingerprint(run.parts.config):
+        raise UserError(
+            f"--resume: the checkpoint in {run.checkpoints.folder} belongs to another configuration; resume with "
+            "the run's own config.yaml, or start a new run in another --run_dir"
+        )
+    _keep_config(run)
+    run.output.truncate(progress.iteration)
+    run.output.say(f"resumed after iteration {progress.iteration} of {run.learner.iterations}")
+    return restored_state(restored, state.variables), progress
+
+
+def _ranks(parts: Parts, name: str, evaluation: Evaluation) -> dict[str, list[float]]:
+    """What the table at the end needs of an evaluation before training; nothing for other tasks."""
+    return {} if parts.task is None else {name: ranks_of(evaluation).tolist()}
 
 
 def _keep_config(run: Run) -> None:
@@ -160,6 +207,7 @@ def step(run: Run, state: TrainState, progress: Progress) -> tuple[TrainState, P
     finally:
         # The row is kept where validation fails: the state saved then is the one after this iteration.
         run.output.iteration({**row, **validation}, run.parts, result)
+    run.output.epoch(row["epoch"])
     return state, progress
 
 
@@ -168,11 +216,16 @@ def _judges_may_fail(run: Run, state: TrainState, progress: Progress | None) -> 
     """A failing judge ends the run with one line, after the state before it (None: the start) is saved."""
     try:
         yield
-    except StageError as error:
+    except (StageError, StopRun) as error:
         saved = "Nothing was trained yet"
         if progress is not None:
             save(run, state, progress, wait=True)
             saved = f"Saved after iteration {progress.iteration}"
+        gone = error if isinstance(error, StopRun) else error.__cause__
+        if isinstance(gone, StopRun):
+            again = f"go on with --resume --run_dir {run.parts.config.run_dir} when that is mended"
+            again = again if progress is not None else "start again when that is mended"
+            raise StopRun(f"{' '.join(str(gone).split())}. {saved}; {again}") from error
         if error.stage == "sample":  # the policy's own stage: there is no judge to mend
             raise
         raise UserError(

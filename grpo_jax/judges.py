@@ -75,12 +75,13 @@ def make_environment(
     )
     encode = make_encode(loaded.tokenizer, config, loaded.pad_id, [row for part in prompt_set for row in part])
     decode = make_decode(loaded.tokenizer, config)
-    say("rewards", ", ".join(_describe(section) for section in sections))
+    say("rewards", ", ".join(describe(section) for section in sections))
     names = tuple(section.label for section in sections)
     return Environment(encode, decode, render, score, names, tuple(watch_names)), sections
 
 
-def _describe(section: RewardSection) -> str:
+def describe(section: RewardSection) -> str:
+    """A reward in a few words: name, weight, condition."""
     condition = f" where {section.condition_on} ≥ {section.threshold:g}" if section.condition_on else ""
     return f"{section.label} × {section.weight:g}{condition}"
 
@@ -245,8 +246,18 @@ def make_score(
     watch: Sequence[Reward],
     *,
     missing: bool,
+    measure: Callable[[Sequence[str], dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """score(rows, texts [P][G], pictures) → rewards f32 [P, G, N], watched f32 [P, G, W]."""
+    """score(rows, texts [P][G], pictures) → rewards f32 [P, G, N], watched f32 [P, G, W].
+
+    Args:
+        names: Of the rewards.
+        functions: Rewards.
+        watch_names: Of the watched measures.
+        watch: Watched measures.
+        missing: A reward that fails is missing; otherwise it raises.
+        measure: measure(completions, columns) → further columns, asked once for all rewards.
+    """
     on_error = "missing" if missing else "raise"
 
     def score(rows: Sequence[Any], texts: list[list[str]], pictures: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -257,6 +268,8 @@ def make_score(
             columns["images"] = pictures.images
             if pictures.baseline_images is not None:
                 columns["baseline_images"] = pictures.baseline_images
+        if measure is not None:
+            columns |= measure(completions, columns)
         rewards = collect_rewards(functions, names, prompts, completions, columns, group, on_error=on_error)
         watched = collect_rewards(watch, watch_names, prompts, completions, columns, group, on_error=on_error)
         return rewards, watched
@@ -306,7 +319,9 @@ def make_encode(
 def make_decode(tokenizer: Any, config: Config) -> Callable[..., tuple[str, str, bool]]:
     """decode(token ids, user's prompt) → (as written, text to judge, usable)."""
 
-    form = "text" if config.task == "text" and config.data.form == "rewrite" else config.data.form
+    form = config.data.form
+    if config.task == "recommendation" or (config.task == "text" and form == "rewrite"):
+        form = "text"
 
     def decode(tokens: np.ndarray, prompt: str) -> tuple[str, str, bool]:
         written, rewrite = prompt_enhancement.decode_completion(tokenizer, tokens, prompt, form=form)

@@ -18,6 +18,7 @@ from grpo_jax import trainer
 from grpo_jax.advantages import sum_rewards
 from grpo_jax.drawing import draw, objectives_of
 from grpo_jax.estimators import OVERLONG, estimate_advantages, learning_groups, signal_metrics
+from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.objectives import Batch
 from grpo_jax.parts import Parts
 from grpo_jax.rollout import Rollout
@@ -38,6 +39,7 @@ class Learner(NamedTuple):
         schedule: Learning rate by update.
         iterations: Iterations in all.
         updates_per_iteration: Optimizer updates of one iteration.
+        start: start(variables) → the state that training begins with; its reference is that policy.
     """
 
     state: TrainState
@@ -45,6 +47,7 @@ class Learner(NamedTuple):
     schedule: Callable[[int], Any]
     iterations: int
     updates_per_iteration: int
+    start: Callable[[dict[str, Any]], TrainState]
 
 
 class Iteration(NamedTuple):
@@ -84,13 +87,17 @@ def make_learner(parts: Parts) -> Learner:
         ppo=config.ppo,
     )
     steered = config.algorithm.advantage == "gae" and config.ppo.kl_coef > 0
-    state = trainer.init_state(
-        parts.variables,
-        optimizer,
-        keep_reference=trainer.needs_reference(config.algorithm, config.ppo),
-        kl_coef=config.ppo.kl_coef if steered else None,
-    )
-    return Learner(state, update, schedule, iterations, per_iteration)
+
+    def start(variables: dict[str, Any]) -> TrainState:
+        return trainer.init_state(
+            variables,
+            optimizer,
+            keep_reference=trainer.needs_reference(config.algorithm, config.ppo),
+            kl_coef=config.ppo.kl_coef if steered else None,
+            loss_scale=make_loss_scale(config.policy.compute_dtype),
+        )
+
+    return Learner(start(parts.variables), update, schedule, iterations, per_iteration, start)
 
 
 def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: int) -> Iteration:
@@ -119,6 +126,8 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
         "learning_rate": float(learner.schedule(iteration * learner.updates_per_iteration)),
         **rollout_metrics(parts, drawn.first),
     }
+    if state.loss_scale is not None:
+        row["loss_scale"] = float(state.loss_scale.scale)
     if config.algorithm.dead_groups != "keep":
         row |= {"draws": drawn.draws, "groups_kept": kept}
     estimates = report["measured"].get("estimates")

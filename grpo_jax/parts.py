@@ -17,7 +17,10 @@ from grpo_jax.config import Config, LoraSection, RewardSection, from_dict
 from grpo_jax.errors import UserError
 from grpo_jax.judges import make_environment
 from grpo_jax.pipeline import StageError
+from grpo_jax.recommendation_parts import Recommendation, load_recommendation, make_new_policy
+from grpo_jax.recommendation_parts import make_environment as make_recommendation
 from grpo_jax.rollout import Environment
+from grpo_jax.run_directory import RunDirectory
 from grpo_jax.sampling import SamplingParams, make_sampler
 from grpo_jax.trainer import trained_collections
 from grpo_jax.value_head import VALUE, init_value_head
@@ -45,6 +48,7 @@ class Parts(NamedTuple):
         key: The run's key.
         timeout: Seconds a stage may spend on a chunk, or None.
         devices: Name of the device of each part.
+        task: Data and retriever of a recommendation run, else None.
     """
 
     config: Config
@@ -63,6 +67,7 @@ class Parts(NamedTuple):
     key: jax.Array
     timeout: float | None
     devices: dict[str, str]
+    task: Recommendation | None = None
 
     @property
     def test_rows(self) -> Sequence[Any]:
@@ -107,7 +112,8 @@ def run_config(run_dir: str | Path) -> Config:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(values, dict) and values.get("task") == "cartpole":
             raise UserError(f"{run_dir}: a CartPole run has no language policy; its results are in summary.json")
-        return from_dict(values)
+        # The folder may have moved since.
+        return dataclasses.replace(from_dict(values), run_dir=str(run_dir))
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
 
@@ -143,10 +149,15 @@ def load_parts(
         _ask_for_determinism(torch_too=config.task == "prompt_enhancement")
     placement = _place(config, say)
     device = _policy_device(placement)
+    task = _load_task(config, prompts, say)
     loaded, policy, lora, variables = _load_policy(config, device, say)
-    prompt_set = _load_prompts(config, prompts, say)
+    if task is None:
+        prompt_set = _load_prompts(config, prompts, say)
+        environment, sections = make_environment(config, placement, loaded, prompt_set, rewards, own_bridges, say)
+    else:
+        prompt_set = _tell_prompts(config, config.recommendation.source, task.dataset.prompts, say)
+        environment, sections = make_recommendation(config, loaded, task, rewards, say)
     allowed = allowed_tokens(config, loaded)
-    environment, sections = make_environment(config, placement, loaded, prompt_set, rewards, own_bridges, say)
 
     def sampler(group_size: int, temperature: float) -> Callable[..., Any]:
         section = config.sampling
@@ -171,7 +182,20 @@ def load_parts(
         key=jax.random.key(config.seed),
         timeout=config.judge_timeout or None,
         devices={"policy": str(device)} if placement is None else dataclasses.asdict(placement),
+        task=task,
     )
+
+
+def _load_task(config: Config, prompts: Any, say: Say) -> Recommendation | None:
+    """Data and retriever of the recommendation task, and the folder of the policy that it may start from."""
+    if config.task != "recommendation":
+        return None
+    if prompts is not None:
+        raise UserError("prompts: a recommendation run takes its data from config.recommendation")
+    task = load_recommendation(config, own_bridges(), say)
+    if config.policy.path == "new":
+        make_new_policy(config, task.dataset.catalogue, RunDirectory(config.run_dir).start)
+    return task
 
 
 def _ask_for_determinism(*, torch_too: bool) -> None:
@@ -185,7 +209,7 @@ def _ask_for_determinism(*, torch_too: bool) -> None:
 
 
 def _place(config: Config, say: Say) -> Any:
-    if config.task == "text":
+    if config.task != "prompt_enhancement":
         say("devices", f"policy on {jax.devices()[0]}")
         return None
     bridges = own_bridges()
@@ -215,7 +239,8 @@ def own_bridges() -> Callable[[str], Any]:
         try:
             return importlib.import_module(f"bridges.{name}")
         except ModuleNotFoundError as error:
-            raise UserError(f'{error.name} is not installed; run pip install "grpo_jax[diffusion]"') from error
+            extra = "recommendation" if name == "retrieval" else "diffusion"
+            raise UserError(f'{error.name} is not installed; run pip install "grpo_jax[{extra}]"') from error
 
     return load
 
@@ -232,7 +257,11 @@ def _load_policy(config: Config, device: jax.Device, say: Say) -> tuple[Any, Any
 
     section = config.policy
     lora = lora_config(section.lora)
-    folder = own_bridges()("miniature").path("policy") if section.path == "miniature" else section.path
+    folder = section.path
+    if folder == "miniature":
+        folder = own_bridges()("miniature").path("policy")
+    elif folder == "new":
+        folder = RunDirectory(config.run_dir).start
     loaded = hf.load_folder(folder, param_dtype=section.frozen_dtype if lora else "float32")
     try:
         policy = make_policy(loaded.config, compute_dtype=section.compute_dtype, remat=section.remat, lora=lora)
@@ -278,10 +307,16 @@ def _load_prompts(config: Config, prompts: Any, say: Say) -> Any:
         prompts = data.make_prompt_set(*(world.prompts(split, count) for split, count in splits))
     else:
         prompts = data.load_prompts(name, held_out=config.data.held_out)
+    return _tell_prompts(config, name, prompts, say)
+
+
+def _tell_prompts(config: Config, name: str, prompts: Any, say: Say) -> Any:
+    """Says how many there are, and refuses too few for one batch before anything slow."""
+    from grpo_jax.tasks.prompts import batches_per_epoch
+
     sizes = f"{len(prompts.train)} train, {len(prompts.validation)} validation, {len(prompts.test)} test"
     say("prompts", f"{name}: {sizes}")
-    # An early answer: too few prompts for one batch.
-    data.batches_per_epoch(len(prompts.train), config.training.prompts_per_batch)
+    batches_per_epoch(len(prompts.train), config.training.prompts_per_batch)
     return prompts
 
 

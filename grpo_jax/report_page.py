@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.charts import line_chart, number, series_of
+from grpo_jax.charts import is_ranking, line_chart, number, series_of
 from grpo_jax.report_style import STYLE
 from grpo_jax.run_directory import GalleryEntry, encode_png, write_atomically
 
@@ -68,7 +68,7 @@ def write_report(
 
 def _headline(title, summary):
     evaluation = dict(summary.get("evaluation", {}))
-    main = "pixel_accuracy" if "pixel_accuracy" in evaluation else next(iter(evaluation), None)
+    main = next((name for name in ("pixel_accuracy", "ndcg@10") if name in evaluation), next(iter(evaluation), None))
     parts = [f"<header><p class='over'>grpo_jax run</p><h1>{html.escape(title)}</h1>"]
     if main is not None:
         parts.append(f"<p class='claim'>{_claim(main, evaluation[main], summary.get('prompts'))}</p>")
@@ -87,7 +87,7 @@ def _claim(name, values, prompts):
         told += f" on {prompts} held-out prompts"
     gap = _gap_closed(before, after, oracle)
     if gap is not None:
-        best = "the best possible rewrite" if prompts else "the best possible"
+        best = "the best possible" if is_ranking(name) or not prompts else "the best possible rewrite"
         told += f", {gap:.0%} of the way to {best} ({_value(name, oracle)})"
     return told + "."
 
@@ -130,6 +130,8 @@ def _value(name, value):
         return "–"
     if _is_share(name):
         return f"{value:.1%}"
+    if is_ranking(name):
+        return f"{value:.4f}"
     value = round(value, 2) + 0.0  # no "-0.00"
     return (f"{value:.2f}" if abs(value) < 100 else number(value)).replace("-", "−")
 
@@ -205,7 +207,8 @@ def _chart_list(rows):
     rewards.sort(key=lambda pair: pair[1] != "total")
     if len(rewards) == 2 and rewards[0][1] == "total":
         rewards = rewards[1:]  # a single objective is its own total, up to its weight
-    watched = [(k, n) for k, n in group("watch/", "/mean") if "pixel_accuracy" not in k]
+    watched = [(k, n) for k, n in group("watch/", "/mean") if "pixel_accuracy" not in k and n != "rank"]
+    validated = [(k, n) for k, n in group("validation/") if n not in ("rank", "completion tokens", "usable")]
     pixels = [("watch/pixel_accuracy/mean", "training batch")]
     returns = [
         series_of(rows, "episode_return", "training, sampled"),
@@ -218,7 +221,7 @@ def _chart_list(rows):
         chart("Pixel accuracy", pixels, note="Read from the picture by rule; never trained on."),
         chart("Rewards", rewards),
         chart("Watched, never trained on", watched),
-        chart("Validation", group("validation/"), sparse=True),
+        chart("Validation", validated, sparse=True),
         chart("KL to the reference", [("kl", "kl")]),
         chart("Explained variance of the values", [("value/explained_variance", "explained")]),
         chart("Values", [("value/mean", "value"), ("value/return", "return")]),

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from grpo_jax.charts import is_ranking
 from grpo_jax.metric_writers import MetricWriter, open_writers
 from grpo_jax.run_directory import AppendedFile, GalleryEntry, RunDirectory
 
@@ -19,6 +20,7 @@ __all__ = [
     "Progress",
     "RunDirectory",
     "RunOutput",
+    "epoch_line",
     "result_lines",
     "status",
     "versions",
@@ -32,7 +34,8 @@ _PACKAGES = (
 
 _SHOWN = (
     ("episode_return", "return"), ("evaluation/episode_return", "evaluated"), ("solved", "solved"),
-    ("loss", "loss"), ("kl", "kl"), ("entropy", "entropy"), ("watch/pixel_accuracy/mean", "pixels"),
+    ("loss", "loss"), ("dead_groups/total", "dead"), ("kl", "kl"), ("entropy", "entropy"),
+    ("watch/pixel_accuracy/mean", "pixels"), ("watch/ndcg@10/mean", "ndcg@10"),
 )  # fmt: skip
 
 
@@ -147,6 +150,8 @@ def status(metrics: Mapping[str, float]) -> str:
     if len(singles) > 1 or total is None:
         parts += [f"{name.split('/', 1)[1].removesuffix('/mean')} {metrics[name]:.3f}" for name in singles]
     parts += [f"{label} {metrics[name]:.3g}" for name, label in _SHOWN if metrics.get(name) is not None]
+    if metrics.get("epoch") is not None and total is not None:
+        parts.insert(0, f"epoch {metrics['epoch']:.2f}")
     if metrics.get("tokens_per_second") is not None:
         parts.append(f"{metrics['tokens_per_second']:.0f} tok/s")
     if metrics.get("environment_steps_per_second") is not None:
@@ -217,6 +222,16 @@ class RunOutput:
         self.directory.write_completions(int(row["step"]), _completion_columns(parts.environment, result))
         self.row(row)
 
+    def epoch(self, epoch: float) -> None:
+        """Sums up an epoch in a line when it is over; nothing for epochs of fewer iterations than ten."""
+        from grpo_jax.metric_writers import read_metrics
+
+        if epoch != int(epoch):
+            return
+        rows = [row for row in read_metrics(self.directory.metrics) if epoch - 1 < row["epoch"] <= epoch]
+        if len(rows) >= 10:
+            self.say(epoch_line(int(epoch), rows))
+
     def row(self, row: Mapping[str, Any]) -> None:
         """Writes and shows the metrics of one iteration, with "step"."""
         step = int(row["step"])
@@ -254,17 +269,34 @@ class RunOutput:
         self._progress = None
 
 
+def epoch_line(epoch: int, rows: Sequence[Mapping[str, float]]) -> str:
+    """An epoch's iterations in one line: rewards at its start, on average and at its end, loss, dead groups, time."""
+
+    def mean(name: str, part: Sequence[Mapping[str, float]] = rows) -> float:
+        values = [row[name] for row in part if isinstance(row.get(name), int | float)]
+        return float(np.mean(values)) if values else float("nan")
+
+    tenth = max(1, len(rows) // 10)
+    first, last = mean("reward/total/mean", rows[:tenth]), mean("reward/total/mean", rows[-tenth:])
+    seconds = timedelta(seconds=round(sum(row.get("seconds/total", 0.0) for row in rows)))
+    return (
+        f"epoch {epoch}: {len(rows)} iterations in {seconds}  reward {mean('reward/total/mean'):.3f} "
+        f"({first:.3f} → {last:.3f})  loss {mean('loss'):.3g}  dead groups {mean('dead_groups/total'):.0%}"
+    )
+
+
 def result_lines(summary: Mapping[str, Any]) -> list[str]:
     """The table of a summary, and its improvement in one line."""
 
-    def cell(value):
-        return f"{value:>9.3f}" if isinstance(value, int | float) else f"{'–':>9}"
+    def cell(name, value):
+        digits = 4 if is_ranking(name) else 3  # on real catalogues they are small
+        return f"{value:>9.{digits}f}" if isinstance(value, int | float) else f"{'–':>9}"
 
     measures = summary["evaluation"]
     width = max([*map(len, measures), 16])
     lines = [f"{summary.get('measured_on', 'held-out prompts'):<{width}} {'before':>9} {'after':>9} {'oracle':>9}"]
     for name, values in measures.items():
-        lines.append(f"{name:<{width}} " + " ".join(cell(values.get(k)) for k in ("before", "after", "oracle")))
+        lines.append(f"{name:<{width}} " + " ".join(cell(name, values.get(k)) for k in ("before", "after", "oracle")))
     if summary.get("improvement") is not None:
         baseline, reward = summary["baseline_reward"], summary["reward"]
         relative = summary.get("relative_improvement")
@@ -298,6 +330,7 @@ def write_run_report(
     added_words: Sequence[tuple[str, float]] = (),
     table: Sequence[Mapping[str, Any]] = (),
     table_title: str = "Held-out prompts after training",
+    first_tables: Sequence[Any] = (),
     config_text: str = "",
 ) -> None:
     """Writes images/ and report.html of a finished run.
@@ -309,6 +342,7 @@ def write_run_report(
       added_words: (word, share of rewrites that add it to their prompt), most frequent first.
       table: one row per held-out prompt.
       table_title: its heading.
+      first_tables: `report_page.Table`s that stand before it.
       config_text: the configuration as YAML.
     """
     from grpo_jax.metric_writers import read_metrics
@@ -316,7 +350,7 @@ def write_run_report(
 
     entries = [GalleryEntry(**entry) for entry in gallery]
     directory.write_images(entries)
-    tables = []
+    tables = list(first_tables)
     if table:
         columns = tuple(table[0])
         tables.append(Table(table_title, columns, [[row[c] for c in columns] for row in table]))

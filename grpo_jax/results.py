@@ -12,8 +12,10 @@ from grpo_jax import reporting
 from grpo_jax.evaluate import Evaluation, evaluate_policy, evaluate_texts, weighted_reward
 from grpo_jax.export import export_policy
 from grpo_jax.parts import Parts
+from grpo_jax.recommendation_report import ranks_of, report_tables, results_table
 from grpo_jax.rollout import Judgement
 from grpo_jax.tasks.prompt_enhancement import most_added_words
+from grpo_jax.tasks.recommendation.table import TableRow, format_table, table_records
 from grpo_jax.trainer import TrainState, saved_parts
 
 if TYPE_CHECKING:
@@ -34,8 +36,11 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     seconds = dict(progress.seconds)
     seconds["evaluate"] = seconds.get("evaluate", 0.0) + time.monotonic() - started
     run.checkpoints.save_final(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
+    table = recommendation_table(parts, progress, after["greedy"])
     export_policy(output.directory.policy, parts.loaded, state.variables, parts.lora)
     summary = summarise(run, progress, after, {**seconds, "total": time.monotonic() - run.clock})
+    if table:
+        summary["table"] = table_records(table)
     gallery = make_gallery(parts, after["greedy"])
     texts = [group[0] for group in after["greedy"].rollout.texts]
     words = most_added_words([row.prompt for row in parts.test_rows], texts)
@@ -46,10 +51,18 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
         gallery=gallery,
         added_words=words,
         table=rewards_by_prompt(parts, after["greedy"]),
+        first_tables=report_tables(table),
         config_text=configuration.to_yaml(parts.config),
     )
-    output.result(summary)
+    output.result(summary, ["", *format_table(table).split("\n")] if table else ())
     return summary
+
+
+def recommendation_table(parts: Parts, progress: Progress, after: Evaluation) -> list[TableRow]:
+    """Baselines and policies by every measure of ranking; empty for other tasks."""
+    if parts.task is None:
+        return []
+    return results_table(parts, {**progress.ranks, "after": ranks_of(after)})
 
 
 def summarise(run: Run, progress: Progress, after: dict[str, Evaluation], seconds: dict[str, float]) -> dict[str, Any]:
@@ -62,6 +75,7 @@ def summarise(run: Run, progress: Progress, after: dict[str, Evaluation], second
             "after": value,
             "oracle": oracle.get(name),
             "unchanged": unchanged.get(name),
+            "untrained": before.get("untrained", {}).get(name),
             "before_sampled": before.get("sampled", {}).get(name),
             "after_sampled": after["sampled"].measures.get(name) if "sampled" in after else None,
         }
@@ -131,6 +145,7 @@ def rewards_by_prompt(parts: Parts, after: Evaluation) -> list[dict[str, Any]]:
     names = environment.reward_names + environment.watch_names
     return [
         {"prompt": row.prompt, "rewrite": after.rollout.texts[index][0]}
+        | ({} if parts.task is None else {"wanted": row.columns["target_title"]})
         | {name: round(float(values[index, n]), 4) for n, name in enumerate(names)}
         for index, row in enumerate(parts.test_rows)
     ]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,6 +111,7 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.checkpoints = self.path / "checkpoints"
         self.policy = self.path / "policy"
+        self.start = self.path / "policy_start"  # a new policy, as it was before any training
         self.summary = self.path / "summary.json"
 
     @classmethod
@@ -134,6 +136,8 @@ class RunDirectory:
         if resume and not run.config.is_file():
             raise UserError(f"{run.path} holds no run to resume (no config.yaml); start it without --resume")
         with disk_errors(run.path):
+            if not resume and run.log.is_file():
+                shutil.rmtree(run.start, ignore_errors=True)  # of a run that failed while loading
             for folder in ("", *folders):
                 (run.path / folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=run.path) as file:
@@ -142,12 +146,14 @@ class RunDirectory:
 
     def _holds_something(self) -> bool:
         """Whether anything would be lost; what a run leaves that failed while loading may be used again."""
-        of_failed_run = {self.config, self.log} if self.log.is_file() else set()
+        failed = self.log.is_file()
+        of_failed_run = {self.config, self.log} if failed else set()
         return any(
             path.is_file()
             and path.stat().st_size
             and path not in of_failed_run
             and self.tensorboard not in path.parents
+            and not (failed and self.start in path.parents)
             for path in self.path.rglob("*")
         )
 

@@ -42,6 +42,7 @@ class TrainState(NamedTuple):
         reference: A copy of the policy's trained collection that KL is measured against, or None: no KL, or
             (with LoRA, before the first refresh) the base without its adapters.
         kl_coef: f32 scalar, the weight of the KL in PPO's rewards, or None where there is none.
+        loss_scale: Flax's `DynamicScale` under float16, or None.
     """
 
     step: jax.Array
@@ -49,6 +50,7 @@ class TrainState(NamedTuple):
     opt_state: Tree
     reference: Tree | None
     kl_coef: jax.Array | None = None
+    loss_scale: Any = None
 
 
 def policy_collection(variables: dict[str, Tree]) -> str:
@@ -118,6 +120,7 @@ def init_state(
     *,
     keep_reference: bool,
     kl_coef: float | None = None,
+    loss_scale: Any = None,
 ) -> TrainState:
     """A fresh state; owns copies of the trained weights, so that it can be donated.
 
@@ -126,13 +129,15 @@ def init_state(
         optimizer: Gives the optimizer state.
         keep_reference: A KL will be computed. With LoRA the base itself is the reference and nothing is kept.
         kl_coef: Weight of the KL in PPO's rewards, or None.
+        loss_scale: Flax's `DynamicScale` under float16, or None.
     """
     name = policy_collection(variables)
     trained = jax.tree.map(jnp.array, _trained(variables))
     reference = jax.tree.map(jnp.array, trained[name]) if keep_reference and name == "params" else None
     coefficient = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
     step = jnp.zeros((), jnp.int32)
-    return TrainState(step, {**variables, **trained}, optimizer.init(trained), reference, coefficient)
+    loss_scale = jax.tree.map(jnp.array, loss_scale)
+    return TrainState(step, {**variables, **trained}, optimizer.init(trained), reference, coefficient, loss_scale)
 
 
 def saved_parts(state: TrainState) -> dict[str, Tree]:
@@ -183,18 +188,23 @@ def make_train_step(
         train_step(state, batch) → (state, {"loss", "grad_norm", "metrics"}).
     """
 
-    gradient = jax.value_and_grad(
-        lambda trained, frozen, micro, whole: objective({**frozen, **trained}, micro, whole), has_aux=True
-    )
-
     def compute(moving: TrainState, frozen: dict[str, Tree], batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        trained, whole = moving.variables, normaliser(batch)
-        (loss, metrics), grads = _accumulate(lambda micro: gradient(trained, frozen, micro, whole), batch, accumulation)
+        trained, whole, scale = moving.variables, normaliser(batch), moving.loss_scale
+
+        def scaled(trained: dict[str, Tree], micro: Batch) -> tuple[jax.Array, Any]:
+            loss, metrics = objective({**frozen, **trained}, micro, whole)
+            return loss if scale is None else loss * scale.scale, (loss, metrics)
+
+        gradient = jax.value_and_grad(scaled, has_aux=True)
+        (_, (loss, metrics)), grads = _accumulate(lambda micro: gradient(trained, micro), batch, accumulation)
+        if scale is not None:
+            grads = jax.tree.map(lambda leaf: leaf / scale.scale, grads)
         updates, opt_state = optimizer.update(grads, moving.opt_state, trained)
         variables = optax.apply_updates(trained, updates)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
         report = {"loss": loss, "grad_norm": norm, "metrics": metrics}
-        return moving._replace(step=moving.step + 1, variables=variables, opt_state=opt_state), report
+        after = moving._replace(step=moving.step + 1, variables=variables, opt_state=opt_state)
+        return after if scale is None else _where_finite(grads, after, moving), report
 
     compiled = jax.jit(compute, donate_argnums=0)
 
@@ -206,6 +216,16 @@ def make_train_step(
         return moving._replace(variables={**frozen, **moving.variables}), report
 
     return train_step
+
+
+def _where_finite(grads: Tree, after: TrainState, before: TrainState) -> TrainState:
+    """The state after an update, or before it where gradients overflowed; the loss scale learns of it either way."""
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(grads)]))
+    # The scale judges a function's gradient itself: it is shown one that is finite exactly if the batch's were, all
+    # micro-batches together.
+    told = before.loss_scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.ones(()))
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    return kept._replace(loss_scale=told.dynamic_scale)
 
 
 def _accumulate(function: Callable[[Batch], Tree], batch: Batch, parts: int) -> Tree:

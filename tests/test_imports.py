@@ -28,7 +28,10 @@ TORCH = {"torch", "torchvision", "diffusers", "open_clip", "accelerate"}
 # Where everything meets: the commands, and the parts they are put together from.
 COMMANDS = {
     f"grpo_jax.{name}"
-    for name in ("train", "evaluate", "export", "predict", "parts", "judges", "experiment", "loop", "drawing")
+    for name in (
+        *("train", "evaluate", "export", "predict", "parts", "judges", "experiment", "loop", "drawing"),
+        *("recommendation_parts", "recommendation_report", "warm_start", "results"),
+    )
 }
 # Functions of a policy that they are handed, and of nothing concrete.
 GENERIC = {

@@ -235,7 +235,7 @@ def test_misshapen_calls_are_refused(policy, variables, batch):
     with pytest.raises(TypeError, match="bool"):
         policy.prefill(variables, batch[0], batch[1].astype(np.int32))
     with pytest.raises(ValueError, match="compute_dtype"):
-        make_policy(CONFIG, compute_dtype="float16")
+        make_policy(CONFIG, compute_dtype="float64")
 
 
 @pytest.mark.parametrize(

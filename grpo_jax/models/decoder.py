@@ -138,7 +138,7 @@ def make_policy(
 
     Args:
         config: its shape and choices.
-        compute_dtype: ``float32`` or ``bfloat16``; norms, rotations and softmax are float32 either way.
+        compute_dtype: ``float32``, ``bfloat16`` or ``float16``; norms, rotations and softmax are float32 either way.
         remat: recompute layers in the backward pass of ``forward_group``.
         lora: configuration of the adapters, if variables will hold any.
 
@@ -284,8 +284,8 @@ def _decode_context(prefix: Prefix, cache: Cache, group: int) -> Context:
 
 
 def _dtype(name: str, argument: str) -> jnp.dtype:
-    if str(name) not in ("float32", "bfloat16"):
-        raise ValueError(f"{argument} must be 'float32' or 'bfloat16', got {name!r}")
+    if str(name) not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"{argument} must be 'float32', 'bfloat16' or 'float16', got {name!r}")
     return jnp.dtype(name)
 
 

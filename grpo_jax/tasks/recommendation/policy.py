@@ -13,6 +13,9 @@ import numpy as np
 
 PAD, END, UNKNOWN, NEXT = "<|pad|>", "<|end|>", "<|unknown|>", "<|next|>"
 
+NOT_A_WORD = r"[^\w|]+"
+"""What parts words where they are plain: all but letters, digits and the mark | that may stand between titles."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -30,6 +33,7 @@ def write_policy(
     heads: int = 4,
     window: int = 256,
     seed: int = 0,
+    plain_words: bool = False,
 ) -> Path:
     """Writes a Hugging Face folder with random weights and a tokenizer of whole words.
 
@@ -44,6 +48,7 @@ def write_policy(
         heads: Attention heads; they divide the width into even parts.
         window: Longest text in tokens.
         seed: Of the weights.
+        plain_words: Read text in lower case and without punctuation (`NOT_A_WORD`), as words are compared by TF-IDF.
 
     Returns:
         The folder.
@@ -59,7 +64,7 @@ def write_policy(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = [PAD, END, UNKNOWN, NEXT, *words]
-    _write_tokenizer(folder, vocabulary, window)
+    _write_tokenizer(folder, vocabulary, window, plain_words)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -86,12 +91,15 @@ def write_policy(
     return folder
 
 
-def _write_tokenizer(folder: Path, vocabulary: list[str], window: int) -> None:
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+def _write_tokenizer(folder: Path, vocabulary: list[str], window: int, plain_words: bool) -> None:
+    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if plain_words:
+        marks = normalizers.Replace(Regex(NOT_A_WORD), " ")
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), marks])
     special = [AddedToken(token, special=True) for token in vocabulary[:4]]
     backend.add_special_tokens(special)
     tokenizer = PreTrainedTokenizerFast(

@@ -122,25 +122,29 @@ def table_records(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
 def format_table(rows: Sequence[TableRow]) -> str:
     """The table as text, a block for each group; intervals in brackets."""
     blocks = []
-    for group in dict.fromkeys(row.group for row in rows):
-        part = [row for row in rows if row.group == group]
-        lines = [[f"{group}: {max(row.users + row.missing for row in part)} users", *MEASURES]]
-        lines += [[_label(row), *(_cell(row.measures.get(name)) for name in MEASURES)] for row in part]
+    for title, cells in table_cells(rows):
+        lines = [[title, *MEASURES], *cells]
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         blocks.append("\n".join(_aligned(line, widths) for line in lines))
     return "\n\n".join(blocks)
 
 
+def table_cells(rows: Sequence[TableRow]) -> list[tuple[str, list[list[str]]]]:
+    """Each group's heading, and for each of its methods the name and a text for each measure."""
+    groups = []
+    for group in dict.fromkeys(row.group for row in rows):
+        part = [row for row in rows if row.group == group]
+        heading = f"{group}: {max(row.users + row.missing for row in part)} users"
+        groups.append((heading, [[_label(row), *(_cell(row.measures.get(name)) for name in MEASURES)] for row in part]))
+    return groups
+
+
 def html_table(rows: Sequence[TableRow]) -> str:
     """The table as HTML: one `<table>`, a heading line for each group."""
     parts = ["<table><thead><tr><th>method</th>", *(f"<th>{name}</th>" for name in MEASURES), "</tr></thead><tbody>"]
-    for group in dict.fromkeys(row.group for row in rows):
-        part = [row for row in rows if row.group == group]
-        users = max(row.users + row.missing for row in part)
-        parts.append(f'<tr><th colspan="{len(MEASURES) + 1}">{html.escape(group)}: {users} users</th></tr>')
-        for row in part:
-            cells = "".join(f"<td>{_cell(row.measures.get(name))}</td>" for name in MEASURES)
-            parts.append(f"<tr><td>{html.escape(_label(row))}</td>{cells}</tr>")
+    for title, lines in table_cells(rows):
+        parts.append(f'<tr><th colspan="{len(MEASURES) + 1}">{html.escape(title)}</th></tr>')
+        parts += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines]
     return "".join([*parts, "</tbody></table>"])
 
 

@@ -1,0 +1,110 @@
+"""Supervised steps before reinforcement learning, by the same trainer: pairs of a prompt and the text to write."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax import losses, trainer
+from grpo_jax.config import OptimizerSection, WarmStartSection
+from grpo_jax.errors import UserError
+from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.objectives import Batch, ForwardPass, Objective, make_forward
+from grpo_jax.parts import Parts
+from grpo_jax.tasks.prompts import batch_at
+
+_TOLD = 5  # lines on the console
+
+
+def warm_start(
+    parts: Parts,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    stop: threading.Event,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Teaches the policy the pairs; what is trained (all weights, or the adapters) is what the run trains.
+
+    Nothing is saved on the way: it is a few minutes at the start, and its end is the run's first checkpoint.
+
+    Args:
+        parts: Policy, tokenizer and `config.warm_start`.
+        pairs: (prompt, text), visited in an order drawn from the run's seed.
+        stop: Set by a signal.
+        say: Prints a line.
+
+    Returns:
+        The policy's variables.
+
+    Raises:
+        UserError: It was stopped, or there are fewer pairs than a batch takes.
+    """
+    config, section = parts.config, parts.config.warm_start
+    if len(pairs) < section.batch:
+        raise UserError(
+            f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs, got {section.batch}"
+        )
+    optimizing = optimizer_section(section, config.optimizer)
+    optimizer = trainer.make_optimizer(optimizing, trainer.make_schedule(optimizing, section.steps))
+    forward = make_forward(parts.policy, temperature=config.sampling.temperature)
+    step = trainer.make_train_step(
+        make_supervised_objective(forward),
+        optimizer,
+        normaliser=lambda batch: losses.loss_normaliser(batch.mask, "token"),
+        accumulation=math.gcd(section.batch, config.training.accumulation),
+    )
+    scale = make_loss_scale(config.policy.compute_dtype)
+    state = trainer.init_state(parts.variables, optimizer, keep_reference=False, loss_scale=scale)
+    every = max(1, section.steps // _TOLD)
+    for number in range(section.steps):
+        if stop.is_set():
+            raise UserError("stopped during the warm start, before the first checkpoint: start the run again")
+        places = batch_at(config.seed, number, batch_size=section.batch, n=len(pairs))
+        state, report = step(state, supervised_batch(parts, [pairs[place] for place in places]))
+        if (number + 1) % every == 0 or number + 1 == section.steps:
+            say(f"warm start {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
+    return state.variables
+
+
+def optimizer_section(section: WarmStartSection, base: OptimizerSection) -> OptimizerSection:
+    """The optimizer of the warm start: its learning rate with a short ramp and a cosine, all else as in training."""
+    return OptimizerSection(
+        learning_rate=section.learning_rate,
+        schedule="cosine",
+        warmup_steps=section.steps // 10,
+        weight_decay=base.weight_decay,
+        beta1=base.beta1,
+        beta2=base.beta2,
+        max_grad_norm=base.max_grad_norm,
+    )
+
+
+def make_supervised_objective(forward: ForwardPass) -> Objective:
+    """`losses.sft_loss` of a batch with one completion for each prompt: (loss, {"supervised": SFTMetrics})."""
+
+    def objective(variables: dict[str, Any], batch: Batch, normaliser: Any) -> tuple[jax.Array, dict[str, Any]]:
+        loss, metrics = losses.sft_loss(forward(variables, batch).logprobs, batch.mask, normaliser=normaliser)
+        return loss, {"supervised": metrics}
+
+    return objective
+
+
+def supervised_batch(parts: Parts, pairs: Sequence[tuple[str, str]]) -> Batch:
+    """The pairs as tokens: prompts as in sampling, texts with the end token, cut to max_new_tokens (then without)."""
+    tokenizer, length = parts.loaded.tokenizer, parts.config.sampling.max_new_tokens
+    prompt_tokens, prompt_mask = parts.environment.encode([prompt for prompt, _ in pairs])
+    tokens = np.full((len(pairs), 1, length), parts.loaded.pad_id, np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    chat = bool(getattr(tokenizer, "chat_template", None)) and parts.config.data.form == "rewrite"
+    for row, (prompt, text) in enumerate(pairs):
+        # Behind plain text a word starts with its space; behind a chat template's mark it does not.
+        gap = "" if chat or not prompt or prompt[-1].isspace() else " "
+        ids = list(tokenizer(gap + text, add_special_tokens=False)["input_ids"])
+        ids = [*ids, parts.loaded.eos_ids[0]][:length]
+        tokens[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True
+    return Batch(prompt_tokens, prompt_mask, tokens, mask)

@@ -3,7 +3,8 @@
     python benchmarks/cartpole.py [--configs grpo ppo] [--seeds 10] [--out benchmarks/cartpole.json]
 
 Environment steps are those learned from: no padding, no evaluation. Seconds hold rollouts, updates and the evaluations
-of the config, alike on both sides; compilation is timed apart. First every way to step and one and two threads are
+of the config, alike on both sides; compilation is timed apart. Seeds that run together share all cores, as the command
+lets them; one seed has one. First every way to step and one and two threads are
 tried in PyTorch, and the fastest is the peer. Then both sides take turns, seed by seed; all seeds vmapped are run
 between them. Two cores could run two PyTorch processes: twice its figure on one core is the most they can do. Writes
 JSON and prints a table; about five minutes on two quiet cores.
@@ -25,7 +26,8 @@ import numpy as np
 import torch
 
 from grpo_jax.cartpole.config import CartPoleConfig
-from grpo_jax.cartpole.training import make_train, seed_keys
+from grpo_jax.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.cartpole.training import make_train
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "gymnax", "torch", "gymnasium", "numpy")
@@ -64,9 +66,10 @@ class Jax:
         self.config, self.count, training = config, count, make_train(config)
         keys = seed_keys(0, count)
         began = time.perf_counter()
-        self.init = jax.jit(jax.vmap(training.init)).lower(keys).compile()
+        devices = seed_devices(count)
+        self.init = over_seeds(training.init, devices).lower(keys).compile()
         start = jax.block_until_ready(self.init(keys))
-        self.block = jax.jit(jax.vmap(training.block), donate_argnums=0).lower(start).compile()
+        self.block = over_seeds(training.block, devices).lower(start).compile()
         self.compile_seconds = time.perf_counter() - began
 
     def run(self, seed: int) -> list[dict]:
@@ -199,6 +202,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "cartpole.json")
     options = parser.parse_args()
+    split_processor()
     paths = [
         Path(name) if name.endswith(".yaml") else ROOT / f"configs/cartpole_{name}.yaml" for name in options.configs
     ]

@@ -36,7 +36,8 @@ from grpo_jax.advantages import (
     sum_rewards,
 )
 from grpo_jax.cartpole.config import CartPoleConfig, cartpole_from_dict
-from grpo_jax.cartpole.training import make_train, seed_keys
+from grpo_jax.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.cartpole.training import make_train
 from grpo_jax.cartpole.updates import episode_rewards
 from grpo_jax.models.mlp import make_mlp
 from grpo_jax.tasks import cartpole as task
@@ -128,12 +129,12 @@ def train(name: str, seeds: int, iterations: int | None) -> Measured:
     """Trains all seeds of one algorithm, block by block, and looks at them after every block."""
     config = configure(name, seeds, iterations)
     training, keys = make_train(config), seed_keys(config.seed, seeds)
-    began = time.perf_counter()
-    state = jax.jit(jax.vmap(training.init))(keys)
-    block = jax.jit(jax.vmap(training.block)).lower(state).compile()
-    evaluate = jax.jit(jax.vmap(training.evaluate)).lower(state).compile()
+    began, devices = time.perf_counter(), seed_devices(seeds)
+    state = over_seeds(training.init, devices)(keys)
+    block = over_seeds(training.block, devices).lower(state).compile()
+    evaluate = over_seeds(training.evaluate, devices).lower(state).compile()
     compiling, seconds, at, rows, seen = time.perf_counter() - began, 0.0, [0.0], [evaluate(state)], []
-    signal = jax.jit(jax.vmap(make_signal(config))) if name == WATCHED else None
+    signal = over_seeds(make_signal(config), devices) if name == WATCHED else None
     for index in range(config.training.iterations // config.evaluation.every):
         began = time.perf_counter()
         state, _, measures = jax.block_until_ready(block(state))
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, help="Instead of the configs', for a quick look.")
     parser.add_argument("--out", type=Path, default=HERE, help="Folder of comparison.json, comparison.md and images/.")
     options = parser.parse_args()
+    split_processor()
     kept = options.out / "comparison.json"
     results = json.loads(kept.read_text()) if kept.exists() else {"cartpole": {}, "language": []}
     load = os.getloadavg()[0]  # of others: this script has done nothing yet

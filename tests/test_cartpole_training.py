@@ -1,13 +1,19 @@
 """Training on CartPole: one compiled function, alike for one seed and for many, and it learns."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from text_task import ROOT
 
 from grpo_jax.cartpole import updates
 from grpo_jax.cartpole.config import cartpole_from_dict
-from grpo_jax.cartpole.training import make_optimizer, make_train, seed_keys
+from grpo_jax.cartpole.seeds import seed_keys
+from grpo_jax.cartpole.training import make_optimizer, make_train
 from grpo_jax.models.mlp import count_parameters, make_mlp
 from grpo_jax.tasks import cartpole as task
 
@@ -175,3 +181,32 @@ def test_it_learns(sections):
     assert np.median(returns[:, -1]) >= 475 and returns[:, -1].min() > 300
     entropy = np.asarray(history.iterations["entropy"])
     assert (entropy[:, -1] < entropy[:, 0]).all()
+
+
+SPREAD = """
+import jax, numpy as np
+from test_cartpole_training import small
+from grpo_jax.cartpole.seeds import over_seeds, seed_devices, seed_keys
+from grpo_jax.cartpole.training import make_train
+assert len(jax.devices()) == 3
+assert [len(seed_devices(count)) for count in (1, 2, 3, 4, 5, 6, 7)] == [1, 2, 3, 2, 1, 3, 1]
+training = make_train(small("grpo"))
+start = jax.vmap(training.init)(seed_keys(0, 2))
+state, metrics, _ = over_seeds(training.block, seed_devices(2))(start)
+assert len(metrics["loss"].sharding.device_set) == 2
+_, together, _ = over_seeds(training.block, jax.devices()[:1])(start)
+for name in ("environment_steps", "episode_return", "entropy"):
+    np.testing.assert_allclose(metrics[name], together[name], rtol=1e-3, atol=1e-4)
+"""
+
+
+def test_seeds_spread_over_devices_learn_alike():
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    done = subprocess.run(
+        [sys.executable, "-c", SPREAD],
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

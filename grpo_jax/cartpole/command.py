@@ -16,7 +16,8 @@ import numpy as np
 from grpo_jax import config as configuration
 from grpo_jax import reporting
 from grpo_jax.cartpole.config import CartPoleConfig
-from grpo_jax.cartpole.training import Training, TrainState, make_train, seed_keys
+from grpo_jax.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.cartpole.training import Training, TrainState, make_train
 from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.errors import UserError
 from grpo_jax.reporting import RunOutput
@@ -51,6 +52,7 @@ class Run(NamedTuple):
     Attributes:
         config: The config.
         training: The config's pure functions.
+        devices: Those that share the seeds.
         block: The compiled block of iterations, over all seeds.
         checkpoints: Where states are saved.
         output: Console, metric files and the run directory.
@@ -59,6 +61,7 @@ class Run(NamedTuple):
 
     config: CartPoleConfig
     training: Training
+    devices: list[jax.Device]
     block: Callable[[TrainState], Any]
     checkpoints: Checkpoints
     output: RunOutput
@@ -75,21 +78,23 @@ def run_cartpole(config: CartPoleConfig) -> dict[str, Any]:
         UserError: gymnax is missing, or the run directory cannot be used; checkpoints stay valid.
     """
     clock = time.monotonic()
+    split_processor()
     training = make_train(config)
+    devices = seed_devices(config.num_seeds)
     with RunOutput(config, folders=()) as output, stop_requests() as stop:
-        announce(config, training, output)
-        state = jax.jit(jax.vmap(training.init))(seed_keys(config.seed, config.num_seeds))
+        announce(config, training, devices, output)
+        state = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))
         started = time.monotonic()
-        block = jax.jit(jax.vmap(training.block)).lower(state).compile()
+        block = over_seeds(training.block, devices).lower(state).compile()
         seconds = {"compile": time.monotonic() - started, "train": 0.0}
         keep = config.training.keep_checkpoints
         with Checkpoints(output.directory.checkpoints, keep=keep) as checkpoints:
-            run = Run(config, training, block, checkpoints, output, clock)
+            run = Run(config, training, devices, block, checkpoints, output, clock)
             state, progress = begin(run, state, seconds)
             return execute(run, state, progress, stop)
 
 
-def announce(config: CartPoleConfig, training: Training, output: RunOutput) -> None:
+def announce(config: CartPoleConfig, training: Training, devices: list[jax.Device], output: RunOutput) -> None:
     """The opening lines: what is trained, on what, by which algorithm."""
     rollout, algorithm = config.rollout, config.algorithm
     played = f"{rollout.groups} x {rollout.group_size} episodes"
@@ -97,7 +102,8 @@ def announce(config: CartPoleConfig, training: Training, output: RunOutput) -> N
         played = f"{rollout.environments} carts x {rollout.steps} steps"
     counts = ", ".join(f"{name} {count:,} parameters" for name, count in training.parameters.items())
     seeds = "seed" if config.num_seeds == 1 else "seeds"
-    output.part("task", f"CartPole-v1, {config.num_seeds} {seeds} from {config.seed}, on {jax.devices()[0]}")
+    where = ", ".join(map(str, devices))
+    output.part("task", f"CartPole-v1, {config.num_seeds} {seeds} from {config.seed}, on {where}")
     output.part("networks", f"{counts}; hidden {config.network.hidden}, {config.network.activation}")
     output.part("algorithm", f"{algorithm.name}, {' + '.join(algorithm.objectives)}; {played} per iteration")
 
@@ -130,7 +136,7 @@ def begin(run: Run, state: TrainState, seconds: dict[str, float]) -> tuple[Train
         output.say(f"resumed after iteration {progress.iteration} of {config.training.iterations}")
         return restored_state(restored), progress._replace(seconds=_add(progress.seconds, seconds))
     output.truncate(0)
-    measured = jax.jit(jax.vmap(run.training.evaluate))(state)
+    measured = over_seeds(run.training.evaluate, run.devices)(state)
     before = {name: np.asarray(measured[name]).tolist() for name in _MEASURES}
     progress = Progress(0, before, [None] * config.num_seeds, seconds, mark)
     output.say(f"before training: mean return {np.mean(before['episode_return']):.1f} of {MAX_STEPS}")
@@ -218,7 +224,7 @@ def finish(run: Run, state: TrainState, progress: Progress) -> dict[str, Any]:
     config, output = run.config, run.output
     # One more than the last measurement's: starts that chose nothing.
     fresh = state._replace(iteration=state.iteration + 1)
-    measured = jax.jit(jax.vmap(run.training.evaluate))(fresh)
+    measured = over_seeds(run.training.evaluate, run.devices)(fresh)
     after = {name: np.asarray(measured[name]).tolist() for name in _MEASURES}
     run.checkpoints.save_final(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
     seconds = {**progress.seconds, "total": time.monotonic() - run.clock}
@@ -270,7 +276,7 @@ def summarise(run: Run, state: TrainState, progress: Progress, after: dict[str, 
         "parameters": run.training.parameters,
         "seconds": progress.seconds,
         "seed": config.seed,
-        "devices": {"policy": str(jax.devices()[0])},
+        "devices": {"policy": ", ".join(map(str, run.devices))},
         "versions": reporting.versions(),
     }
 

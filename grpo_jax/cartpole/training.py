@@ -179,8 +179,3 @@ def make_train(config: CartPoleConfig) -> Training:
     shapes = jax.eval_shape(init, jax.random.key(0)).params
     parameters = {name: count_parameters(tree) for name, tree in shapes.items()}
     return Training(init, iterate, evaluate, block, train, parameters)
-
-
-def seed_keys(seed: int, number: int) -> jax.Array:
-    """Keys of the seeds seed, seed + 1, …: what is vmapped over. A seed learns alike alone and among others."""
-    return jax.vmap(jax.random.key)(jnp.arange(seed, seed + number))

@@ -28,7 +28,7 @@ class DenseShard:
         Raises:
             NonFiniteScores: If one of them is NaN or infinite.
         """
-        self._device = device or jax.local_devices(backend="cpu")[0]
+        self._device = device or _cpu()
         self._first = first
         self._count = len(vectors)
         block = min(_BLOCK, 1 << max(self._count - 1, 0).bit_length())
@@ -105,6 +105,14 @@ def _count_dense(blocks, queries, target_vectors, targets, exclude, count, sharp
     starts = jnp.arange(blocks.shape[0], dtype=jnp.int32) * size
     (better, level, top, total), _ = jax.lax.scan(step, start, (starts, blocks))
     return better, level, top + jnp.log(total), score
+
+
+def _cpu() -> jax.Device:
+    """The CPU, or the default device where JAX_PLATFORMS leaves the CPU out."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]
 
 
 def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:

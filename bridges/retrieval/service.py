@@ -53,6 +53,8 @@ class RankShard:
         """
         if device == "cpu":
             os.environ["JAX_PLATFORMS"] = "cpu"  # JAX is imported later, and only for dense vectors
+        else:
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the encoder is on the same card
         self._encoder = load_encoder(encoder, load_titles(folder), device=device)
         index = load_index(folder)
         if self._encoder.identity != index.fingerprint.encoder:

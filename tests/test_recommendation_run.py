@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -54,7 +55,24 @@ def config_of(folder, name, **changes):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("recommendation")
+    """Where everything lies; the runs share compiled programs, which takes most of their time."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    folder = tmp_path_factory.mktemp("recommendation")
+    wanted = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(folder / "programs"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield folder
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

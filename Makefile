@@ -1,7 +1,7 @@
 # `make train` and `make test` create the environment they need (in .venv) and run.
 PYTHON ?= python3
 VENV   ?= .venv
-EXTRAS ?= diffusion,cartpole,logging,test,oracles
+EXTRAS ?= diffusion,cartpole,recommendation,logging,test,oracles
 BIN    := $(VENV)/bin
 
 .PHONY: train test lint clean

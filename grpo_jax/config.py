@@ -153,7 +153,7 @@ class Config:
         require(made, "policy.path", "a folder: only recommendation makes a new policy", self.policy.path)
         require(ours or warm.steps == 0, "warm_start.steps", f"0 for the task {self.task}", warm.steps)
         taught = warm.steps == 0 or warm.pairs == "next" or self.recommendation.source == "dummy"
-        require(taught, "warm_start.pairs", "next: lessons are of the dummy world alone", warm.pairs)
+        require(taught, "warm_start.pairs", "next: the others are of the dummy world alone", warm.pairs)
 
 
 def from_dict(values: dict[str, Any]) -> Config:

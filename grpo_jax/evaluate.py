@@ -125,8 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _evaluate_run(options: argparse.Namespace) -> None:
     import dataclasses
 
-    from grpo_jax.parts import load_parts, restore_variables, run_config
+    from grpo_jax.parts import load_parts, own_bridges, restore_variables, run_config
+    from grpo_jax.recommendation_parts import require_same_retrieval
+    from grpo_jax.recommendation_report import ranks_of, results_table
     from grpo_jax.run_directory import finite
+    from grpo_jax.tasks.recommendation.table import format_table, table_records
 
     config = run_config(options.run)
     if options.prompts is not None:
@@ -135,9 +138,15 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
     parts = load_parts(config, say=say)
     variables, meta = restore_variables(parts, options.run, options.checkpoint)
+    require_same_retrieval(parts.task, meta["progress"].get("retrieval"), own_bridges)
     rows = parts.test_rows
     report: dict[str, Any] = {"checkpoint": options.checkpoint, "step": meta.get("step"), "prompts": len(rows)}
-    report |= {kind: found.measures for kind, found in measure_all(parts, variables).items()}
+    found = measure_all(parts, variables)
+    report |= {kind: evaluation.measures for kind, evaluation in found.items()}
+    table = []
+    if parts.task is not None:
+        table = results_table(parts, {f"policy, {options.checkpoint}": ranks_of(found["greedy"])})
+        report["table"] = table_records(table)
     if options.json:
         print(json.dumps(finite(report), indent=2))
         return
@@ -147,6 +156,8 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     for name in report["greedy"]:
         cells = (report[kind].get(name) for kind in kinds)
         print(f"{name:<20}" + "".join(f"{'':>12}" if cell is None else f"{cell:>12.4f}" for cell in cells))
+    if table:
+        print(f"\n{format_table(table)}")
 
 
 if __name__ == "__main__":

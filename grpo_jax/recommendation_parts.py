@@ -125,6 +125,8 @@ def warm_start_pairs(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
     if section.pairs == "lessons":
         shown = config.recommendation.history_items
         return dummy.lessons(rows, dataset.catalogue, shown=shown, seed=config.seed)
+    if section.pairs == "hearsay":
+        return dummy.hearsay(rows, dataset.catalogue, seed=config.seed)
     return title_pairs(rows, characters=section.title_characters)
 
 

@@ -145,3 +145,20 @@ def test_the_default_section_is_this_world():
     assert [len(part) for part in dataset.prompts] == [50 * 5, 50, 50]
     assert len(dataset.catalogue) == 2240 and dataset.notes == ()
     assert len(dataset.prompts.test[0].prompt.splitlines()) == 4
+
+
+def test_hearsay_is_mostly_wrong_and_its_likeliest_word_is_the_last_titles():
+    rows = leave_one_out(WORLD.sequences.users, WORLD.catalogue, HistoryTemplate()).train
+    pairs = dummy.hearsay(rows, WORLD.catalogue, told=0.25, copied=0.4, seed=0)
+    right, last = np.zeros(4), np.zeros(4)
+    for row, (prompt, text) in zip(rows, pairs, strict=True):
+        assert prompt == row.prompt
+        words = text.split()
+        right += [word == wanted for word, wanted in zip(words, row.columns["target_title"].split(), strict=True)]
+        last += [word == old for word, old in zip(words, row.columns["last_title"].split(), strict=True)]
+    right, last = right / len(rows), last / len(rows)
+    for place, count in ((1, 7), (3, 8)):  # colour and kind: the right word is never the last title's, noise apart
+        assert right[place] == pytest.approx(0.25 + 0.35 / count, abs=0.05)
+        assert last[place] == pytest.approx(0.4 + 0.35 / count, abs=0.05)
+    with pytest.raises(ValueError, match="told and copied"):
+        dummy.hearsay(rows, WORLD.catalogue, told=0.5, copied=0.4)

@@ -37,7 +37,7 @@ def config_of(folder, name, **changes):
         "policy": {"path": "new", "remat": False, "new": {"width": 16, "layers": 1, "heads": 2, "window": 64}},
         "recommendation": {"separator": " | ", "dummy_users": 40, "dummy_items": 280},
         "retrieval": {"attempts": 1, "budget": 0},
-        "warm_start": {"steps": 3, "pairs": "lessons", "batch": 8},
+        "warm_start": {"steps": 3, "pairs": "hearsay", "batch": 8},
         "data": {"max_prompt_tokens": 32},
         "sampling": {"group_size": 4, "max_new_tokens": 5},
         "algorithm": {"kl_coef": 0.1},
@@ -141,6 +141,18 @@ def test_the_policy_loads_and_has_learned_something(folder, summary):
     ids = tokenizer("Alder, crimson LINEN lamp! | <|next|>", return_tensors="pt")["input_ids"]
     assert tokenizer.unk_token_id not in ids
     assert end.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, ids.shape[1] + 2)
+
+
+def test_the_evaluate_command_measures_a_run_that_was_moved(folder, summary, capsys):
+    import shutil
+
+    from grpo_jax.evaluate import main
+
+    shutil.copytree(folder / "whole", folder / "moved")
+    assert main(["--run", str(folder / "moved"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    after = next(row for row in summary["table"] if row["method"] == "policy, after")
+    assert report["table"][-1] == after | {"method": "policy, final"}
 
 
 def test_another_catalogue_is_refused_by_name(folder, summary):

@@ -113,6 +113,44 @@ def lessons(
     return pairs
 
 
+def hearsay(
+    rows: Sequence[Row], catalogue: Catalogue, *, told: float = 0.25, copied: float = 0.4, seed: int = 0
+) -> list[tuple[str, str]]:
+    """(prompt, title) pairs that are mostly wrong: what a pretrained policy may have heard of such a world.
+
+    Each word is the right one with probability `told`, the last title's with `copied`, otherwise any of its kind.
+    What a policy that learned from these finds likeliest is the last title: colour and kind, which always change, are
+    wrong. That it is worth leaving, and for what, only the ranking says.
+
+    Args:
+        rows: Training examples.
+        catalogue: Of the world.
+        told: Probability of the word that came next; less than `copied`.
+        copied: Probability of the last title's word.
+        seed: Of the draws.
+
+    Returns:
+        One pair for each row.
+
+    Raises:
+        ValueError: If the probabilities are not 0 <= told < copied <= 1 - told.
+    """
+    if not 0 <= told < copied <= 1 - told:
+        raise ValueError(f"told and copied must be 0 <= told < copied <= 1 - told, got {told} and {copied}")
+    generator = np.random.Generator(np.random.PCG64(seed))
+    kinds = [tuple(dict.fromkeys(place)) for place in zip(*(title.split() for title in catalogue.titles), strict=True)]
+    pairs = []
+    for row in rows:
+        right, last = row.columns["target_title"].split(), row.columns["last_title"].split()
+        written = []
+        for place, choices in enumerate(kinds):
+            draw = generator.random()
+            any_word = choices[generator.integers(len(choices))]
+            written.append(right[place] if draw < told else last[place] if draw < told + copied else any_word)
+        pairs.append((row.prompt, " ".join(written)))
+    return pairs
+
+
 def make_world(
     *,
     users: int = 2000,

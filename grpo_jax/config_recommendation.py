@@ -62,8 +62,8 @@ class WarmStartSection:
 
     Args:
         steps: Supervised updates; 0 for none.
-        pairs: "next" teaches the title of the item that came next; of the dummy world alone, "lessons" teach the form of
-            a title and nothing of the rules, "hearsay" titles whose words are right in a quarter of the cases and
+        pairs: "next" teaches the title of the item that came next; of the dummy world alone, "lessons" teach the form
+            of a title and nothing of the rules, "hearsay" titles whose words are right in a quarter of the cases and
             the last title's in more.
         batch: Pairs of one update.
         learning_rate: Peak learning rate, after a tenth of the steps as a warm-up; it falls to 0 along a cosine.

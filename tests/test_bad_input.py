@@ -72,7 +72,7 @@ def changed(place, path, **sections):
         (["--algorithm.preset", "pppo"], "algorithm.preset"),
         (["--training.prompts_per_batch", "3"], "training.prompts_per_batch: expected a multiple of"),
         (["--rewards", '[{"nom": "x"}]'], "rewards"),
-        (["--config", "no_such_config"], "no_such_config: no such file; configs that ship with grpo_jax: prompt_enh"),
+        (["--config", "no_such_config"], "no_such_config: no such file; configs that ship with grpo_jax: cartpole_"),
         (["--algorithm.clip_low", "0.1", "--algorithm.preset", "cispo"], "clip_low: expected null with preset"),
         (["--algorithm.clip_low", "2"], "algorithm.clip_low: expected null or a number <= 1, got 2.0"),
     ],

@@ -1,5 +1,6 @@
 """What a finished run is good for: evaluate, export and predict; and the user's own task from the README."""
 
+import dataclasses
 import json
 import re
 
@@ -169,7 +170,7 @@ def test_run_from_python_gives_the_summary_and_columns_to_rewards(place, tmp_pat
         return [None if not text else -len(text) / 10 for text in completions]
 
     folder = make_folder(place, tmp_path, max_steps=1)
-    config = run_config(folder)
+    config = dataclasses.replace(run_config(folder), run_dir=str(tmp_path / "run"))
     records = [{"prompt": f"{c} tree", "wish": c} for c in "abcdefgh"]
     summary = run(config, prompts=records, rewards=[wished, brief])
     assert summary["stopped"] is False and {"wished", "brief"} <= summary["evaluation"].keys()
@@ -177,7 +178,7 @@ def test_run_from_python_gives_the_summary_and_columns_to_rewards(place, tmp_pat
     with pytest.raises(UserError, match="run_dir: expected a folder"):
         run(type(config)())
     with pytest.raises(UserError, match="each of another name"):
-        run(run_config(make_folder(place, tmp_path / "b", max_steps=1)), prompts=records, rewards=[brief, brief])
+        run(dataclasses.replace(config, run_dir=str(tmp_path / "b")), prompts=records, rewards=[brief, brief])
 
 
 def make_folder(place, tmp_path, **training):

@@ -123,8 +123,7 @@ def warm_start_pairs(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
     """(prompt, text) pairs that the warm start teaches."""
     section, rows = config.warm_start, dataset.prompts.train
     if section.pairs == "lessons":
-        shown = config.recommendation.history_items
-        return dummy.lessons(rows, dataset.catalogue, shown=shown, seed=config.seed)
+        return dummy.lessons(rows, dataset.catalogue, seed=config.seed)
     if section.pairs == "hearsay":
         return dummy.hearsay(rows, dataset.catalogue, seed=config.seed)
     return title_pairs(rows, characters=section.title_characters)

@@ -110,7 +110,7 @@ def test_every_right_word_raises_the_rank():
 
 def test_lessons_teach_the_form_and_not_the_rules():
     rows = leave_one_out(WORLD.sequences.users, WORLD.catalogue, HistoryTemplate()).train
-    pairs = dummy.lessons(rows, WORLD.catalogue, shown=4, copied=0.5, seed=0)
+    pairs = dummy.lessons(rows, WORLD.catalogue, copied=0.5, seed=0)
     assert [prompt for prompt, _ in pairs] == [row.prompt for row in rows]
     assert all(title in WORLD.catalogue.titles for _, title in pairs)
     targets = [row.columns["target_title"].split() for row in rows]

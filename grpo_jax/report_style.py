@@ -83,7 +83,8 @@ section { margin-top: 44px; }
 .data .number { text-align: right; font-variant-numeric: tabular-nums; }
 .data th:has(~ th) { text-align: left; }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 24px; margin-top: 14px; }
-dl { display: grid; grid-template-columns: minmax(0, max-content) minmax(5em, 1fr); gap: 3px 14px; margin: 0; font-size: 13.5px; }
+dl { display: grid; grid-template-columns: minmax(0, max-content) minmax(5em, 1fr); gap: 3px 14px; margin: 0;
+  font-size: 13.5px; }
 dt { color: var(--faint); }
 dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 details { margin-top: 22px; }

@@ -1,7 +1,6 @@
 """Policies from Hugging Face folders, and back. Safetensors only; no code of a folder is ever run."""
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError
 from grpo_jax.errors import UserError
 from grpo_jax.models.config import MODEL_TYPES, DecoderConfig
 from grpo_jax.models.decoder import ModelConfig
+from grpo_jax.models.folders import new_folder, refuse_foreign
 from grpo_jax.models.gpt2 import MODEL_TYPE as GPT2
 from grpo_jax.models.gpt2 import GPT2Config
 from grpo_jax.models.weights import (
@@ -127,21 +127,15 @@ def save_folder(
     folder, source = Path(folder), resolve_folder(source_folder)
     _check_target(folder, source)
     leaves = _checked_leaves(config, params)
-    work = folder.parent / f".{folder.name}.writing-{os.getpid()}"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        shards = weight_files(source)
-        files = TensorFiles(shards)
-        for shard in shards:
-            write_shard(work / shard.name, shard, config, files, leaves, dtype and jnp.dtype(dtype))
-        _copy_rest(source, work, dtype)
-        _replace(folder, work)
+        with new_folder(folder) as work:
+            shards = weight_files(source)
+            files = TensorFiles(shards)
+            for shard in shards:
+                write_shard(work / shard.name, shard, config, files, leaves, dtype and jnp.dtype(dtype))
+            _copy_rest(source, work, dtype)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write the policy to {folder}: {error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def resolve_folder(folder: str | Path) -> Path:
@@ -243,8 +237,7 @@ def _checked_leaves(config: ModelConfig, params: Mapping[str, Any]) -> dict[tupl
 def _check_target(folder: Path, source: Path) -> None:
     if folder.exists() and folder.resolve() == source.resolve():
         raise UserError(f"the export would overwrite the folder it is made from, {folder}: choose another")
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists()):
-        raise UserError(f"{folder} exists and is not an exported policy: choose another place or remove it")
+    refuse_foreign(folder, "config.json", "an exported policy")
 
 
 def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
@@ -270,12 +263,3 @@ def _write_total_size(work: Path) -> None:
     total = sum(files.read(name).nbytes for name in files.names)
     index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
     (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _replace(folder: Path, work: Path) -> None:
-    """Put the finished folder in place; an earlier export stays until then."""
-    old = folder.parent / f".{folder.name}.old-{os.getpid()}"
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(work, folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -90,6 +90,11 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
+def naming_of(config: ModelConfig) -> Naming:
+    """The names that an architecture's folders use."""
+    return _GPT2_NAMING if config.model_type == GPT2 else _LLAMA_NAMING
+
+
 def shapes(config: ModelConfig) -> dict[str, Any]:
     """The decoder's parameters as shapes; nothing is allocated."""
     return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]
@@ -123,7 +128,7 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     A tied model has no head of its own; where the folder repeats the embedding as one, both names
     lead to the embedding.
     """
-    names, naming = set(names), _GPT2_NAMING if config.model_type == GPT2 else _LLAMA_NAMING
+    names, naming = set(names), naming_of(config)
     embedding = f"{naming.tensors['embed_tokens']}.weight"
     prefix = next((p for p in naming.prefixes if p + embedding in names), naming.prefixes[0])
     head = next((h for h in naming.heads if h in names), naming.heads[0])

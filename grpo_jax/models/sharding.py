@@ -1,0 +1,192 @@
+"""How a policy lies on a mesh of devices: a table from paths to partitions, and what follows from it.
+
+The mesh has two axes. Along `fsdp` the prompts of a batch are shared out, and every weight is stored in parts that
+are gathered when its layer runs (Zhao et al. 2023, arXiv:2304.11277). Along `tensor` the layers themselves are cut:
+heads, units of the MLP, rows of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053). XLA finds the communication
+(Xu et al. 2021, arXiv:2105.04663); all that is said here is where parameters, optimizer state and batch lie.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+FSDP, TENSOR = "fsdp", "tensor"
+BOTH = (TENSOR, FSDP)
+
+_COLUMNS = "(q_proj|k_proj|v_proj|gate_proj|up_proj|c_fc)"  # each device makes some of the outputs
+_ROWS = "(o_proj|down_proj|attn_c_proj|mlp_c_proj)"  # each device reads some of the inputs; the products are added
+
+
+class Row(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+        pattern: of the end of a leaf's path, names joined by "/".
+        spec: axes of the mesh for each axis of the leaf; axes left out are whole.
+        otherwise: the spec where the first does not divide the leaf, or None: then it is refused.
+    """
+
+    pattern: str
+    spec: P
+    otherwise: P | None = None
+
+
+TABLE = (
+    # [V, D]; vocabularies are what a tensor axis divides or not (GPT-2's 50257).
+    Row("embed_tokens|lm_head", P(TENSOR, FSDP), P(None, BOTH)),
+    Row("embed_positions", P(None, BOTH)),
+    # Kernels [layers, in, out].
+    Row(f"layers/{_COLUMNS}/kernel", P(None, FSDP, TENSOR)),
+    Row(f"layers/{_ROWS}/kernel", P(None, TENSOR, FSDP)),
+    # Queries, keys and values in one product: a cut through its outputs would not be one through the heads.
+    Row("layers/c_attn/kernel", P(None, BOTH)),
+    # Adapters, a [layers, in, rank] and b [layers, rank, out], as the kernel beside them.
+    Row(f"lora/layers/{_COLUMNS}/a", P(None, FSDP)),
+    Row(f"lora/layers/{_COLUMNS}/b", P(None, None, TENSOR)),
+    Row(f"lora/layers/{_ROWS}/a", P(None, TENSOR)),
+    Row(f"lora/layers/{_ROWS}/b", P(None, None, FSDP)),
+    Row("lora/layers/c_attn/a", P(None, BOTH)),
+    Row("lora/layers/c_attn/b", P()),
+    # A few kilobytes each: whole on every device.
+    Row("scale|bias|value/kernel", P()),
+)
+"""What lies where. State of an optimizer follows its parameter: its path ends alike. Numbers are on every device."""
+
+
+def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
+    """The first fsdp · tensor devices as a mesh; neighbours share a tensor axis, which communicates most.
+
+    Raises:
+        ValueError: a size below 1, or too few devices.
+    """
+    if min(fsdp, tensor) < 1:
+        raise ValueError(f"fsdp and tensor must be at least 1, got {fsdp} and {tensor}")
+    if len(devices) < fsdp * tensor:
+        raise ValueError(f"a mesh of fsdp {fsdp} x tensor {tensor} takes {fsdp * tensor} devices, got {len(devices)}")
+    return Mesh(np.asarray(devices[: fsdp * tensor]).reshape(fsdp, tensor), (FSDP, TENSOR))
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for each leaf, by its path (`TABLE`).
+
+    Args:
+        tree: variables, an optimizer's state, or a whole train state; arrays or shapes (`jax.eval_shape`).
+        mesh: of `make_mesh`.
+
+    Raises:
+        ValueError: naming the leaf, its shape and the axis of the mesh that does not divide it; or a leaf with axes
+            that the table does not know.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    found = [NamedSharding(mesh, _spec(_name(path), np.shape(leaf), mesh)) for path, leaf in leaves]
+    return jax.tree.unflatten(structure, found)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    if not shape:
+        return P()
+    row = next((row for row in TABLE if re.search(f"(^|/)({row.pattern})$", name)), None)
+    if row is None:
+        raise ValueError(f"{name}: the table of partitions has no row for it; its shape is {shape}")
+    for spec in (row.spec, row.otherwise):
+        if spec is not None and _undivided(spec, shape, mesh) is None:
+            return _shortest(spec, mesh)
+    axis, parts = _undivided(row.otherwise or row.spec, shape, mesh)
+    sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    raise ValueError(f"{name} of shape {list(shape)}: axis {axis} does not divide into {parts} parts (mesh {sizes})")
+
+
+def _undivided(spec: P, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, int] | None:
+    """The first axis that its part of the mesh does not divide, and the number of parts; None if there is none."""
+    for axis, names in enumerate(spec):
+        parts = int(np.prod([mesh.shape[name] for name in ([names] if isinstance(names, str) else names or [])]))
+        if shape[axis] % parts:
+            return axis, parts
+    return None
+
+
+def _shortest(spec: P, mesh: Mesh) -> P:
+    """The spec in the form in which XLA gives it back: without axes of one device and what is whole at the end."""
+    axes = []
+    for names in spec:
+        cut = tuple(name for name in ([names] if isinstance(names, str) else names or []) if mesh.shape[name] > 1)
+        axes.append(cut[0] if len(cut) == 1 else cut or None)
+    while axes and axes[-1] is None:
+        axes.pop()
+    return P(*axes)
+
+
+def place(tree: Any, mesh: Mesh) -> Any:
+    """A tree of parameters or state on the mesh; leaves that lie right already are not copied.
+
+    Each process of several needs the whole of a leaf that does not lie right, and puts its own devices' parts there.
+
+    Raises:
+        ValueError: as `shardings`.
+    """
+    return jax.tree.map(_put, tree, shardings(tree, mesh))
+
+
+def place_batch(tree: Any, mesh: Mesh) -> Any:
+    """Arrays [P, ..] with the prompts shared out over `fsdp`, alike along `tensor`; P must be a multiple of `fsdp`."""
+    return jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, P(FSDP))), tree)
+
+
+def gather(tree: Any, mesh: Mesh) -> Any:
+    """The whole of each array on every device, and so in every process."""
+    return jax.device_put(tree, NamedSharding(mesh, P()))
+
+
+def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+        return leaf
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def shard_policy(policy: Any, mesh: Mesh) -> Any:
+    """The policy's functions with each prompt's work on the devices that hold its part of the batch.
+
+    XLA pads a number of prompts that `fsdp` does not divide.
+    """
+
+    def over_prompts(function: Callable[..., Any], *, arrays: slice) -> Callable[..., Any]:
+        def run(variables: Any, *arguments: Any) -> Any:
+            given = list(arguments)
+            given[arrays] = jax.lax.with_sharding_constraint(given[arrays], NamedSharding(mesh, P(FSDP)))
+            return function(variables, *given)
+
+        return run
+
+    return policy._replace(
+        prefill=over_prompts(policy.prefill, arrays=slice(0, 2)),
+        forward_group=over_prompts(policy.forward_group, arrays=slice(0, 4)),
+    )
+
+
+def shard_optimizer(optimizer: optax.GradientTransformation, mesh: Mesh) -> optax.GradientTransformation:
+    """An optimizer whose state and steps lie as the parameters do, so that an update's donated memory fits its result.
+
+    Gradients are brought into that layout first: each device then needs the sum of its own part alone.
+    """
+
+    def constrain(tree: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh))
+
+    def init(params: Any) -> Any:
+        return jax.jit(optimizer.init, out_shardings=shardings(jax.eval_shape(optimizer.init, params), mesh))(params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return constrain(optimizer.update(constrain(updates), state, params))
+
+    return optax.GradientTransformation(init, update)

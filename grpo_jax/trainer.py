@@ -122,7 +122,7 @@ def init_state(
     kl_coef: float | None = None,
     loss_scale: Any = None,
 ) -> TrainState:
-    """A fresh state; owns copies of the trained weights, so that it can be donated.
+    """A fresh state; owns copies of the trained weights, so that they can be donated. Its reference is the start.
 
     Args:
         variables: The start.
@@ -133,7 +133,8 @@ def init_state(
     """
     name = policy_collection(variables)
     trained = jax.tree.map(jnp.array, _trained(variables))
-    reference = jax.tree.map(jnp.array, trained[name]) if keep_reference and name == "params" else None
+    # The start itself: no update touches it, so nothing has to be copied.
+    reference = variables[name] if keep_reference and name == "params" else None
     coefficient = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
     step = jnp.zeros((), jnp.int32)
     loss_scale = jax.tree.map(jnp.array, loss_scale)
@@ -209,11 +210,11 @@ def make_train_step(
     compiled = jax.jit(compute, donate_argnums=0)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        # Frozen weights stay outside what is donated: they may be shared, and are never copied.
+        # Frozen weights and reference stay outside what is donated: they may be shared, and are never copied.
         trained = _trained(state.variables)
         frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
-        moving, report = compiled(state._replace(variables=trained), frozen, batch)
-        return moving._replace(variables={**frozen, **moving.variables}), report
+        moving, report = compiled(state._replace(variables=trained, reference=None), frozen, batch)
+        return moving._replace(variables={**frozen, **moving.variables}, reference=state.reference), report
 
     return train_step
 
@@ -331,6 +332,24 @@ def make_preparation(
     return prepare
 
 
+def make_configured_step(
+    forward: ForwardPass,
+    optimizer: optax.GradientTransformation,
+    algorithm: AlgorithmSection,
+    training: TrainingSection,
+    ppo: PPOSection = PPOSection(),
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
+    """The train step of the objective that a config names."""
+    options = loss_options(algorithm)
+    learns_values = algorithm.advantage == "gae"
+    return make_train_step(
+        make_ppo_objective(forward, options, ppo) if learns_values else make_policy_objective(forward, options),
+        optimizer,
+        normaliser=lambda batch: losses.loss_normaliser(batch.mask, options["aggregation"]),
+        accumulation=training.accumulation,
+    )
+
+
 def make_update(
     policy: Any,
     optimizer: optax.GradientTransformation,
@@ -348,15 +367,7 @@ def make_update(
         of the loss, and "measured" before the first step (`make_preparation`), with the "kl_coef" that was used.
     """
     forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens)
-    options = loss_options(algorithm)
-    learns_values = algorithm.advantage == "gae"
-    objective = make_ppo_objective(forward, options, ppo) if learns_values else make_policy_objective(forward, options)
-    step = make_train_step(
-        objective,
-        optimizer,
-        normaliser=lambda batch: losses.loss_normaliser(batch.mask, options["aggregation"]),
-        accumulation=training.accumulation,
-    )
+    step = make_configured_step(forward, optimizer, algorithm, training, ppo)
     prepare, steer = make_preparation(forward, algorithm, ppo, training), make_kl_control(ppo)
 
     def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, Any]]:

@@ -17,6 +17,7 @@ from grpo_jax.config_sections import (
     DeviceSection,
     EvaluationSection,
     LoraSection,
+    MeshSection,
     NewPolicySection,
     OptimizerSection,
     PolicySection,
@@ -36,6 +37,7 @@ __all__ = [
     "DeviceSection",
     "EvaluationSection",
     "LoraSection",
+    "MeshSection",
     "NewPolicySection",
     "OptimizerSection",
     "PPOSection",
@@ -133,6 +135,7 @@ class Config:
         named = buffer == 0 or "overlong" not in labels
         require(named, "rewards.overlong", "another name: the penalty of algorithm.overlong_buffer has it", labels)
         self._check_kl_control()
+        self._check_mesh()
         self._check_recommendation()
         chunk = self.training.chunk_prompts
         require(
@@ -140,6 +143,17 @@ class Config:
             "training.chunk_prompts",
             f"a divisor of prompts_per_batch = {self.training.prompts_per_batch}",
             chunk,
+        )
+
+    def _check_mesh(self) -> None:
+        training, parts = self.training, self.policy.mesh.fsdp
+        prompts = training.prompts_per_batch // (training.minibatches * training.accumulation)
+        require(
+            prompts % parts == 0,
+            "policy.mesh.fsdp",
+            f"a divisor of {prompts}, the prompts of one micro-batch (training.prompts_per_batch / minibatches / "
+            "accumulation)",
+            parts,
         )
 
     def _check_kl_control(self) -> None:
@@ -152,8 +166,8 @@ class Config:
         made = self.policy.path != "new" or ours
         require(made, "policy.path", "a folder: only recommendation makes a new policy", self.policy.path)
         require(ours or warm.steps == 0, "warm_start.steps", f"0 for the task {self.task}", warm.steps)
-        taught = warm.steps == 0 or warm.pairs == "next" or self.recommendation.source == "dummy"
-        require(taught, "warm_start.pairs", "next: the others are of the dummy world alone", warm.pairs)
+        taught = warm.steps == 0 or warm.pairs in ("next", "forms") or self.recommendation.source == "dummy"
+        require(taught, "warm_start.pairs", "next or forms: the others are of the dummy world alone", warm.pairs)
 
 
 def from_dict(values: dict[str, Any]) -> Config:
@@ -194,7 +208,7 @@ def _build(kind: type, values: dict[str, Any], name: str) -> Any:
     for key in values:
         require(key in known, f"{name}.{key}".strip("."), f"one of {sorted(known)}", key)
     values = dict(values)
-    nested = {"lora": LoraSection, "new": NewPolicySection} if kind is PolicySection else {}
+    nested = {"lora": LoraSection, "new": NewPolicySection, "mesh": MeshSection} if kind is PolicySection else {}
     for field_name, section in nested.items():
         if isinstance(values.get(field_name), dict):
             values[field_name] = _build(section, values[field_name], f"policy.{field_name}")

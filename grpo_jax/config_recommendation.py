@@ -62,16 +62,16 @@ class WarmStartSection:
 
     Args:
         steps: Supervised updates; 0 for none.
-        pairs: "next" teaches the title of the item that came next; of the dummy world alone, "lessons" teach the form
-            of a title and nothing of the rules, "hearsay" titles whose words are right in a quarter of the cases and
-            the last title's in more.
+        pairs: "next" teaches the title of the item that came next; "forms" the last title, the next one, or both, one
+            in three each; of the dummy world alone, "lessons" teach the form of a title and nothing of the rules,
+            "hearsay" titles whose words are right in a quarter of the cases and the last title's in more.
         batch: Pairs of one update.
         learning_rate: Peak learning rate, after a tenth of the steps as a warm-up; it falls to 0 along a cosine.
         title_characters: Taught titles are cut to so many characters; 0 for never.
     """
 
     steps: int = 0
-    pairs: Literal["next", "lessons", "hearsay"] = "next"
+    pairs: Literal["next", "forms", "lessons", "hearsay"] = "next"
     batch: int = 64
     learning_rate: float = 1e-3
     title_characters: int = 0

@@ -17,7 +17,7 @@ from grpo_jax.rollout import Environment
 from grpo_jax.tasks.recommendation import dummy, metrics
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
-from grpo_jax.tasks.recommendation.examples import title_pairs
+from grpo_jax.tasks.recommendation.examples import asking_pairs, title_pairs
 from grpo_jax.tasks.recommendation.policy import NOT_A_WORD, write_policy
 from grpo_jax.tasks.recommendation.rewards import make_reward, reward_columns, where_ranked
 from grpo_jax.tasks.rewards import load_reward
@@ -126,6 +126,8 @@ def warm_start_pairs(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
         return dummy.lessons(rows, dataset.catalogue, seed=config.seed)
     if section.pairs == "hearsay":
         return dummy.hearsay(rows, dataset.catalogue, seed=config.seed)
+    if section.pairs == "forms":
+        return asking_pairs(rows, characters=section.title_characters, seed=config.seed)
     return title_pairs(rows, characters=section.title_characters)
 
 

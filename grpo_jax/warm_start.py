@@ -4,45 +4,53 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from grpo_jax import losses, trainer
+from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.config import OptimizerSection, WarmStartSection
 from grpo_jax.errors import UserError
 from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.objectives import Batch, ForwardPass, Objective, make_forward
 from grpo_jax.parts import Parts
 from grpo_jax.tasks.prompts import batch_at
+from grpo_jax.trainer import TrainState, restored_state, saved_parts
 
-_TOLD = 5  # lines on the console
+_TOLD = 20  # lines on the console
 
 
 def warm_start(
     parts: Parts,
     pairs: Sequence[tuple[str, str]],
     *,
+    checkpoints: Checkpoints,
+    meta: Mapping[str, Any],
     stop: threading.Event,
     say: Callable[[str], None],
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], float] | None:
     """Teaches the policy the pairs; what is trained (all weights, or the adapters) is what the run trains.
 
-    Nothing is saved on the way: it is a few minutes at the start, and its end is the run's first checkpoint.
+    It goes on after its own last checkpoint, if there is one, as if it had never been interrupted, and saves every
+    `config.training.save_every` updates and when it is stopped.
 
     Args:
         parts: Policy, tokenizer and `config.warm_start`.
         pairs: (prompt, text), visited in an order drawn from the run's seed.
+        checkpoints: Of the warm start alone.
+        meta: Saved along, with the seconds so far as "warm_start".
         stop: Set by a signal.
         say: Prints a line.
 
     Returns:
-        The policy's variables.
+        The policy's variables and the seconds it took, those before an interruption included; None if it was stopped.
 
     Raises:
-        UserError: It was stopped, or there are fewer pairs than a batch takes.
+        UserError: There are fewer pairs than a batch takes, or a checkpoint cannot be written or read.
     """
     config, section = parts.config, parts.config.warm_start
     if len(pairs) < section.batch:
@@ -60,15 +68,28 @@ def warm_start(
     )
     scale = make_loss_scale(config.policy.compute_dtype)
     state = trainer.init_state(parts.variables, optimizer, keep_reference=False, loss_scale=scale)
-    every = max(1, section.steps // _TOLD)
-    for number in range(section.steps):
+    done, seconds = 0, 0.0
+    if checkpoints.latest_step() is not None:
+        restored, saved = checkpoints.restore("latest", saved_parts(state))
+        state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["warm_start"]
+        say(f"warm start goes on after update {done} of {section.steps}")
+    started = time.monotonic() - seconds
+
+    def save(step: int, state: TrainState, *, wait: bool) -> None:
+        checkpoints.save(step, saved_parts(state), {**meta, "warm_start": time.monotonic() - started}, wait=wait)
+
+    told, every = max(1, section.steps // _TOLD), config.training.save_every
+    for number in range(done, section.steps):
         if stop.is_set():
-            raise UserError("stopped during the warm start, before the first checkpoint: start the run again")
+            save(number, state, wait=True)
+            return None
         places = batch_at(config.seed, number, batch_size=section.batch, n=len(pairs))
         state, report = step(state, supervised_batch(parts, [pairs[place] for place in places]))
-        if (number + 1) % every == 0 or number + 1 == section.steps:
+        if (number + 1) % told == 0 or number + 1 == section.steps:
             say(f"warm start {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
-    return state.variables
+        if every and (number + 1) % every == 0:
+            save(number + 1, state, wait=False)
+    return state.variables, time.monotonic() - started
 
 
 def optimizer_section(section: WarmStartSection, base: OptimizerSection) -> OptimizerSection:

@@ -174,6 +174,26 @@ def title_pairs(rows: Sequence[Row], *, characters: int = 0) -> list[tuple[str, 
     return [(prompt, title) for prompt, title in pairs if title]
 
 
+def asking_pairs(rows: Sequence[Row], *, characters: int = 0, seed: int = 0) -> list[tuple[str, str]]:
+    """(prompt, text) in three forms of asking, so that a group of samples holds all of them.
+
+    The text is the last title, the next item's title, or the last title and then the next, one in three each, drawn
+    by a hash of the seed and the row's id. Which form pays is left to reinforcement learning.
+
+    Args:
+        rows: Training rows.
+        characters: Titles are cut to so many characters; 0 for never.
+        seed: Of the draw.
+    """
+    pairs = []
+    for row in rows:
+        last, following = (cut_title(row.columns[name], characters) for name in ("last_title", "target_title"))
+        forms = (last, following, f"{last} {following}")
+        drawn = hashlib.sha256(f"{seed} {row.id}".encode()).digest()[0] % len(forms)
+        pairs.append((row.prompt, forms[drawn].strip()))
+    return [(prompt, text) for prompt, text in pairs if text]
+
+
 def _with_offsets(users: Sequence[UserSequence]) -> Iterator[tuple[int, UserSequence]]:
     """Each sequence with the number of items before it: a number for every (user, position) of a file."""
     offset = 0

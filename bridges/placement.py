@@ -38,13 +38,16 @@ class Placement:
 PARTS = tuple(field.name for field in fields(Placement))
 
 
-def place(policy: str = "auto", renderer: str = "auto", scorer: str = "auto") -> tuple[Placement, list[str]]:
+def place(
+    policy: str = "auto", renderer: str = "auto", scorer: str = "auto", *, policy_count: int = 1
+) -> tuple[Placement, list[str]]:
     """Finds a device for each part on this machine; call it, and `prepare_jax`, before JAX is used.
 
     Args:
         policy: "auto", "cpu", "gpu:N" or "gpu:N,gpu:M".
         renderer: "auto", "cpu" or "gpu:N".
         scorer: likewise.
+        policy_count: cards that the policy takes on "auto".
 
     Returns:
         The placement, and lines to print where it is not one card for each part.
@@ -56,6 +59,8 @@ def place(policy: str = "auto", renderer: str = "auto", scorer: str = "auto") ->
 
     torch_gpus = torch.backends.cuda.is_built() or torch.version.hip is not None
     count = torch.cuda.device_count() if torch_gpus else _count_cards()
+    if policy == "auto" and policy_count > 1 and count and _jax_has_gpus():
+        policy = ",".join(f"gpu:{card}" for card in range(policy_count))
     request = Placement(policy, renderer, scorer)
     return resolve(request, count, jax_gpus=_jax_has_gpus(), torch_gpus=torch_gpus)
 
@@ -127,12 +132,12 @@ def prepare_jax(placement: Placement) -> list[str]:
     return []
 
 
-def policy_device(placement: Placement) -> jax.Device:
-    """The JAX device of the policy, the first if there are several; starts JAX's backend."""
+def policy_devices(placement: Placement) -> list[jax.Device]:
+    """The JAX devices of the policy: the named cards that JAX sees, else what it has; starts JAX's backend."""
     cards = {d.local_hardware_id: d for d in jax.local_devices() if d.platform == "gpu"}
     if placement.policy_cards:
-        return cards.get(placement.policy_cards[0], jax.local_devices()[0])
-    return jax.local_devices(backend="cpu")[0] if cards else jax.local_devices()[0]
+        return [cards[card] for card in placement.policy_cards if card in cards] or jax.local_devices()
+    return jax.local_devices(backend="cpu") if cards else jax.local_devices()
 
 
 def _named(part: str, value: str, usable: int, gpu_count: int) -> list[str]:

@@ -69,6 +69,29 @@ class NewPolicySection:
 
 
 @dataclass(frozen=True)
+class MeshSection:
+    """Several devices for the policy (docs/scaling.md); 1 x 1 is a single one.
+
+    Args:
+        fsdp: Parts that weights are stored in and a batch's prompts are shared out to.
+        tensor: Parts that heads, MLP and vocabulary are cut into.
+    """
+
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        for name in ("fsdp", "tensor"):
+            require(getattr(self, name) >= 1, f"policy.mesh.{name}", "a number >= 1", getattr(self, name))
+
+    @property
+    def size(self) -> int:
+        """Devices it takes."""
+        return self.fsdp * self.tensor
+
+
+@dataclass(frozen=True)
 class PolicySection:
     """The policy that is trained.
 
@@ -79,6 +102,7 @@ class PolicySection:
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
         remat: Recompute layer activations in the backward pass instead of keeping them.
         lora: Low-rank adapters.
+        mesh: Several devices.
     """
 
     path: str = "miniature"
@@ -87,6 +111,7 @@ class PolicySection:
     frozen_dtype: Dtype = "float32"
     remat: bool = True
     lora: LoraSection = field(default_factory=LoraSection)
+    mesh: MeshSection = field(default_factory=MeshSection)
 
 
 @dataclass(frozen=True)
@@ -342,7 +367,7 @@ class DeviceSection:
     """Where each part runs.
 
     Args:
-        policy: "auto", "cpu" or "gpu:N".
+        policy: "auto", "cpu", "gpu:N", or the cards of a mesh as "gpu:0,gpu:1" ("auto": the first ones).
         renderer: "auto", "cpu" or "gpu:N".
         scorer: "auto", "cpu" or "gpu:N".
     """

@@ -57,7 +57,7 @@ def draw(parts: Parts, variables: Any, iteration: int) -> Drawn:
 
 def objectives_of(parts: Parts, rollout: Rollout) -> Objectives:
     """A rollout's rewards as estimators take them, on the policy's device."""
-    device = next(iter(jax.tree.leaves(parts.variables)[0].devices()))
+    device = min(jax.tree.leaves(parts.variables)[0].sharding.addressable_devices, key=lambda device: device.id)
     judged, lengths = rollout.judgement.rewards, rollout.samples.mask.sum(-1, dtype=np.int32)
     return make_objectives(
         *jax.device_put((judged, lengths), device),

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -88,6 +89,7 @@ def fingerprint(config: Config) -> str:
     for name in ("save_every", "keep_checkpoints"):
         values["training"].pop(name)
     values["evaluation"].pop("gallery")
+    values["policy"].pop("mesh")  # the same numbers to rounding, wherever they lie
     # The retriever's own fingerprint tells another catalogue or encoder, wherever it is and whatever it is called.
     for name in (*SERVICE_FIELDS, "encoder"):
         values["retrieval"].pop(name)
@@ -100,7 +102,11 @@ def execute(run: Run, stop: threading.Event) -> dict[str, Any]:
     Returns:
         The summary, with "stopped".
     """
-    state, progress = begin(run, stop)
+    begun = begin(run, stop)
+    if begun is None:
+        run.output.say(f"stopped and saved in the warm start: --resume --run_dir {run.parts.config.run_dir} goes on")
+        return {"stopped": True, "iteration": 0}
+    state, progress = begun
     state, progress = train(run, state, progress, stop)
     if progress.iteration < run.learner.iterations:
         where = run.parts.config.run_dir
@@ -110,37 +116,63 @@ def execute(run: Run, stop: threading.Event) -> dict[str, Any]:
         return {**finish_run(run, state, progress), "stopped": False}
 
 
-def begin(run: Run, stop: threading.Event) -> tuple[TrainState, Progress]:
-    """The state to start from: the last checkpoint's on --resume, else the policy's, warm-started and measured."""
+def begin(run: Run, stop: threading.Event) -> tuple[TrainState, Progress] | None:
+    """The state to start from: the last checkpoint's on --resume, else the policy's, warm-started and measured.
+
+    None if it was stopped in the warm start.
+    """
     if run.parts.config.resume and run.checkpoints.latest_step() is not None:
         return resume(run)
+    state, parts = run.learner.state, run.parts
+    retrieval = None if parts.task is None else parts.task.retriever.fingerprint._asdict()
+    progress = _interrupted(run) or Progress(0, {}, None, 0, {}, fingerprint(parts.config), {}, retrieval)
     _keep_config(run)
     run.output.truncate(0)
-    state, parts, started = run.learner.state, run.parts, time.monotonic()
-    retrieval = None if parts.task is None else parts.task.retriever.fingerprint._asdict()
-    progress = Progress(0, {}, None, 0, {}, fingerprint(parts.config), {}, retrieval)
     with _judges_may_fail(run, state, None):
         if parts.config.warm_start.steps:
-            untrained = evaluate_policy(parts, state.variables, parts.test_rows)
-            progress = progress._replace(
-                before={UNTRAINED: untrained.measures}, ranks=_ranks(parts, UNTRAINED, untrained)
-            )
-            warming = time.monotonic()
-            pairs = warm_start_pairs(parts.config, parts.task.dataset)
-            state = run.learner.start(warm_start(parts, pairs, stop=stop, say=run.output.say))
-            progress = progress._replace(seconds={"warm_start": time.monotonic() - warming})
+            warmed = warm_up(run, progress, stop)
+            if warmed is None:
+                return None
+            state, progress = warmed
+        started = time.monotonic()
         before = measure_all(parts, state.variables)
     measures = {kind: evaluation.measures for kind, evaluation in before.items()}
-    evaluating = time.monotonic() - started - progress.seconds.get("warm_start", 0.0)
     progress = progress._replace(
         before=progress.before | measures,
-        seconds={**progress.seconds, "evaluate": evaluating},
+        seconds=_add(progress.seconds, {"evaluate": time.monotonic() - started}),
         ranks=progress.ranks | _ranks(parts, "before", before["greedy"]),
     )
     told = "  ".join(f"{name} {value:.3f}" for name, value in measures["greedy"].items())
     run.output.say(f"baseline on {len(parts.test_rows)} held-out prompts: {told}")
-    save(run, state, progress)
+    save(run, state, progress, wait=True)
+    shutil.rmtree(run.output.directory.warm_start, ignore_errors=True)
     return state, progress
+
+
+def warm_up(run: Run, progress: Progress, stop: threading.Event) -> tuple[TrainState, Progress] | None:
+    """Measures the policy as it was loaded and teaches it `warm_start.pairs`; None if stopped on the way."""
+    parts, variables = run.parts, run.learner.state.variables
+    if not progress.before:
+        started = time.monotonic()
+        untrained = evaluate_policy(parts, variables, parts.test_rows)
+        progress = progress._replace(
+            before={UNTRAINED: untrained.measures},
+            ranks=_ranks(parts, UNTRAINED, untrained),
+            seconds={"evaluate": time.monotonic() - started},
+        )
+    with Checkpoints(run.output.directory.warm_start, keep=1) as checkpoints:
+        warmed = warm_start(
+            parts,
+            warm_start_pairs(parts.config, parts.task.dataset),
+            checkpoints=checkpoints,
+            meta={"progress": progress._asdict()},
+            stop=stop,
+            say=run.output.say,
+        )
+    if warmed is None:
+        return None
+    variables, seconds = warmed
+    return run.learner.start(variables), progress._replace(seconds={**progress.seconds, "warm_start": seconds})
 
 
 def resume(run: Run) -> tuple[TrainState, Progress]:
@@ -152,16 +184,34 @@ def resume(run: Run) -> tuple[TrainState, Progress]:
     state = run.learner.state
     restored, meta = run.checkpoints.restore("latest", saved_parts(state))
     progress = Progress(**meta["progress"])
-    require_same_retrieval(run.parts.task, progress.retrieval, own_bridges)
-    if progress.fingerprint != fingerprint(run.parts.config):
-        raise UserError(
-            f"--resume: the checkpoint in {run.checkpoints.folder} belongs to another configuration; resume with "
-            "the run's own config.yaml, or start a new run in another --run_dir"
-        )
+    _require_same(run, progress, run.checkpoints)
     _keep_config(run)
+    shutil.rmtree(run.output.directory.warm_start, ignore_errors=True)  # of a run killed at its first checkpoint
     run.output.truncate(progress.iteration)
     run.output.say(f"resumed after iteration {progress.iteration} of {run.learner.iterations}")
     return restored_state(restored, state.variables), progress
+
+
+def _interrupted(run: Run) -> Progress | None:
+    """What the last checkpoint of an interrupted warm start remembers; None if there is none."""
+    folder = run.output.directory.warm_start
+    if not folder.is_dir():
+        return None
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        if checkpoints.latest_step() is None:
+            return None
+        progress = Progress(**checkpoints.read_meta("latest")["progress"])
+        _require_same(run, progress, checkpoints)
+    return progress
+
+
+def _require_same(run: Run, progress: Progress, checkpoints: Checkpoints) -> None:
+    require_same_retrieval(run.parts.task, progress.retrieval, own_bridges)
+    if progress.fingerprint != fingerprint(run.parts.config):
+        raise UserError(
+            f"--resume: the checkpoint in {checkpoints.folder} belongs to another configuration; resume with "
+            "the run's own config.yaml, or start a new run in another --run_dir"
+        )
 
 
 def _ranks(parts: Parts, name: str, evaluation: Evaluation) -> dict[str, list[float]]:

@@ -19,6 +19,7 @@ from grpo_jax.advantages import sum_rewards
 from grpo_jax.drawing import draw, objectives_of
 from grpo_jax.estimators import OVERLONG, estimate_advantages, learning_groups, signal_metrics
 from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.sharding import place, place_batch, shard_optimizer
 from grpo_jax.objectives import Batch
 from grpo_jax.parts import Parts
 from grpo_jax.rollout import Rollout
@@ -76,6 +77,7 @@ def make_learner(parts: Parts) -> Learner:
     per_iteration = config.training.inner_epochs * config.training.minibatches
     schedule = trainer.make_schedule(config.optimizer, iterations * per_iteration)
     optimizer = trainer.make_optimizer(config.optimizer, schedule, value_rate=config.ppo.value_rate)
+    optimizer = shard_optimizer(optimizer, parts.mesh)
     allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
     update = trainer.make_update(
         parts.policy,
@@ -89,13 +91,14 @@ def make_learner(parts: Parts) -> Learner:
     steered = config.algorithm.advantage == "gae" and config.ppo.kl_coef > 0
 
     def start(variables: dict[str, Any]) -> TrainState:
-        return trainer.init_state(
+        state = trainer.init_state(
             variables,
             optimizer,
             keep_reference=trainer.needs_reference(config.algorithm, config.ppo),
             kl_coef=config.ppo.kl_coef if steered else None,
             loss_scale=make_loss_scale(config.policy.compute_dtype),
         )
+        return place(state, parts.mesh)
 
     return Learner(start(parts.variables), update, schedule, iterations, per_iteration, start)
 
@@ -163,7 +166,7 @@ def make_batch(parts: Parts, rollout: Rollout) -> tuple[Batch, int]:
     else:
         advantages = estimate_advantages(rewards, mask, algorithm, objectives.weights)
         batch = batch._replace(advantages=advantages)
-    return batch, int(teaching.sum())
+    return place_batch(batch, parts.mesh), int(teaching.sum())
 
 
 def update_metrics(report: dict[str, Any]) -> dict[str, float]:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.config import Config, LoraSection, RewardSection, from_dict
+from grpo_jax.config import Config, LoraSection, MeshSection, RewardSection, from_dict
 from grpo_jax.errors import UserError
 from grpo_jax.judges import make_environment
+from grpo_jax.models.sharding import gather, make_mesh, place, shard_policy
 from grpo_jax.pipeline import StageError
 from grpo_jax.recommendation_parts import Recommendation, load_recommendation, make_new_policy
 from grpo_jax.recommendation_parts import make_environment as make_recommendation
@@ -48,6 +49,7 @@ class Parts(NamedTuple):
         key: The run's key.
         timeout: Seconds a stage may spend on a chunk, or None.
         devices: Name of the device of each part.
+        mesh: The policy's devices where there are several, else None.
         task: Data and retriever of a recommendation run, else None.
     """
 
@@ -67,6 +69,7 @@ class Parts(NamedTuple):
     key: jax.Array
     timeout: float | None
     devices: dict[str, str]
+    mesh: Any = None
     task: Recommendation | None = None
 
     @property
@@ -148,9 +151,9 @@ def load_parts(
     if config.deterministic:
         _ask_for_determinism(torch_too=config.task == "prompt_enhancement")
     placement = _place(config, say)
-    device = _policy_device(placement)
+    devices = _policy_devices(placement, config.policy.mesh)
     task = _load_task(config, prompts, say)
-    loaded, policy, lora, variables = _load_policy(config, device, say)
+    loaded, policy, lora, variables, mesh = _load_policy(config, devices, say)
     if task is None:
         prompt_set = _load_prompts(config, prompts, say)
         environment, sections = make_environment(config, placement, loaded, prompt_set, rewards, own_bridges, say)
@@ -163,7 +166,8 @@ def load_parts(
         section = config.sampling
         restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p} if temperature else {}
         params = SamplingParams(group_size, section.max_new_tokens, temperature, **restrict)
-        return make_sampler(policy, params, eos_ids=loaded.eos_ids, pad_id=loaded.pad_id, allowed_tokens=allowed)
+        sample = make_sampler(policy, params, eos_ids=loaded.eos_ids, pad_id=loaded.pad_id, allowed_tokens=allowed)
+        return lambda *given: gather(sample(*given), mesh)
 
     return Parts(
         config=config,
@@ -181,7 +185,8 @@ def load_parts(
         conditions=_conditions(sections),
         key=jax.random.key(config.seed),
         timeout=config.judge_timeout or None,
-        devices={"policy": str(device)} if placement is None else dataclasses.asdict(placement),
+        devices={"policy": _listed(devices)} if placement is None else dataclasses.asdict(placement),
+        mesh=mesh,
         task=task,
     )
 
@@ -210,12 +215,13 @@ def _ask_for_determinism(*, torch_too: bool) -> None:
 
 def _place(config: Config, say: Say) -> Any:
     if config.task != "prompt_enhancement":
-        say("devices", f"policy on {jax.devices()[0]}")
+        say("devices", f"policy on {_listed(_policy_devices(None, config.policy.mesh))}")
         return None
     bridges = own_bridges()
     placement_module = bridges("placement")
     section = config.devices
-    placement, notes = placement_module.place(section.policy, section.renderer, section.scorer)
+    count = config.policy.mesh.size
+    placement, notes = placement_module.place(section.policy, section.renderer, section.scorer, policy_count=count)
     for note in [*notes, *placement_module.prepare_jax(placement)]:
         say("devices", note)
     return placement
@@ -245,12 +251,24 @@ def own_bridges() -> Callable[[str], Any]:
     return load
 
 
-def _policy_device(placement: Any) -> jax.Device:
-    """The JAX device of the policy."""
-    return jax.devices()[0] if placement is None else own_bridges()("placement").policy_device(placement)
+def _policy_devices(placement: Any, section: MeshSection) -> list[jax.Device]:
+    """The JAX devices of the policy, as many as its mesh takes."""
+    devices = jax.devices() if placement is None else own_bridges()("placement").policy_devices(placement)
+    if len(devices) < section.size:
+        raise UserError(
+            f"policy.mesh: fsdp {section.fsdp} x tensor {section.tensor} takes {section.size} devices, but the policy "
+            f"has {len(devices)} ({_listed(devices)}); make the mesh smaller (XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={section.size} shows JAX that many on a CPU, for a trial)"
+        )
+    return devices[: section.size]
 
 
-def _load_policy(config: Config, device: jax.Device, say: Say) -> tuple[Any, Any, Any, dict[str, Any]]:
+def _listed(devices: Sequence[jax.Device]) -> str:
+    return ", ".join(map(str, devices))
+
+
+def _load_policy(config: Config, devices: Sequence[jax.Device], say: Say) -> tuple[Any, Any, Any, dict[str, Any], Any]:
+    """The folder as read, functions, LoRA config, variables on the devices, and the mesh if they are several."""
     from grpo_jax.models import hf
     from grpo_jax.models.decoder import make_policy
     from grpo_jax.models.lora import init_adapters
@@ -262,22 +280,31 @@ def _load_policy(config: Config, device: jax.Device, say: Say) -> tuple[Any, Any
         folder = own_bridges()("miniature").path("policy")
     elif folder == "new":
         folder = RunDirectory(config.run_dir).start
-    loaded = hf.load_folder(folder, param_dtype=section.frozen_dtype if lora else "float32")
+    mesh = make_mesh(section.mesh.fsdp, section.mesh.tensor, devices) if section.mesh.size > 1 else None
+
+    def put(tree: Any) -> Any:
+        return jax.device_put(tree, devices[0]) if mesh is None else place(tree, mesh)
+
+    dtype = section.frozen_dtype if lora else "float32"
+    try:
+        loaded = hf.load_folder(folder, param_dtype=dtype, put=None if mesh is None else put)
+    except ValueError as error:  # a weight that does not divide
+        raise UserError(f"policy.mesh: {error}") from error
     try:
         policy = make_policy(loaded.config, compute_dtype=section.compute_dtype, remat=section.remat, lora=lora)
     except ValueError as error:  # names that another architecture gives its projections
         raise UserError(f"policy.lora: {error}") from error
     _check_room(config, policy.max_positions)
-    variables = {"params": jax.device_put(loaded.params, device)}
+    variables = {"params": put(loaded.params)}
     if lora is not None:
         key = jax.random.fold_in(jax.random.key(config.seed), 2**30)
-        variables["lora"] = jax.device_put(init_adapters(variables["params"], key, lora), device)
+        variables["lora"] = put(init_adapters(variables["params"], key, lora))
     if config.algorithm.advantage == "gae":
-        variables[VALUE] = jax.device_put(init_value_head(loaded.config.hidden_size), device)
+        variables[VALUE] = put({VALUE: init_value_head(loaded.config.hidden_size)})[VALUE]
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
     trained = (f", LoRA rank {lora.rank}" if lora else "") + (", value head" if VALUE in variables else "")
-    say("policy", f"{section.path}: {count:,} parameters, {section.compute_dtype}{trained}, on {device}")
-    return loaded._replace(params=None), policy, lora, variables
+    say("policy", f"{section.path}: {count:,} parameters, {section.compute_dtype}{trained}, on {_listed(devices)}")
+    return loaded._replace(params=None), shard_policy(policy, mesh), lora, variables, mesh
 
 
 def _check_room(config: Config, limit: int | None) -> None:
@@ -350,7 +377,8 @@ def restore_variables(parts: Parts, run_dir: str | Path, checkpoint: str) -> tup
 def restore_policy(run_dir: str | Path, checkpoint: str) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
     """A run's policy without its judges: (loaded folder, functions, LoRA config, variables, checkpoint's meta)."""
     config = run_config(run_dir)
-    loaded, policy, lora, variables = _load_policy(config, jax.devices()[0], lambda *_: None)
+    config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
+    loaded, policy, lora, variables, _ = _load_policy(config, jax.devices()[:1], lambda *_: None)
     return loaded, policy, lora, *_restore(variables, run_dir, checkpoint)
 
 

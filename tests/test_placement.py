@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bridges.placement import Placement, place, policy_device, prepare_jax, resolve  # noqa: E402
+from bridges.placement import Placement, place, policy_devices, prepare_jax, resolve  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 AUTO = Placement()
@@ -90,9 +90,21 @@ def test_started_backend_is_left_alone_and_said():
     assert "already started" in note
 
 
-def test_policy_device_is_a_device_of_jax():
-    assert policy_device(Placement("cpu", "cpu", "cpu")).platform == "cpu"
-    assert policy_device(Placement("gpu:7", "cpu", "cpu")) in jax.devices()
+def test_the_policys_devices_are_jaxs():
+    assert policy_devices(Placement("cpu", "cpu", "cpu")) == jax.devices("cpu")
+    assert policy_devices(Placement("gpu:7", "cpu", "cpu")) == jax.devices()
+
+
+def test_a_mesh_takes_the_first_cards(monkeypatch):
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("bridges.placement._jax_has_gpus", lambda: True)
+    assert place(policy_count=2)[0] == Placement("gpu:0,gpu:1", "gpu:2", "gpu:3")
+    assert place("gpu:3", policy_count=2)[0].policy == "gpu:3"
+    with pytest.raises(
+        UserError, match=r"placement\.policy: there is no gpu:0,gpu:1,.* here; this machine has cpu, gpu:0"
+    ):
+        place(policy_count=5)
 
 
 def in_fresh_process(code: str, **variables: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,13 +52,20 @@ class LoadedPolicy(NamedTuple):
     folder: Path
 
 
-def load_folder(folder: str | Path, *, param_dtype: str | None = "float32", tokenizer: bool = True) -> LoadedPolicy:
+def load_folder(
+    folder: str | Path,
+    *,
+    param_dtype: str | None = "float32",
+    tokenizer: bool = True,
+    put: Callable[[Any], Any] | None = None,
+) -> LoadedPolicy:
     """Load a Llama, Qwen2, Qwen3, GPT-2 or Qwen-VL folder (of the last, the language model).
 
     Args:
         folder: a local folder, or a hub id.
         param_dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the folder's.
         tokenizer: whether to load the tokenizer too.
+        put: takes the parameters from host memory to their devices; None copies them to the first.
 
     Raises:
         UserError: if something is missing, truncated, or of an unsupported kind; says how to mend it.
@@ -74,7 +81,7 @@ def load_folder(folder: str | Path, *, param_dtype: str | None = "float32", toke
     except UserError as error:
         raise UserError(f"cannot load the policy in {folder}: {error}") from error
     # A copy, since JAX may alias host memory and aliased buffers cannot be donated.
-    params = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), host)
+    params = put(host) if put else jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), host)
     words = load_tokenizer(folder) if tokenizer else None
     eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, words)
     return LoadedPolicy(config, params, words, eos_ids, pad_id, folder)

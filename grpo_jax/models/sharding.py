@@ -47,12 +47,12 @@ TABLE = (
     # Queries, keys and values in one product: a cut through its outputs would not be one through the heads.
     Row("layers/c_attn/kernel", P(None, BOTH)),
     # Adapters, a [layers, in, rank] and b [layers, rank, out], as the kernel beside them.
-    Row(f"lora/layers/{_COLUMNS}/a", P(None, FSDP)),
-    Row(f"lora/layers/{_COLUMNS}/b", P(None, None, TENSOR)),
-    Row(f"lora/layers/{_ROWS}/a", P(None, TENSOR)),
-    Row(f"lora/layers/{_ROWS}/b", P(None, None, FSDP)),
-    Row("lora/layers/c_attn/a", P(None, BOTH)),
-    Row("lora/layers/c_attn/b", P()),
+    Row(f"layers/{_COLUMNS}/a", P(None, FSDP)),
+    Row(f"layers/{_COLUMNS}/b", P(None, None, TENSOR)),
+    Row(f"layers/{_ROWS}/a", P(None, TENSOR)),
+    Row(f"layers/{_ROWS}/b", P(None, None, FSDP)),
+    Row("layers/c_attn/a", P(None, BOTH)),
+    Row("layers/c_attn/b", P()),
     # A few kilobytes each: whole on every device.
     Row("scale|bias|value/kernel", P()),
 )
@@ -126,25 +126,26 @@ def _shortest(spec: P, mesh: Mesh) -> P:
     return P(*axes)
 
 
-def place(tree: Any, mesh: Mesh) -> Any:
+def place(tree: Any, mesh: Mesh | None) -> Any:
     """A tree of parameters or state on the mesh; leaves that lie right already are not copied.
 
-    Each process of several needs the whole of a leaf that does not lie right, and puts its own devices' parts there.
+    Here and below, without a mesh (None) everything stays as it is, on one device. Each process of several needs the
+    whole of a leaf that does not lie right, and puts its own devices' parts there.
 
     Raises:
         ValueError: as `shardings`.
     """
-    return jax.tree.map(_put, tree, shardings(tree, mesh))
+    return tree if mesh is None else jax.tree.map(_put, tree, shardings(tree, mesh))
 
 
-def place_batch(tree: Any, mesh: Mesh) -> Any:
+def place_batch(tree: Any, mesh: Mesh | None) -> Any:
     """Arrays [P, ..] with the prompts shared out over `fsdp`, alike along `tensor`; P must be a multiple of `fsdp`."""
-    return jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, P(FSDP))), tree)
+    return tree if mesh is None else jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, P(FSDP))), tree)
 
 
-def gather(tree: Any, mesh: Mesh) -> Any:
+def gather(tree: Any, mesh: Mesh | None) -> Any:
     """The whole of each array on every device, and so in every process."""
-    return jax.device_put(tree, NamedSharding(mesh, P()))
+    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, P()))
 
 
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
@@ -154,11 +155,13 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def shard_policy(policy: Any, mesh: Mesh) -> Any:
+def shard_policy(policy: Any, mesh: Mesh | None) -> Any:
     """The policy's functions with each prompt's work on the devices that hold its part of the batch.
 
     XLA pads a number of prompts that `fsdp` does not divide.
     """
+    if mesh is None:
+        return policy
 
     def over_prompts(function: Callable[..., Any], *, arrays: slice) -> Callable[..., Any]:
         def run(variables: Any, *arguments: Any) -> Any:
@@ -174,11 +177,13 @@ def shard_policy(policy: Any, mesh: Mesh) -> Any:
     )
 
 
-def shard_optimizer(optimizer: optax.GradientTransformation, mesh: Mesh) -> optax.GradientTransformation:
+def shard_optimizer(optimizer: optax.GradientTransformation, mesh: Mesh | None) -> optax.GradientTransformation:
     """An optimizer whose state and steps lie as the parameters do, so that an update's donated memory fits its result.
 
     Gradients are brought into that layout first: each device then needs the sum of its own part alone.
     """
+    if mesh is None:
+        return optimizer
 
     def constrain(tree: Any) -> Any:
         return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh))

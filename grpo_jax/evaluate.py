@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
     parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
     parser.add_argument("--prompts", type=int, default=None, help="Test prompts; 0 for all (default: the run's).")
+    parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     options = parser.parse_args(arguments)
@@ -125,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _evaluate_run(options: argparse.Namespace) -> None:
     import dataclasses
 
+    from grpo_jax.config import MeshSection
     from grpo_jax.parts import load_parts, own_bridges, restore_variables, run_config
     from grpo_jax.recommendation_parts import require_same_retrieval
     from grpo_jax.recommendation_report import ranks_of, results_table
@@ -135,6 +137,9 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     if options.prompts is not None:
         section = dataclasses.replace(config.evaluation, prompts=options.prompts)
         config = dataclasses.replace(config, evaluation=section)
+    if options.mesh is not None:
+        section = dataclasses.replace(config.policy, mesh=MeshSection(*options.mesh))
+        config = dataclasses.replace(config, policy=section)
     say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
     parts = load_parts(config, say=say)
     variables, meta = restore_variables(parts, options.run, options.checkpoint)

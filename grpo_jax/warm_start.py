@@ -16,6 +16,7 @@ from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.config import OptimizerSection, WarmStartSection
 from grpo_jax.errors import UserError
 from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.sharding import place, shard_optimizer
 from grpo_jax.objectives import Batch, ForwardPass, Objective, make_forward
 from grpo_jax.parts import Parts
 from grpo_jax.tasks.prompts import batch_at
@@ -59,6 +60,7 @@ def warm_start(
         )
     optimizing = optimizer_section(section, config.optimizer)
     optimizer = trainer.make_optimizer(optimizing, trainer.make_schedule(optimizing, section.steps))
+    optimizer = shard_optimizer(optimizer, parts.mesh)
     forward = make_forward(parts.policy, temperature=config.sampling.temperature)
     step = trainer.make_train_step(
         make_supervised_objective(forward),
@@ -68,6 +70,7 @@ def warm_start(
     )
     scale = make_loss_scale(config.policy.compute_dtype)
     state = trainer.init_state(parts.variables, optimizer, keep_reference=False, loss_scale=scale)
+    state = place(state, parts.mesh)
     done, seconds = 0, 0.0
     if checkpoints.latest_step() is not None:
         restored, saved = checkpoints.restore("latest", saved_parts(state))

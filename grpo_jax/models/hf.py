@@ -74,7 +74,7 @@ def load_folder(
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
     folder = resolve_folder(folder)
     raw = _read_config(folder)
-    config = _model_config(folder, raw)
+    config = model_config(folder, raw)
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
     try:
         host = read_params(config, TensorFiles(weight_files(folder)), dtype)
@@ -197,7 +197,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def _model_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+def model_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+    """The decoder's config from what a folder's config.json holds.
+
+    Raises:
+        UserError: naming the field that is missing or not supported.
+    """
     read = GPT2Config.from_hf if raw.get("model_type") == GPT2 else DecoderConfig.from_hf
     try:
         return read(raw)

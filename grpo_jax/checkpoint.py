@@ -111,6 +111,10 @@ class Checkpoints:
             restored |= self._read(manager, number, item, part)
         return {name: restored[name] for name in template}, self._meta(manager, number)
 
+    def read_meta(self, which: int | str) -> dict:
+        """The meta of a checkpoint alone (with `"step"`). Raises UserError as `restore` does."""
+        return self._meta(*self._find(which))
+
     def restore_variables(self, which: int | str, template: PyTree = None) -> tuple[PyTree, dict]:
         """Restores the variables alone; without a template they go to the first device."""
         manager, number = self._find(which)

@@ -110,7 +110,9 @@ class RunDirectory:
         self.images = self.path / "images"
         self.report = self.path / "report.html"
         self.checkpoints = self.path / "checkpoints"
+        self.warm_start = self.path / "warm_start"  # its checkpoints, until the first of the run itself
         self.policy = self.path / "policy"
+        self.adapter = self.path / "adapter"  # PEFT's format; where adapters are trained
         self.start = self.path / "policy_start"  # a new policy, as it was before any training
         self.summary = self.path / "summary.json"
 

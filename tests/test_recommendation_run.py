@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from grpo_jax.recommendation_parts import _watched, make_measure, words_of
 from grpo_jax.tasks.prompts import Row
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.rewards import make_reward
-from grpo_jax.train import run
+from grpo_jax.train import main, run
 
 OWN = '''
 def brand(completions, target_title, rank):
@@ -24,6 +26,7 @@ def brand(completions, target_title, rank):
     assert all(value >= 1 for value in rank)
     return [float(text.split()[:1] == title.split()[:1]) for text, title in zip(completions, target_title)]
 '''
+WARM_START = {"steps": 3, "pairs": "hearsay", "batch": 8}
 TIMES = ("seconds/", "tokens_per_second")
 
 
@@ -37,7 +40,7 @@ def config_of(folder, name, **changes):
         "policy": {"path": "new", "remat": False, "new": {"width": 16, "layers": 1, "heads": 2, "window": 64}},
         "recommendation": {"separator": " | ", "dummy_users": 40, "dummy_items": 280},
         "retrieval": {"attempts": 1, "budget": 0},
-        "warm_start": {"steps": 3, "pairs": "hearsay", "batch": 8},
+        "warm_start": WARM_START,
         "data": {"max_prompt_tokens": 32},
         "sampling": {"group_size": 4, "max_new_tokens": 5},
         "algorithm": {"kl_coef": 0.1},
@@ -184,6 +187,47 @@ def test_a_dead_retriever_saves_and_the_run_goes_on_as_if_nothing_had_been(folde
     assert (folder / "broken" / "train.log").read_text().count("warm start 3/3") == 1
     assert rows_of(folder / "broken") == rows_of(folder / "whole")
     assert resumed["table"] == summary["table"]
+
+
+def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder, summary, monkeypatch, capsys):
+    from grpo_jax import warm_start
+    from grpo_jax.checkpoint import Checkpoints, restore_params
+
+    place = folder / "interrupted"
+    supervised_batch, calls = warm_start.supervised_batch, []
+
+    def interrupted(*arguments):
+        calls.append(len(calls) + 1)
+        if len(calls) == 2:  # the second update; one is saved
+            raise RuntimeError("killed")
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return supervised_batch(*arguments)
+
+    monkeypatch.setattr(warm_start, "supervised_batch", interrupted)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config_of(folder, "interrupted"))
+    with Checkpoints(place / "warm_start", read_only=True) as checkpoints:
+        assert checkpoints.available() == ["1"]
+    before = (place / "config.yaml").read_text()
+    resumed = ["--resume", "--run_dir", str(place)]
+    assert main([*resumed, "--seed", "5"]) == 2
+    assert "belongs to another configuration" in capsys.readouterr().err
+    assert (place / "config.yaml").read_text() == before
+
+    assert main(resumed) == 0  # SIGTERM
+    assert f"stopped and saved in the warm start: --resume --run_dir {place} goes on" in capsys.readouterr().out
+    assert calls == [1, 2, 3] and rows_of(place) == []
+    assert main(resumed) == 0
+    assert calls == [1, 2, 3, 4]
+    assert not (place / "warm_start").exists()
+    log = (place / "train.log").read_text()
+    assert "goes on after update 1 of 3" in log and "goes on after update 2 of 3" in log
+
+    assert rows_of(place) == rows_of(folder / "whole")
+    assert json.loads((place / "summary.json").read_text())["table"] == summary["table"]
+    ours, theirs = (restore_params(path, "final")[0] for path in (place, folder / "whole"))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 class Silent:

@@ -1,0 +1,251 @@
+"""One full GRPO iteration in grpo_jax, in TRL and in google-tunix: the same model, the same work, float32.
+
+    python3 -m venv VENV && VENV/bin/pip install -r benchmarks/tunix_requirements.txt
+    python benchmarks/grpo_iteration.py --tunix_python VENV/bin/python [--cases small] [--threads 1] [--rounds 2] ...
+
+An iteration samples G completions of every prompt (temperature 1, whole vocabulary, no end of sequence), computes the
+reference's log-probabilities (KL 0.04), rewards and group advantages, and makes one AdamW update behind a norm clip.
+Weights are random, from one folder that transformers wrote. Every library runs in a process and an environment of its
+own, pinned to the cores it may use; in each round they take turns. A process runs one iteration that compiles (timed
+apart, `first`) and `iterations` more; figures are medians over all of these, peak memory is the process's.
+
+TRL runs with gradient checkpointing off and on; after the first round only the faster goes on. Times are compared with
+the fastest of its variants, memory with that which takes least. A worker that fails is reported, and makes the
+exit status 1. Writes JSON and prints tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import iteration_work as work
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+VARIANTS = {"ours": ("",), "trl": ("plain", "checkpointing"), "tunix": ("",)}
+# Rounds and timed iterations of each case: the whole takes about half an hour on two cores.
+PLAN = {"small": (2, 3), "large-vocab": (1, 2), "long-prompt": (2, 3), "group": (1, 2), "tiny": (1, 1)}
+PEERS = ("trl", "tunix")
+
+
+def make_folder(case: work.Case, root: Path) -> Path:
+    """A Qwen2 folder of the case's shape with random weights and a tokenizer of one word per token."""
+    folder = root / case.shape
+    if folder.is_dir():
+        return folder
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=case.vocabulary,
+        hidden_size=case.hidden,
+        intermediate_size=case.mlp,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.kv_heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=case.vocabulary - 1,  # a folder names one; every worker is told not to stop there
+        pad_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    # Padding and end lie outside the model's vocabulary: no completion can hold them.
+    names = [*work.words(case), "<pad>", "<end>"]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def environment(threads: int) -> dict[str, str]:
+    """A worker's environment: the same for all libraries."""
+    count = str(threads)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def run_worker(library: str, given: work.Assignment, python: str) -> dict:
+    """One process of one library: its report, or {"error": the end of what it said}."""
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: given.threads])
+    script = BENCHMARKS / f"iteration_{library}.py"
+    command = ["taskset", "-c", cores, python, str(script), *work.command_line(given)]
+    env = environment(given.threads)
+    if library != "ours":
+        env.pop("PYTHONPATH")
+    start = time.perf_counter()
+    done = subprocess.run(command, env=env, cwd=given.out.parent, capture_output=True, text=True)
+    if done.returncode or not given.out.exists():
+        said = (done.stderr or done.stdout).strip().splitlines()[-15:]
+        return {"error": f"exit status {done.returncode}: " + "\n".join(said)}
+    return {**json.loads(given.out.read_text()), "process_seconds": time.perf_counter() - start}
+
+
+def measure(case: work.Case, threads: int, libraries: dict[str, str], rounds: int, iterations: int, root: Path):
+    """Runs of every library and variant, taking turns: {"library/variant": [report, ...]}."""
+    folder = make_folder(case, root)
+    runs: dict[str, list[dict]] = {}
+    skipped: set[str] = set()
+    for turn in range(rounds):
+        for library, python in libraries.items():
+            for variant in VARIANTS[library]:
+                name = f"{library}/{variant}" if variant else library
+                if name in skipped:
+                    continue
+                out = root / f"{case.name}-{threads}-{name.replace('/', '-')}-{turn}.json"
+                given = work.Assignment(case, folder, iterations + 1, threads, variant, out)
+                report = run_worker(library, given, python)
+                runs.setdefault(name, []).append(report)
+                print(progress(case, threads, name, report), file=sys.stderr, flush=True)
+            skipped |= slower_variants(runs, library)
+    return runs
+
+
+def progress(case: work.Case, threads: int, name: str, report: dict) -> str:
+    place = f"{case.name} threads={threads} {name}"
+    if "error" in report:
+        return f"{place}: FAILED {report['error']}"
+    row = work.median_row(report["iterations"][1:])
+    return f"{place}: " + " ".join(f"{key} {value:.2f}" for key, value in row.items())
+
+
+def slower_variants(runs: dict[str, list[dict]], library: str) -> set[str]:
+    """Variants of a library that another of it beats: they need no further round."""
+    rows = {name: summary(reports) for name, reports in runs.items() if name.split("/")[0] == library}
+    times = {name: row["total"] for name, row in rows.items() if "total" in row}
+    return set(times) - {min(times, key=times.get)} if times else set()
+
+
+def summary(reports: list[dict]) -> dict:
+    """Medians over every iteration but the first of each process; peak memory and first iteration over processes."""
+    good = [report for report in reports if "error" not in report]
+    failures = [report["error"] for report in reports if "error" in report]
+    if not good:
+        return {"failures": failures}
+    rows = [row for report in good for row in report["iterations"][1:]]
+    return {
+        **work.median_row(rows),
+        "first": statistics.median(report["iterations"][0]["total"] for report in good),
+        "peak_mib": statistics.median(report["peak_mib"] for report in good),
+        "iterations": len(rows),
+        "spread": [min(row["total"] for row in rows), max(row["total"] for row in rows)],
+        "versions": good[0]["versions"],
+        "failures": failures,
+    }
+
+
+def ratios(rows: dict[str, dict]) -> dict[str, float]:
+    """Ours over each peer's best: "time/trl" and so on; a peer that failed has none."""
+    found = {}
+    for peer in PEERS:
+        best = [row for name, row in rows.items() if name.split("/")[0] == peer and "total" in row]
+        if best and "total" in rows.get("ours", {}):
+            found[f"time/{peer}"] = rows["ours"]["total"] / min(row["total"] for row in best)
+            found[f"memory/{peer}"] = rows["ours"]["peak_mib"] / min(row["peak_mib"] for row in best)
+    return found
+
+
+def table(results: list[dict]) -> str:
+    """Two Markdown tables: seconds and memory of every run, and the ratios."""
+    lines = [
+        "| case | threads | library | sampling s | log-probabilities s | update s | iteration s | first s | peak MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        for name, row in result["libraries"].items():
+            start = f"| {result['case']} | {result['threads']} | {name} |"
+            if "total" in row:
+                seconds = " | ".join(f"{row[key]:.2f}" for key in (*work.PHASES, "total", "first"))
+                lines.append(f"{start} {seconds} | {row['peak_mib']:.0f} |")
+            if row["failures"]:
+                lines.append(f"{start} {len(row['failures'])} process(es) failed | | | | | |")
+    names = [f"{kind}/{peer}" for kind in ("time", "memory") for peer in PEERS]
+    lines += ["", f"| case | threads | {' | '.join(names)} |", "|" + "---|" * (2 + len(names))]
+    for result in results:
+        cells = [f"{result['ratios'][name]:.2f}" if name in result["ratios"] else "–" for name in names]
+        lines.append(f"| {result['case']} | {result['threads']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def machine() -> dict:
+    """Where this ran."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    load = round(os.getloadavg()[0], 2)  # of others: above 0.5 the figures are those of a busy machine
+    return {"processor": model, "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"), "load_before": load}
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=["small", "long-prompt", "large-vocab", "group"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, help="instead of the case's own")
+    parser.add_argument("--iterations", type=int, help="instead of the case's own")
+    parser.add_argument("--libraries", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--python", default=sys.executable, help="with grpo_jax")
+    parser.add_argument("--trl_python", default=sys.executable, help="with the extra `oracles`")
+    parser.add_argument("--tunix_python", default=None, help="with tunix_requirements.txt")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "grpo_iteration.json")
+    chosen = parser.parse_args(arguments)
+    if "tunix" in chosen.libraries and chosen.tunix_python is None:
+        parser.error("--tunix_python: Tunix needs an environment of its own; or leave it out with --libraries ours trl")
+    chosen.cases = [name for given in chosen.cases for name in expand(given)]
+    return chosen
+
+
+def expand(name: str) -> list[str]:
+    """The cases of a name; "group" stands for all its sizes."""
+    names = [case for case in work.CASES if case == name or (name == "group" and case.startswith("group-"))]
+    if not names:
+        raise SystemExit(f"--cases: expected names among {list(work.CASES)} or group, got {name!r}")
+    return names
+
+
+def plan(case: str, threads: list[int]) -> tuple[int, int, list[int]]:
+    """Rounds, timed iterations, and numbers of threads: growth with G is looked at with the most alone."""
+    kind = case.split("-")[0] if case.startswith("group-") else case
+    return (*PLAN[kind], threads[-1:] if kind == "group" else threads)
+
+
+def main() -> int:
+    chosen = options()
+    pythons = {"ours": chosen.python, "trl": chosen.trl_python, "tunix": chosen.tunix_python}
+    libraries = {name: pythons[name] for name in chosen.libraries}
+    outcome = {"machine": machine(), "results": []}
+    with tempfile.TemporaryDirectory() as root:
+        for name in chosen.cases:
+            rounds, iterations, threads = plan(name, chosen.threads)
+            rounds, iterations = chosen.rounds or rounds, chosen.iterations or iterations
+            for count in threads:
+                runs = measure(work.CASES[name], count, libraries, rounds, iterations, Path(root))
+                rows = {library: summary(reports) for library, reports in runs.items()}
+                outcome["results"].append(
+                    {"case": name, "threads": count, "libraries": rows, "ratios": ratios(rows), "runs": runs}
+                )
+                chosen.out.write_text(json.dumps(outcome, indent=1) + "\n")
+    print(table(outcome["results"]))
+    return int(any(row["failures"] for result in outcome["results"] for row in result["libraries"].values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

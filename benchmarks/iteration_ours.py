@@ -1,0 +1,72 @@
+"""GRPO iterations in grpo_jax, strung together as `grpo_jax.trainer.make_update` does; a worker of grpo_iteration.py."""
+
+from __future__ import annotations
+
+import time
+
+import iteration_work as work
+import jax
+import jax.numpy as jnp
+from transformers import PreTrainedTokenizerFast
+
+from grpo_jax import losses, trainer
+from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
+from grpo_jax.estimators import estimate_advantages
+from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.hf import load_folder
+from grpo_jax.objectives import Batch, loss_options, make_forward, make_policy_objective
+from grpo_jax.sampling import SamplingParams, make_sampler
+
+ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)
+
+
+def make_phases(case: work.Case, loaded):
+    """The compiled parts of an iteration, and the state it starts from."""
+    section, training = OptimizerSection(learning_rate=work.LEARNING_RATE), TrainingSection(prompts_per_batch=1)
+    policy = make_policy(loaded.config, remat=PolicySection().remat)
+    # No end of sequence: every library writes the same number of tokens.
+    params = SamplingParams(case.group, case.new_tokens)
+    sample = make_sampler(policy, params, eos_ids=(), pad_id=0)
+    optimizer = trainer.make_optimizer(section, trainer.make_schedule(section, 1))
+    forward, options = make_forward(policy, temperature=1.0), loss_options(ALGORITHM)
+    prepare = trainer.make_preparation(forward, ALGORITHM, PPOSection(), training)
+    step = trainer.make_train_step(
+        make_policy_objective(forward, options),
+        optimizer,
+        normaliser=lambda batch: losses.loss_normaliser(batch.mask, options["aggregation"]),
+    )
+    state = trainer.init_state({"params": loaded.params}, optimizer, keep_reference=True)
+    return sample, prepare, step, state
+
+
+def iterate(case: work.Case, loaded, tokenizer, iterations: int) -> list[dict[str, float]]:
+    """Seconds of each iteration."""
+    sample, prepare, step, state = make_phases(case, loaded)
+    rows = []
+    for iteration in range(iterations):
+        start = time.perf_counter()
+        encoded = tokenizer(work.prompt_texts(case, iteration), return_tensors="np")
+        tokens, mask = encoded["input_ids"], encoded["attention_mask"].astype(bool)
+        keys = jax.random.split(jax.random.key(iteration), case.prompts)
+        samples = jax.device_get(sample(state.variables, tokens, mask, keys))
+        sampled = time.perf_counter()
+        texts = tokenizer.batch_decode(samples.tokens.reshape(-1, case.new_tokens))
+        rewards = jnp.asarray([work.reward(case, text) for text in texts]).reshape(case.prompts, case.group, 1)
+        batch = Batch(*jax.device_put((tokens.astype("int32"), mask, samples.tokens, samples.mask)))
+        batch = batch._replace(advantages=estimate_advantages(rewards, batch.mask, ALGORITHM, (1.0,)))
+        before = time.perf_counter()
+        batch, _ = jax.block_until_ready(prepare(state, batch))
+        referred = time.perf_counter()
+        state, report = jax.block_until_ready(step(state, batch))
+        if not samples.mask.all() or not jnp.isfinite(report["loss"]):
+            raise RuntimeError("a completion ended early, or the loss is not finite")
+        rows.append({"sampling": sampled - start, "logprobs": referred - before, "total": time.perf_counter() - start})
+    return rows
+
+
+if __name__ == "__main__":
+    given = work.assignment()
+    # AutoTokenizer would make a Qwen2 tokenizer of this folder, in every library: the words are whole tokens here.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(given.folder))
+    rows = iterate(given.case, load_folder(given.folder, tokenizer=False), tokenizer, given.iterations)
+    work.write_report(given, rows, ("grpo_jax", "jax", "jaxlib", "flax", "optax"))

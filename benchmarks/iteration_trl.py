@@ -1,0 +1,109 @@
+"""GRPO iterations of TRL's GRPOTrainer with transformers generation; a worker of grpo_iteration.py.
+
+Variants: "plain", and "checkpointing" (gradient checkpointing). The phases are timed by wrapping the trainer's methods.
+"""
+
+from __future__ import annotations
+
+import time
+
+import iteration_work as work
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Timed(GRPOTrainer):
+    """The trainer with a stopwatch around generation and the reference's log-probabilities."""
+
+    def __init__(self, *args, **kwargs):
+        self.rows: list[dict[str, float]] = []
+        super().__init__(*args, **kwargs)
+
+    def _generate(self, *args, **kwargs):
+        start = time.perf_counter()
+        written = super()._generate(*args, **kwargs)
+        self.rows[-1]["sampling"] += time.perf_counter() - start
+        return written
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        start = time.perf_counter()
+        seen = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if not torch.is_grad_enabled():  # the reference's pass; the policy's own is part of the update
+            self.rows[-1]["logprobs"] += time.perf_counter() - start
+        return seen
+
+
+class Stopwatch(TrainerCallback):
+    """One row per optimizer step: with num_iterations = 1 that is one iteration."""
+
+    trainer: Timed
+    start: float
+
+    def on_step_begin(self, *_, **__):
+        self.start = time.perf_counter()
+        self.trainer.rows.append(dict.fromkeys(("sampling", "logprobs"), 0.0))
+
+    def on_step_end(self, *_, **__):
+        self.trainer.rows[-1]["total"] = time.perf_counter() - self.start
+
+
+def make_trainer(given: work.Assignment) -> Timed:
+    case = given.case
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(given.folder))
+
+    def reward(completions, completion_ids, **_):
+        if any(len(ids) != case.new_tokens for ids in completion_ids):
+            raise RuntimeError("a completion ended early")
+        return [work.reward(case, text) for text in completions]
+
+    config = GRPOConfig(
+        output_dir=str(given.out.with_suffix(".trainer")),
+        per_device_train_batch_size=case.prompts * case.group,
+        num_generations=case.group,
+        max_completion_length=case.new_tokens,
+        max_steps=given.iterations,
+        num_iterations=1,
+        beta=work.KL_COEF,
+        learning_rate=work.LEARNING_RATE,
+        lr_scheduler_type="constant",
+        temperature=1.0,
+        top_k=0,
+        gradient_checkpointing=given.variant == "checkpointing",
+        model_init_kwargs={"dtype": "float32"},
+        # Outside the vocabulary: nothing ends a completion, and no logits processor has to see to it.
+        generation_kwargs={"eos_token_id": case.vocabulary + 1},
+        bf16=False,
+        use_cpu=True,
+        optim="adamw_torch",
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        shuffle_dataset=False,
+    )
+    prompts = [text for i in range(given.iterations) for text in work.prompt_texts(case, i)]
+    stopwatch = Stopwatch()
+    trainer = Timed(
+        str(given.folder),
+        reward,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        callbacks=[stopwatch],
+    )
+    stopwatch.trainer = trainer
+    trainer.eos_token_ids = [case.vocabulary + 1]  # nor does the mask end where the folder's end token comes
+    return trainer
+
+
+if __name__ == "__main__":
+    given = work.assignment()
+    torch.set_num_threads(given.threads)
+    trainer = make_trainer(given)
+    trainer.train()
+    dtypes = {str(parameter.dtype) for parameter in trainer.model.parameters()}
+    if dtypes != {"torch.float32"}:
+        raise RuntimeError(f"expected float32 weights, got {dtypes}")
+    work.write_report(given, trainer.rows, ("trl", "transformers", "torch", "accelerate"))

@@ -1,0 +1,144 @@
+"""The work of the iteration benchmark, the same for every library: shapes, prompts, reward, and what a worker reports.
+
+Imported by the workers, each in its own environment: the standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import resource
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+KL_COEF = 0.04
+LEARNING_RATE = 1e-5
+PHASES = ("sampling", "logprobs", "update")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Qwen2 shape (tied embeddings) and the work of one iteration: P prompts, G completions, L and T tokens."""
+
+    name: str
+    prompts: int = 8
+    group: int = 8
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    hidden: int = 256
+    layers: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    mlp: int = 704
+    vocabulary: int = 4096
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def shape(self) -> str:
+        """Names the model's shape: cases of one shape share a folder."""
+        return f"{self.hidden}x{self.layers}x{self.heads}x{self.kv_heads}x{self.mlp}x{self.vocabulary}"
+
+
+GROUPS = (2, 4, 8, 16, 32, 64)
+CASES = {
+    case.name: case
+    for case in [
+        Case("small"),
+        Case("large-vocab", 4, 8, 64, 128, hidden=512, layers=8, heads=8, kv_heads=2, mlp=1408, vocabulary=32000),
+        Case("long-prompt", 4, 8, 256, 32),
+        *[Case(f"group-{group}", 2, group) for group in GROUPS],
+        Case("tiny", 2, 4, 8, 8, hidden=32, layers=2, mlp=48, vocabulary=64),
+    ]
+}
+
+
+def words(case: Case) -> list[str]:
+    """The vocabulary as text: token i is "ti"."""
+    return [f"t{i}" for i in range(case.vocabulary)]
+
+
+def prompt_texts(case: Case, iteration: int) -> list[str]:
+    """P prompts of exactly L tokens, other ones in every iteration."""
+    rng = random.Random(iteration)
+    return [
+        " ".join(f"t{rng.randrange(case.vocabulary)}" for _ in range(case.prompt_tokens)) for _ in range(case.prompts)
+    ]
+
+
+def reward(case: Case, text: str) -> float:
+    """The share of a completion's tokens in the lower half of the vocabulary."""
+    ids = [int(number) for number in re.findall(r"t(\d+)", text)]
+    return sum(i < case.vocabulary / 2 for i in ids) / case.new_tokens
+
+
+def peak_mib() -> float:
+    """The most memory this process ever had resident, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def versions(names: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker is told: the case, the model's folder, how many iterations, and which way of several."""
+
+    case: Case
+    folder: Path
+    iterations: int
+    threads: int
+    variant: str
+    out: Path
+
+
+def assignment(arguments: Sequence[str] | None = None) -> Assignment:
+    """Reads a worker's command line, as `command_line` writes it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", type=lambda text: Case(**json.loads(text)), required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--iterations", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--variant", default="")
+    parser.add_argument("--out", type=Path, required=True)
+    return Assignment(**vars(parser.parse_args(arguments)))
+
+
+def command_line(given: Assignment) -> list[str]:
+    values = {**asdict(given), "case": json.dumps(asdict(given.case))}
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def write_report(given: Assignment, rows: Sequence[dict[str, float]], packages: Sequence[str], **more) -> None:
+    """Writes seconds by phase of each iteration (the first compiles), peak memory and versions.
+
+    Args:
+        given: What was asked.
+        rows: One per iteration: "sampling", "logprobs" and "total" seconds; the rest of the total is the update.
+        packages: Distributions whose versions matter.
+        **more: Further facts.
+    """
+    if len(rows) != given.iterations:
+        raise RuntimeError(f"expected {given.iterations} iterations, timed {len(rows)}")
+    rows = [{**row, "update": row["total"] - row["sampling"] - row["logprobs"]} for row in rows]
+    report = {"iterations": rows, "peak_mib": peak_mib(), "versions": versions(packages), **more}
+    given.out.write_text(json.dumps(report))
+
+
+def median_row(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The median of each phase over iterations, and of the total (not the sum of the medians)."""
+    return {name: statistics.median(row[name] for row in rows) for name in (*PHASES, "total")}

@@ -100,7 +100,8 @@ class PolicySection:
         new: The small untrained policy that "new" makes (recommendation).
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
-        remat: Recompute layer activations in the backward pass instead of keeping them.
+        remat: What the backward pass computes again to save memory: "none"; "products", attention and all that is
+            elementwise, while results of products with weights are kept; "layer", whole layers.
         lora: Low-rank adapters.
         mesh: Several devices.
     """
@@ -109,7 +110,7 @@ class PolicySection:
     new: NewPolicySection = field(default_factory=NewPolicySection)
     compute_dtype: Dtype = "float32"
     frozen_dtype: Dtype = "float32"
-    remat: bool = True
+    remat: Literal["none", "products", "layer"] = "products"
     lora: LoraSection = field(default_factory=LoraSection)
     mesh: MeshSection = field(default_factory=MeshSection)
 

@@ -37,7 +37,7 @@ def config_of(folder, name, **changes):
         "task": "recommendation",
         "run_dir": str(folder / name),
         "report_to": [],
-        "policy": {"path": "new", "remat": False, "new": {"width": 16, "layers": 1, "heads": 2, "window": 64}},
+        "policy": {"path": "new", "remat": "none", "new": {"width": 16, "layers": 1, "heads": 2, "window": 64}},
         "recommendation": {"separator": " | ", "dummy_users": 40, "dummy_items": 280},
         "retrieval": {"attempts": 1, "budget": 0},
         "warm_start": WARM_START,

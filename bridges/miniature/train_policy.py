@@ -182,7 +182,7 @@ def train(folder: Path, *, steps: int = 1000, seed: int = 0, batch_size: int = 6
         source = Path(temporary) / "policy"
         _write_untrained(source, seed)
         loaded = hf.load_folder(source)
-        policy = make_policy(loaded.config, remat=False)
+        policy = make_policy(loaded.config, remat="none")
         section = OptimizerSection(learning_rate=learning_rate, schedule="cosine", warmup_steps=100)
         optimizer = make_optimizer(section, make_schedule(section, steps))
         state = init_state({"params": loaded.params}, optimizer, keep_reference=False)

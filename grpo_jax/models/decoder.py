@@ -25,6 +25,7 @@ from grpo_jax.models.rope import rotation
 
 Variables = Mapping[str, Any]
 ModelConfig = DecoderConfig | GPT2Config
+REMAT = ("none", "products", "layer")
 
 
 class Policy(NamedTuple):
@@ -61,14 +62,14 @@ class Decoder(nn.Module):
         config: shape and choices.
         dtype: of the computation.
         param_dtype: of freshly drawn parameters.
-        remat: recompute each layer in the backward pass instead of storing its inside.
+        remat: what the backward pass computes again (see ``make_policy``).
         lora: adapters' configuration; they are used where the ``lora`` collection holds them.
     """
 
     config: ModelConfig
     dtype: jax.typing.DTypeLike = jnp.float32
     param_dtype: jax.typing.DTypeLike = jnp.float32
-    remat: bool = True
+    remat: str = "products"
     lora: LoraConfig | None = None
 
     def setup(self):
@@ -81,7 +82,7 @@ class Decoder(nn.Module):
             self.embed_positions = self._embedding("embed_positions", c.max_positions)
         if not c.tie_word_embeddings:
             self.lm_head = self._embedding("lm_head", c.vocab_size)
-        block = nn.remat(family.Block, prevent_cse=False) if self.remat else family.Block
+        block = _remat(family.Block, self.remat)
         stack = nn.scan(
             block,
             variable_axes={"params": 0, "lora": 0},
@@ -131,7 +132,7 @@ def make_policy(
     config: ModelConfig,
     *,
     compute_dtype: str = "float32",
-    remat: bool = True,
+    remat: str = "products",
     lora: LoraConfig | None = None,
 ) -> Policy:
     """The functions of a decoder.
@@ -139,13 +140,17 @@ def make_policy(
     Args:
         config: its shape and choices.
         compute_dtype: ``float32``, ``bfloat16`` or ``float16``; norms, rotations and softmax are float32 either way.
-        remat: recompute layers in the backward pass of ``forward_group``.
+        remat: what the backward pass of ``forward_group`` computes again: ``none``; ``products``, all but the products
+            with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only the input
+            is kept.
         lora: configuration of the adapters, if variables will hold any.
 
     Raises:
-        ValueError: if the dtype is another one, or an adapter's target is no projection of this architecture.
+        ValueError: if dtype or remat is another one, or an adapter's target is no projection of this architecture.
     """
     dtype = _dtype(compute_dtype, "compute_dtype")
+    if remat not in REMAT:
+        raise ValueError(f"remat must be one of {REMAT}, got {remat!r}")
     if lora is not None:
         check_targets(lora, config.projections, config.model_type)
     limit = config.max_positions if isinstance(config, GPT2Config) else None
@@ -197,6 +202,13 @@ def make_policy(
     )
 
 
+def _remat(block: type[nn.Module], remat: str) -> type[nn.Module]:
+    if remat == "none":
+        return block
+    keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
+    return nn.remat(block, prevent_cse=False, policy=keep)
+
+
 def _init_cache(
     config: ModelConfig, compute_dtype: Any, prompts: int, group: int, length: int, dtype: Any = None
 ) -> Cache:
@@ -222,7 +234,7 @@ def init_variables(
 
     The forward pass is traced for its shapes only. Under ``jax.eval_shape`` nothing is allocated.
     """
-    decoder = Decoder(config, param_dtype=_dtype(param_dtype, "param_dtype"), remat=False)
+    decoder = Decoder(config, param_dtype=_dtype(param_dtype, "param_dtype"), remat="none")
     prompt, _ = _prompt(jnp.ones((1, 1), bool))
     context = Context(prompt.positions, prompt)
     shapes = jax.eval_shape(decoder.init, key, prompt.positions, context)["params"]

@@ -96,6 +96,7 @@ def make_new_policy(config: Config, catalogue: Catalogue, folder: Path) -> None:
     write_policy(
         folder,
         words_of(config, catalogue),
+        architecture=section.architecture,
         width=section.width,
         layers=section.layers,
         heads=section.heads,

@@ -1,4 +1,4 @@
-"""A small untrained policy for worlds of few words: a Llama folder in which every word is one token.
+"""A small untrained policy for worlds of few words: a Llama or GPT-2 folder in which every word is one token.
 
 Nothing is downloaded and nothing but NumPy and transformers' tokenizer is needed to write it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,6 +29,7 @@ def write_policy(
     folder: str | Path,
     words: Iterable[str],
     *,
+    architecture: Literal["llama", "gpt2"] = "llama",
     width: int = 96,
     layers: int = 2,
     heads: int = 4,
@@ -43,6 +45,7 @@ def write_policy(
     Args:
         folder: Where to write; made if it is not there.
         words: What the policy can say; repeated ones count once.
+        architecture: "llama" (rotary positions) or "gpt2" (learned ones, as many as `window`).
         width: Of the hidden states.
         layers: Decoder layers.
         heads: Attention heads; they divide the width into even parts.
@@ -59,16 +62,30 @@ def write_policy(
     words = list(dict.fromkeys(words))
     if not words or any(word.split() != [word] for word in words):
         raise ValueError(f"words must be at least one, without white space, got {words[:5]}")
+    if architecture not in ("llama", "gpt2"):
+        raise ValueError(f'architecture must be "llama" or "gpt2", got {architecture!r}')
     if width % heads or width // heads % 2:
         raise ValueError(f"heads must divide width into even parts, got {width} by {heads}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = [PAD, END, UNKNOWN, NEXT, *words]
     _write_tokenizer(folder, vocabulary, window, plain_words)
-    config = {
+    shape = (_llama if architecture == "llama" else _gpt2)(width, layers, heads, window)
+    ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    config = {**shape, "vocab_size": len(vocabulary), "tie_word_embeddings": True, "torch_dtype": "float32", **ids}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+    if architecture == "llama":
+        _write_llama(folder, len(vocabulary), width, layers, seed)
+    else:
+        _write_gpt2(folder, len(vocabulary), width, layers, window, seed)
+    return folder
+
+
+def _llama(width: int, layers: int, heads: int, window: int) -> dict[str, Any]:
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": len(vocabulary),
         "hidden_size": width,
         "intermediate_size": 2 * width,
         "num_hidden_layers": layers,
@@ -78,17 +95,22 @@ def write_policy(
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "max_position_embeddings": window,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "torch_dtype": "float32",
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    generation = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-    _write_weights(folder, len(vocabulary), width, layers, seed)
-    return folder
+
+
+def _gpt2(width: int, layers: int, heads: int, window: int) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": width,
+        "n_inner": 2 * width,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": window,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        **{name: 0.0 for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")},
+    }
 
 
 def _write_tokenizer(folder: Path, vocabulary: list[str], window: int, plain_words: bool) -> None:
@@ -116,7 +138,7 @@ def _write_tokenizer(folder: Path, vocabulary: list[str], window: int, plain_wor
     tokenizer.save_pretrained(folder)
 
 
-def _write_weights(folder: Path, vocabulary: int, width: int, layers: int, seed: int) -> None:
+def _write_llama(folder: Path, vocabulary: int, width: int, layers: int, seed: int) -> None:
     from safetensors.numpy import save_file
 
     generator = np.random.Generator(np.random.PCG64(seed))
@@ -132,4 +154,28 @@ def _write_weights(folder: Path, vocabulary: int, width: int, layers: int, seed:
         tensors |= {f"{name}.mlp.{part}_proj.weight": normal(2 * width, width) for part in ("gate", "up")}
         tensors[f"{name}.mlp.down_proj.weight"] = normal(width, 2 * width)
         tensors |= {f"{name}.{part}_layernorm.weight": ones for part in ("input", "post_attention")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_gpt2(folder: Path, vocabulary: int, width: int, layers: int, window: int, seed: int) -> None:
+    from safetensors.numpy import save_file
+
+    generator = np.random.Generator(np.random.PCG64(seed))
+
+    def normal(*shape: int) -> np.ndarray:
+        return (0.02 * generator.standard_normal(shape)).astype(np.float32)
+
+    def norm(name: str) -> dict[str, np.ndarray]:
+        return {f"{name}.weight": np.ones(width, np.float32), f"{name}.bias": np.zeros(width, np.float32)}
+
+    tensors = {"transformer.wte.weight": normal(vocabulary, width), "transformer.wpe.weight": normal(window, width)}
+    tensors |= norm("transformer.ln_f")
+    products = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
+    products |= {"mlp.c_fc": (width, 2 * width), "mlp.c_proj": (2 * width, width)}
+    for layer in range(layers):
+        name = f"transformer.h.{layer}"
+        tensors |= norm(f"{name}.ln_1") | norm(f"{name}.ln_2")
+        for part, (read, written) in products.items():
+            tensors[f"{name}.{part}.weight"] = normal(read, written)
+            tensors[f"{name}.{part}.bias"] = np.zeros(written, np.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -46,6 +46,7 @@ class NewPolicySection:
     """A small policy with random weights, made from the words of a catalogue (policy.path "new").
 
     Args:
+        architecture: "llama", or "gpt2": learned positions, of which there are `window`.
         width: Of the hidden states.
         layers: Decoder layers.
         heads: Attention heads; they divide the width into even parts.
@@ -53,6 +54,7 @@ class NewPolicySection:
         window: Longest text in tokens.
     """
 
+    architecture: Literal["llama", "gpt2"] = "llama"
     width: int = 96
     layers: int = 2
     heads: int = 4

@@ -105,12 +105,12 @@ def test_cached_decoding_equals_the_full_forward(policy, variables):
     """With adapters on the fused projection, left padding, and a scale of its own in each layer."""
     prompt_tokens, prompt_mask, tokens, _ = reference.group_batch()
     full = policy.forward_group(variables, prompt_tokens, prompt_mask, tokens, np.ones(tokens.shape, bool))
-    prefix = policy.prefill(variables, prompt_tokens, prompt_mask)
-    assert prefix.keys.shape == (2, 3, 4, 6, 8)  # a prompt once, not once per completion
+    prefix, unstacked = policy.prefill(variables, prompt_tokens, prompt_mask), policy.unstack(variables)
+    assert [x.shape for x in prefix.keys] == [(3, 4, 8, 6)] * 2  # a prompt once, not once per completion
     cache = policy.init_cache(*tokens.shape)
     np.testing.assert_allclose(full[:, :, 0], np.repeat(prefix.hidden[:, None], 2, 1), atol=1e-4)
     for step in range(tokens.shape[2] - 1):
-        hidden, cache = policy.decode(variables, prefix, jnp.asarray(tokens[:, :, step]), cache)
+        hidden, cache = policy.decode(unstacked, prefix, jnp.asarray(tokens[:, :, step]), cache)
         np.testing.assert_allclose(hidden, full[:, :, step + 1], atol=1e-4)
 
 
@@ -262,7 +262,10 @@ def test_what_is_longer_than_the_positions_is_refused(policy, loaded):
     ("options", "messages"),
     [
         (["--data.max_prompt_tokens", "57"], ["data.max_prompt_tokens = 57", "65 tokens", "64 only"]),
-        (["--data.max_prompt_tokens", "56", "--policy.lora.rank", "2"], ["policy.lora: targets", "c_attn", "q_proj"]),
+        (
+            ["--data.max_prompt_tokens", "56", "--policy.lora.rank", "2", "--policy.lora.targets", '["q_proj"]'],
+            ["policy.lora: targets", "c_attn", "q_proj"],
+        ),
     ],
     ids=["room", "targets"],
 )
@@ -281,7 +284,7 @@ def test_bfloat16_compute_is_close(policy, loaded):
     tokens, mask = reference.group_batch()[:2]
     exact = policy.prefill({"params": loaded.params}, tokens, mask).hidden
     half = make_policy(loaded.config, compute_dtype="bfloat16").prefill({"params": loaded.params}, tokens, mask)
-    assert half.hidden.dtype == half.keys.dtype == jnp.bfloat16
+    assert half.hidden.dtype == half.keys[0].dtype == jnp.bfloat16
     assert 0 < np.median(np.abs(half.hidden.astype(jnp.float32) - exact)) < 0.05
 
 

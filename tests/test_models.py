@@ -84,12 +84,12 @@ def batch():
 def test_cached_decoding_equals_the_full_forward(policy, variables, batch):
     prompt_tokens, prompt_mask, tokens, _ = batch
     full = policy.forward_group(variables, prompt_tokens, prompt_mask, tokens, np.ones(tokens.shape, bool))
-    prefix = policy.prefill(variables, prompt_tokens, prompt_mask)
+    prefix, unstacked = policy.prefill(variables, prompt_tokens, prompt_mask), policy.unstack(variables)
     # One slot more than is used, holding rubbish: slots that are not written are not read.
     cache = jax.tree.map(lambda x: x + 7 if x.ndim else x, policy.init_cache(PROMPTS, GROUP, STEPS + 1))
     np.testing.assert_allclose(full[:, :, 0], np.repeat(prefix.hidden[:, None], GROUP, 1), atol=1e-4)
     for step in range(STEPS - 1):
-        hidden, cache = policy.decode(variables, prefix, jnp.asarray(tokens[:, :, step]), cache)
+        hidden, cache = policy.decode(unstacked, prefix, jnp.asarray(tokens[:, :, step]), cache)
         np.testing.assert_allclose(hidden, full[:, :, step + 1], atol=1e-4)
     assert int(cache.length) == STEPS - 1
 
@@ -105,9 +105,12 @@ def test_fresh_weights_are_as_the_config_says():
 def test_a_prompt_is_stored_once(policy, variables, batch):
     """The group axis is in the completions' cache and nowhere in the prompts' keys and values."""
     prefix = policy.prefill(variables, *batch[:2])
-    assert prefix.keys.shape == prefix.values.shape == (2, PROMPTS, 2, LENGTH, 8)
-    assert policy.init_cache(PROMPTS, GROUP, STEPS).keys.shape == (2, PROMPTS, 2, GROUP, STEPS, 8)
-    assert policy.init_cache(1, 1, 1, jnp.bfloat16).values.dtype == jnp.bfloat16
+    assert [x.shape for x in prefix.keys] == [(PROMPTS, 2, 8, LENGTH)] * 2
+    assert [x.shape for x in prefix.values] == [(PROMPTS, 2, LENGTH, 8)] * 2
+    cache = policy.init_cache(PROMPTS, GROUP, STEPS)
+    assert [x.shape for x in cache.keys] == [(PROMPTS, 2, GROUP, 8, STEPS)] * 2
+    assert [x.shape for x in cache.values] == [(PROMPTS, 2, GROUP, STEPS, 8)] * 2
+    assert policy.init_cache(1, 1, 1, jnp.bfloat16).values[0].dtype == jnp.bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +227,8 @@ def test_a_7b_model_is_shaped_without_being_allocated():
     assert hidden.shape == (4, 5, 20, 3584) and hidden.dtype == jnp.bfloat16
     prefix = jax.eval_shape(policy.prefill, shapes, *prompts)
     cache = jax.eval_shape(lambda: policy.init_cache(4, 5, 20))
-    step, after = jax.eval_shape(policy.decode, shapes, prefix, jax.ShapeDtypeStruct((4, 5), i32), cache)
+    unstacked = jax.eval_shape(policy.unstack, shapes)
+    step, after = jax.eval_shape(policy.decode, unstacked, prefix, jax.ShapeDtypeStruct((4, 5), i32), cache)
     assert step.shape == (4, 5, 3584)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
 

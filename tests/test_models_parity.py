@@ -164,7 +164,7 @@ def test_bfloat16_compute_is_close(tmp_path):
         make_policy(loaded.config, compute_dtype=name).prefill({"params": loaded.params}, tokens, mask)
         for name in ("float32", "bfloat16")
     )
-    assert half.hidden.dtype == half.keys.dtype == jnp.bfloat16
+    assert half.hidden.dtype == half.keys[0].dtype == jnp.bfloat16
     assert 0 < np.median(np.abs(half.hidden.astype(jnp.float32) - exact.hidden)) < 0.05
 
 

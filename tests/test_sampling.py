@@ -1,5 +1,6 @@
 """The sampler against NumPy loops: distributions, ends, buckets, random numbers."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,11 @@ from grpo_jax.sampling import Samples, SamplingParams, bucket_size, choose_token
 VOCABULARY = 300  # more than two blocks of the two-level draw, and no multiple of one
 PAD, EOS = 0, 1
 
-choose = jax.jit(choose_tokens, static_argnums=2)
+
+@functools.partial(jax.jit, static_argnums=2)
+def choose(rows, keys, params):
+    """`choose_tokens` for logits [R, V]."""
+    return choose_tokens(rows.T, keys, params)
 
 
 class BigramPrefix(NamedTuple):
@@ -30,6 +35,9 @@ class Bigram:
     def prefill(self, variables, tokens, mask):
         self.traces += 1
         return BigramPrefix(jax.nn.one_hot(tokens[:, -1], variables["table"].shape[0]))
+
+    def unstack(self, variables):
+        return variables
 
     def decode(self, variables, prefix, tokens, cache):
         jax.debug.callback(self._count)

@@ -6,7 +6,7 @@ that read the prompt's keys and values where they are.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,18 +36,22 @@ class Policy(NamedTuple):
 
     Attributes:
         prefill: (variables, tokens i32 [P, L], mask bool [P, L]) -> Prefix. Prompts are padded on the left.
-        decode: (variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more token
-            of each completion; the state predicts the next.
+        unstack: (variables) -> the same with each layer's weights apart, as ``decode`` takes them: a copy made
+            once, where stacked weights would be copied layer by layer for every token.
+        decode: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
+            token of each completion; the state predicts the next.
         init_cache: (P, G, T, dtype=None) -> empty Cache for T tokens per completion.
         forward_group: (variables, prompt_tokens i32 [P, L], prompt_mask bool [P, L], tokens i32 [P, G, T],
-            mask bool [P, G, T]) -> hidden [P, G, T, D], the states that predict each completion token
-            (the first is the prompt's last state). The prompt is computed once for its group.
+            mask bool [P, G, T], steps=None) -> hidden [P, G, T, D], the states that predict each completion token
+            (the first is the prompt's last state). The prompt is computed once for its group. Where rows hold several
+            completions one after the other, steps i32 [P, G, T] count the tokens of each from 0.
         head: (variables) -> unembedding [V, D]; logits are hidden @ head.T.
         max_positions: how many tokens prompt and completion may have together, where positions are learned;
             None where they go on (rotations).
     """
 
     prefill: Callable[..., Prefix]
+    unstack: Callable[[Variables], Variables]
     decode: Callable[..., tuple[jax.Array, Cache]]
     init_cache: Callable[..., Cache]
     forward_group: Callable[..., jax.Array]
@@ -64,6 +68,7 @@ class Decoder(nn.Module):
         param_dtype: of freshly drawn parameters.
         remat: what the backward pass computes again (see ``make_policy``).
         lora: adapters' configuration; they are used where the ``lora`` collection holds them.
+        stacked: one scanned layer with stacked weights, or a layer after the other with weights of its own.
     """
 
     config: ModelConfig
@@ -71,9 +76,10 @@ class Decoder(nn.Module):
     param_dtype: jax.typing.DTypeLike = jnp.float32
     remat: str = "products"
     lora: LoraConfig | None = None
+    stacked: bool = True
 
     def setup(self):
-        """Declare the weights, layers stacked along a leading axis."""
+        """Declare the weights."""
         c = self.config
         learned_positions = isinstance(c, GPT2Config)
         family = gpt2 if learned_positions else llama
@@ -82,16 +88,22 @@ class Decoder(nn.Module):
             self.embed_positions = self._embedding("embed_positions", c.max_positions)
         if not c.tie_word_embeddings:
             self.lm_head = self._embedding("lm_head", c.vocab_size)
-        block = _remat(family.Block, self.remat)
+        self.layers = self._stack(family.Block) if self.stacked else self._sequence(family.Block)
+        self.norm = family.final_norm(c, self.param_dtype)
+
+    def _stack(self, block: type[nn.Module]) -> nn.Module:
+        block = _remat(block, self.remat)
         stack = nn.scan(
             block,
             variable_axes={"params": 0, "lora": 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast),
-            length=c.num_layers,
+            length=self.config.num_layers,
         )
-        self.layers = stack(c, self.dtype, self.param_dtype, self.lora)
-        self.norm = family.final_norm(c, self.param_dtype)
+        return stack(self.config, self.dtype, self.param_dtype, self.lora)
+
+    def _sequence(self, block: type[nn.Module]) -> list[nn.Module]:
+        return [block(self.config, self.dtype, self.param_dtype, self.lora) for _ in range(self.config.num_layers)]
 
     def _embedding(self, name: str, rows: int) -> jax.Array:
         return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size), self.param_dtype)
@@ -100,19 +112,19 @@ class Decoder(nn.Module):
         self,
         tokens: jax.Array,
         context: Context,
-        prefix: tuple[jax.Array, jax.Array] | None = None,
-        cache: tuple[jax.Array, jax.Array] | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        remembered: Sequence[LayerInput] = (),
+    ) -> tuple[jax.Array, Any]:
         """Run tokens through all layers.
 
         Args:
-            tokens: i32 [P, S], the prompts' unless ``prefix`` is given, then the completions'.
+            tokens: i32 [P, S], the prompts' unless they are ``remembered``, then the completions'.
             context: their positions and masks.
-            prefix: the prompts' keys and values [layers, P, K, L, E] when the prompts do not run.
-            cache: the completions' keys and values so far [layers, P, K, G, T, E].
+            remembered: for each layer the keys and values it reads when the prompts do not run; layers that are
+                not stacked take them.
 
         Returns:
-            Final states [P, S, D], and the new keys and values of every layer (see ``attend_streams``).
+            Final states [P, S, D], and the new keys and values of the layers (see ``attend_streams``): stacked along
+            a leading axis, or a list.
         """
         c = self.config
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
@@ -124,7 +136,14 @@ class Decoder(nn.Module):
         else:
             context = context._replace(rotation=rotation(c.rope, c.head_dim, context.positions))
             given = LayerInput(window=llama.windows(c))
-        x, fresh = self.layers(x, given._replace(prefix=prefix, cache=cache), context)
+        if self.stacked:
+            x, fresh = self.layers(x, given, context)
+            return self.norm(x), fresh
+        fresh = []
+        for i, (layer, memory) in enumerate(zip(self.layers, remembered, strict=True)):
+            own = jax.tree.map(lambda x, i=i: x[i], given)
+            x, written = layer(x, own._replace(prefix=memory.prefix, cache=memory.cache), context)
+            fresh.append(written)
         return self.norm(x), fresh
 
 
@@ -155,6 +174,7 @@ def make_policy(
         check_targets(lora, config.projections, config.model_type)
     limit = config.max_positions if isinstance(config, GPT2Config) else None
     decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora)
+    one_token = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
 
     def apply(variables: Variables, *args, **kwargs):
         if lora is None and "lora" in variables:
@@ -167,13 +187,17 @@ def make_policy(
         _check_room("tokens", mask, 0, limit)
         context = Context(prompt.positions, prompt)
         hidden, (keys, values) = apply(variables, jnp.where(mask, tokens, 0), context)
-        return Prefix(hidden[:, -1], keys, values, mask, prompt.positions, lengths)
+        return Prefix(hidden[:, -1], tuple(keys), tuple(values), mask, prompt.positions, lengths)
 
     def decode(variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         context = _decode_context(prefix, cache, tokens.shape[1])
-        remembered = (prefix.keys, prefix.values), (cache.keys, cache.values)
-        hidden, fresh = apply(variables, tokens, context, *remembered)
-        return hidden, caches.append(cache, *fresh)
+        remembered = [
+            LayerInput(prefix=(keys, values), cache=own)
+            for keys, values, *own in zip(prefix.keys, prefix.values, cache.keys, cache.values, strict=True)
+        ]
+        hidden, written = one_token.apply(variables, tokens, context, remembered)
+        keys, values = zip(*written, strict=True)
+        return hidden, Cache(keys, values, cache.length + 1)
 
     def forward_group(
         variables: Variables,
@@ -181,13 +205,17 @@ def make_policy(
         prompt_mask: jax.Array,
         tokens: jax.Array,
         mask: jax.Array,
+        steps: jax.Array | None = None,
     ) -> jax.Array:
         _check_tokens("prompt_tokens", prompt_tokens, prompt_mask, 2)
         _check_tokens("tokens", tokens, mask, 3)
         _check_room("prompt_tokens", prompt_mask, tokens.shape[2], limit)
         prompt, lengths = _prompt(prompt_mask)
-        context = _group_context(prompt, lengths, tokens.shape)
         inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
+        if steps is None:
+            context = _group_context(prompt, lengths, tokens.shape)
+        else:
+            context = _packed_context(prompt, lengths, steps[:, :, 1:], mask[:, :, 1:])
         row = jnp.concatenate(
             [jnp.where(prompt_mask, prompt_tokens, 0), inputs.reshape(len(inputs), inputs[0].size)], 1
         )
@@ -195,10 +223,18 @@ def make_policy(
         length = prompt_mask.shape[1]
         first = jnp.broadcast_to(hidden[:, None, length - 1 : length], (*tokens.shape[:2], 1, hidden.shape[-1]))
         rest = hidden[:, length:].reshape(*inputs.shape, hidden.shape[-1])
+        if steps is not None:  # wherever a completion begins, the prompt's last state predicts
+            rest = jnp.where(steps[:, :, 1:, None] == 0, first, rest)
         return jnp.concatenate([first, rest], axis=2)
 
     return Policy(
-        prefill, decode, partial(_init_cache, config, dtype), forward_group, partial(_head, config, dtype), limit
+        prefill,
+        _unstack,
+        decode,
+        partial(_init_cache, config, dtype),
+        forward_group,
+        partial(_head, config, dtype),
+        limit,
     )
 
 
@@ -212,8 +248,20 @@ def _remat(block: type[nn.Module], remat: str) -> type[nn.Module]:
 def _init_cache(
     config: ModelConfig, compute_dtype: Any, prompts: int, group: int, length: int, dtype: Any = None
 ) -> Cache:
-    shape = (config.num_layers, prompts, config.num_kv_heads, group, length, config.head_dim)
-    return caches.init_cache(shape, dtype or compute_dtype)
+    shape = (prompts, config.num_kv_heads, group, length, config.head_dim)
+    return caches.init_cache(config.num_layers, shape, dtype or compute_dtype)
+
+
+def _unstack(variables: Variables) -> Variables:
+    """Stacked ``layers`` of every collection as ``layers_0``, ``layers_1``, ..."""
+
+    def split(tree: Mapping[str, Any]) -> dict[str, Any]:
+        stacked = tree.get("layers", {})
+        count = len(next(iter(jax.tree.leaves(stacked)), ()))
+        apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}
+        return {name: part for name, part in tree.items() if name != "layers"} | apart
+
+    return {name: split(tree) for name, tree in variables.items()}
 
 
 def _head(config: ModelConfig, dtype: Any, variables: Variables) -> jax.Array:
@@ -289,10 +337,24 @@ def _decode_context(prefix: Prefix, cache: Cache, group: int) -> Context:
     """The token being decoded, the prompts it reads, and the slots of the cache that are written."""
     completion = _continuation(prefix.lengths, cache.length[None])
     positions = jnp.broadcast_to(completion.positions, (len(prefix.lengths), group))
-    slots = jnp.arange(cache.keys.shape[4], dtype=jnp.int32)[None]
-    written = Tokens(prefix.lengths[:, None] + slots, slots < cache.length)
+    slots = jnp.arange(cache.keys[0].shape[-1], dtype=jnp.int32)[None]
+    written = Tokens(prefix.lengths[:, None] + slots, slots <= cache.length)
     prompt = Tokens(prefix.positions, prefix.mask)
-    return Context(positions, prompt, completion, written)
+    return Context(positions, prompt, completion, written, cache.length)
+
+
+def _packed_context(prompt: Tokens, lengths: jax.Array, steps: jax.Array, mask: jax.Array) -> Context:
+    """Prompts followed by rows of several completions: the places that predict tokens number ``steps`` [P, G, T].
+
+    A place holds the token before the one it predicts. Where a completion begins that token is another's: nobody
+    reads it, and its state is not used.
+    """
+    begins = steps == 0
+    positions = lengths[:, None, None] + jnp.maximum(steps - 1, 0)
+    completion = Tokens(positions, mask & ~begins, jnp.cumsum(begins, axis=-1, dtype=jnp.int32))
+    if steps.shape[2] == 0:
+        return Context(prompt.positions, prompt)
+    return Context(jnp.concatenate([prompt.positions, positions.reshape(len(steps), -1)], 1), prompt, completion)
 
 
 def _dtype(name: str, argument: str) -> jnp.dtype:

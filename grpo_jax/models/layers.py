@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from grpo_jax.models import cache as caches
 from grpo_jax.models.lora import LoraConfig
 
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
@@ -27,21 +28,23 @@ class Tokens(NamedTuple):
     """Where the tokens of one stream are.
 
     Attributes:
-        positions: i32 [P, S].
-        mask: bool [P, S], False on padding.
+        positions: i32 [P, S], or [P, G, S] where the rows of a group differ.
+        mask: as positions, bool, False on padding.
+        segment: as positions, i32: a token reads those of its own segment only; None where a row is one.
     """
 
     positions: jax.Array
     mask: jax.Array
+    segment: jax.Array | None = None
 
 
 class Memory(NamedTuple):
     """Keys and values that a query may read.
 
     Attributes:
-        keys: [P, K, S, E] read by the whole group, or [P, K, G, S, E] one per completion.
-        values: as ``keys``.
-        mask: bool [P or 1, S of the queries, S], True where a query may read a key.
+        keys: [P, K, E, S] read by the whole group, or [P, K, G, E, S] one per completion.
+        values: [P, K, S, E] or [P, K, G, S, E].
+        mask: bool [P or 1, S of the queries, S], or [P, G, ...], True where a query may read a key.
     """
 
     keys: jax.Array
@@ -55,8 +58,9 @@ class Context(NamedTuple):
     Attributes:
         positions: i32 [P, S] of the S tokens that run (see ``attend_streams``).
         prompt: the prompts' tokens [P, L], running or remembered.
-        completion: the completions' tokens [P, T], alike for the group; None if there are none.
-        cached: decoding only: positions and validity of the cache's slots.
+        completion: the completions' tokens [P, T], alike for the group, or [P, G, T]; None if there are none.
+        cached: decoding only: positions and validity of the cache's slots, the running token's included.
+        slot: decoding only: i32 scalar, where the running token is written.
         rotation: cosine and sine of the positions, each float32 [P, S, E/2]; None where nothing is rotated.
     """
 
@@ -64,6 +68,7 @@ class Context(NamedTuple):
     prompt: Tokens
     completion: Tokens | None = None
     cached: Tokens | None = None
+    slot: jax.Array | None = None
     rotation: tuple[jax.Array, jax.Array] | None = None
 
 
@@ -73,8 +78,8 @@ class LayerInput(NamedTuple):
     Attributes:
         window: i32 scalar, or None if no layer has a window.
         scale: float32 scalar that multiplies the scores; None for E^-0.5 in all layers.
-        prefix: the prompts' keys and values, each [P, K, L, E], when the prompts do not run.
-        cache: the completions' keys and values so far, each [P, K, G, T, E].
+        prefix: the prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run.
+        cache: the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far.
     """
 
     window: jax.Array | None = None
@@ -101,8 +106,9 @@ def attend(query: jax.Array, memories: Sequence[Memory], scale: jax.Array | None
     scores, mixes = [], []
     for memory in memories:
         group = "" if memory.keys.ndim == 4 else "g"
-        score = jnp.einsum(f"pkgrse,pk{group}te->pkgrst", query, memory.keys, preferred_element_type=jnp.float32)
-        scores.append(jnp.where(memory.mask[:, None, None, None], score * scale, _HIDDEN))
+        score = jnp.einsum(f"pkgrse,pk{group}et->pkgrst", query, memory.keys, preferred_element_type=jnp.float32)
+        mask = memory.mask[:, None, :, None] if memory.mask.ndim == 4 else memory.mask[:, None, None, None]
+        scores.append(jnp.where(mask, score * scale, _HIDDEN))
         mixes.append(f"pkgrst,pk{group}te->pkgrse")
     top = reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
     top = jax.lax.stop_gradient(top)  # it cancels, so its gradient is zero
@@ -116,9 +122,16 @@ def attend(query: jax.Array, memories: Sequence[Memory], scale: jax.Array | None
 
 
 def visible(queries: Tokens, keys: Tokens, window: jax.Array | None) -> jax.Array:
-    """Which key each query may read: bool [P, S of queries, S of keys]; causal, windowed, not padding."""
-    distance = queries.positions[:, :, None] - keys.positions[:, None, :]
-    allowed = keys.mask[:, None, :] & (distance >= 0)
+    """Which key each query may read: bool [P, S of queries, S of keys]; causal, windowed, not padding.
+
+    Queries [P, G, S] give [P, G, S of queries, S of keys].
+    """
+    if queries.positions.ndim > keys.positions.ndim:
+        keys = Tokens(keys.positions[:, None], keys.mask[:, None])
+    distance = queries.positions[..., :, None] - keys.positions[..., None, :]
+    allowed = keys.mask[..., None, :] & (distance >= 0)
+    if keys.segment is not None:
+        allowed &= queries.segment[..., :, None] == keys.segment[..., None, :]
     return allowed if window is None else allowed & (distance < window)
 
 
@@ -139,24 +152,26 @@ def attend_streams(
         context: positions and masks.
 
     Returns:
-        What was read [P, S, H·E]; and new keys and values to remember: the prompts' [P, K, L, E] when they
-        run alone, the completions' [P, K, G, T, E] when those do, None when both run.
+        What was read [P, S, H·E]; and keys and values to remember: the prompts' when they run alone, the cache
+        with the new token when decoding, None when prompts and completions both run.
     """
     mixed, fresh, prefix, length = [], None, given.prefix, 0
     if prefix is None:
         length = context.prompt.positions.shape[1]
-        prefix = fresh = tuple(part[:, :length].transpose(0, 2, 1, 3) for part in (key, value))
+        prefix = fresh = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
         memory = Memory(*prefix, visible(context.prompt, context.prompt, given.window))
         mixed.append(_attend_split(query[:, :length], length, [memory], given.scale))
     if context.completion is not None:
-        steps = context.completion.positions.shape[1]
-        own = tuple(_split_group(part[:, length:], steps).transpose(0, 3, 1, 2, 4) for part in (key, value))
-        fresh = own if fresh is None else None
-        memories = [Memory(*prefix, visible(context.completion, context.prompt, given.window))]
+        steps, readable = context.completion.positions.shape[-1], context.completion
+        key, value = (_split_group(part[:, length:], steps) for part in (key, value))
+        own, fresh = (key.transpose(0, 3, 1, 4, 2), value.transpose(0, 3, 1, 2, 4)), None
         if given.cache is not None:
-            mask = visible(context.completion, context.cached, given.window)
-            memories.append(Memory(*given.cache, mask))
-        memories.append(Memory(*own, visible(context.completion, context.completion, given.window)))
+            own = fresh = caches.write(given.cache, context.slot, *own)
+            readable = context.cached
+        memories = [
+            Memory(*prefix, visible(context.completion, context.prompt, given.window)),
+            Memory(*own, visible(context.completion, readable, given.window)),
+        ]
         mixed.append(_attend_split(query[:, length:], steps, memories, given.scale))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), fresh
 

@@ -22,23 +22,34 @@ def require(condition: bool, name: str, expected: str, came: object) -> None:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685); rank 0 trains every weight.
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685; docs/lora.md); rank 0 trains every weight.
 
     Args:
         rank: Rank of the adapters; 0 switches them off and trains all weights.
         alpha: Adapters are scaled by alpha / rank.
-        targets: Projections that get an adapter.
+        targets: Projections that get an adapter, such as q_proj (GPT-2: c_attn, attn_c_proj, c_fc, mlp_c_proj); empty
+            for all of them.
+        path: Folder of a PEFT adapter to start from; rank, alpha and targets are then its own.
     """
 
     rank: int = 0
     alpha: float = 32.0
-    targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+    targets: list[str] = field(default_factory=list)
+    path: str | None = None
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(self.rank >= 0, "policy.lora.rank", "a number >= 0", self.rank)
         require(self.alpha > 0, "policy.lora.alpha", "a number > 0", self.alpha)
-        require(bool(self.targets), "policy.lora.targets", "at least one projection", self.targets)
+        if self.path is not None:
+            given = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
+            alone = given == {"rank": 0, "alpha": 32.0, "targets": []}
+            require(alone, "policy.lora.path", "no rank, alpha or targets beside it: the adapter has its own", given)
+
+    @property
+    def used(self) -> bool:
+        """Whether adapters are trained rather than all weights."""
+        return self.rank > 0 or self.path is not None
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ class PolicySection:
     """The policy that is trained.
 
     Args:
-        path: Hugging Face folder of a Qwen2, Qwen2.5, Qwen3, Llama, GPT-2 or Qwen2-VL model, "miniature", or "new".
+        path: Hugging Face folder of a Qwen2, Qwen2.5, Qwen3, Llama, GPT-2 or Qwen-VL model, "miniature", or "new".
         new: The small untrained policy that "new" makes (recommendation).
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.

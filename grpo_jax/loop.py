@@ -90,11 +90,15 @@ def make_learner(parts: Parts) -> Learner:
     )
     steered = config.algorithm.advantage == "gae" and config.ppo.kl_coef > 0
 
+    # Fresh adapters change nothing: the base is the policy at the start, and stays the reference if none replaces it.
+    fresh = config.policy.lora.path is None and config.warm_start.steps == 0 and config.algorithm.update_ref_every == 0
+
     def start(variables: dict[str, Any]) -> TrainState:
         state = trainer.init_state(
             variables,
             optimizer,
             keep_reference=trainer.needs_reference(config.algorithm, config.ppo),
+            base_reference=fresh,
             kl_coef=config.ppo.kl_coef if steered else None,
             loss_scale=make_loss_scale(config.policy.compute_dtype),
         )

@@ -121,14 +121,19 @@ def run_config(run_dir: str | Path) -> Config:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
-def lora_config(section: LoraSection) -> Any:
-    """Adapters' config, or None for rank 0."""
-    from grpo_jax.models.lora import LoraConfig
+def lora_config(section: LoraSection, model: Any) -> Any:
+    """Adapters' config for a model's: the section's, or that of the folder it names; None where all is trained."""
+    from grpo_jax.models.lora import LoraConfig, check_targets
+    from grpo_jax.models.peft import load_adapters
 
+    if section.path is not None:
+        return load_adapters(section.path, model)[0]
     if section.rank == 0:
         return None
     try:
-        return LoraConfig(section.rank, section.alpha, tuple(section.targets))
+        lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or model.projections)
+        check_targets(lora, model.projections, model.model_type)
+        return lora
     except ValueError as error:
         raise UserError(f"policy.lora: {error}") from error
 
@@ -272,9 +277,9 @@ def _load_policy(config: Config, devices: Sequence[jax.Device], say: Say) -> tup
     from grpo_jax.models import hf
     from grpo_jax.models.decoder import make_policy
     from grpo_jax.models.lora import init_adapters
+    from grpo_jax.models.peft import load_adapters
 
     section = config.policy
-    lora = lora_config(section.lora)
     folder = section.path
     if folder == "miniature":
         folder = own_bridges()("miniature").path("policy")
@@ -285,18 +290,18 @@ def _load_policy(config: Config, devices: Sequence[jax.Device], say: Say) -> tup
     def put(tree: Any) -> Any:
         return jax.device_put(tree, devices[0]) if mesh is None else place(tree, mesh)
 
-    dtype = section.frozen_dtype if lora else "float32"
+    dtype = section.frozen_dtype if section.lora.used else "float32"
     try:
         loaded = hf.load_folder(folder, param_dtype=dtype, put=None if mesh is None else put)
     except ValueError as error:  # a weight that does not divide
         raise UserError(f"policy.mesh: {error}") from error
-    try:
-        policy = make_policy(loaded.config, compute_dtype=section.compute_dtype, remat=section.remat, lora=lora)
-    except ValueError as error:  # names that another architecture gives its projections
-        raise UserError(f"policy.lora: {error}") from error
+    lora = lora_config(section.lora, loaded.config)
+    policy = make_policy(loaded.config, compute_dtype=section.compute_dtype, remat=section.remat, lora=lora)
     _check_room(config, policy.max_positions)
     variables = {"params": put(loaded.params)}
-    if lora is not None:
+    if section.lora.path is not None:
+        variables["lora"] = put(load_adapters(section.lora.path, loaded.config)[1])
+    elif lora is not None:
         key = jax.random.fold_in(jax.random.key(config.seed), 2**30)
         variables["lora"] = put(init_adapters(variables["params"], key, lora))
     if config.algorithm.advantage == "gae":

@@ -10,7 +10,7 @@ import numpy as np
 from grpo_jax import config as configuration
 from grpo_jax import reporting
 from grpo_jax.evaluate import Evaluation, evaluate_policy, evaluate_texts, weighted_reward
-from grpo_jax.export import export_policy
+from grpo_jax.export import export_adapters, export_policy
 from grpo_jax.parts import Parts
 from grpo_jax.recommendation_report import ranks_of, report_tables, results_table
 from grpo_jax.rollout import Judgement
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any]:
-    """Measures the held-out prompts after training, writes `final`, `policy/`, report.html and summary.json.
+    """Measures the held-out prompts after training, writes `final`, `policy/`, `adapter/`, the report and summary.json.
 
     Returns:
         What summary.json holds.
@@ -38,6 +38,8 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     run.checkpoints.save_final(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
     table = recommendation_table(parts, progress, after["greedy"])
     export_policy(output.directory.policy, parts.loaded, state.variables, parts.lora)
+    if parts.lora is not None:
+        export_adapters(output.directory.adapter, parts.loaded, state.variables, parts.lora)
     summary = summarise(run, progress, after, {**seconds, "total": time.monotonic() - run.clock})
     if table:
         summary["table"] = table_records(table)
@@ -54,7 +56,7 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
         first_tables=report_tables(table),
         config_text=configuration.to_yaml(parts.config),
     )
-    output.result(summary, ["", *format_table(table).split("\n")] if table else ())
+    output.result(summary, ["", *format_table(table).split("\n")] if table else (), report_tables(table))
     return summary
 
 

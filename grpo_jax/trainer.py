@@ -39,8 +39,8 @@ class TrainState(NamedTuple):
         step: i32 scalar, optimizer updates so far.
         variables: {"params": …}, perhaps "lora" (then the params are frozen), perhaps "value" (PPO's value head).
         opt_state: Optimizer state of the trained collections.
-        reference: A copy of the policy's trained collection that KL is measured against, or None: no KL, or
-            (with LoRA, before the first refresh) the base without its adapters.
+        reference: The policy's trained collection that KL is measured against, as it was; or None: no KL, or (with
+            LoRA) the base without its adapters.
         kl_coef: f32 scalar, the weight of the KL in PPO's rewards, or None where there is none.
         loss_scale: Flax's `DynamicScale` under float16, or None.
     """
@@ -119,6 +119,7 @@ def init_state(
     optimizer: optax.GradientTransformation,
     *,
     keep_reference: bool,
+    base_reference: bool = True,
     kl_coef: float | None = None,
     loss_scale: Any = None,
 ) -> TrainState:
@@ -127,14 +128,16 @@ def init_state(
     Args:
         variables: The start.
         optimizer: Gives the optimizer state.
-        keep_reference: A KL will be computed. With LoRA the base itself is the reference and nothing is kept.
+        keep_reference: A KL will be computed.
+        base_reference: With LoRA, the base without adapters is the reference and nothing is kept. False keeps the
+            adapters of the start: where they already say something, or the reference will be refreshed.
         kl_coef: Weight of the KL in PPO's rewards, or None.
         loss_scale: Flax's `DynamicScale` under float16, or None.
     """
     name = policy_collection(variables)
     trained = jax.tree.map(jnp.array, _trained(variables))
     # The start itself: no update touches it, so nothing has to be copied.
-    reference = variables[name] if keep_reference and name == "params" else None
+    reference = variables[name] if keep_reference and not (name == "lora" and base_reference) else None
     coefficient = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
     step = jnp.zeros((), jnp.int32)
     loss_scale = jax.tree.map(jnp.array, loss_scale)

@@ -42,6 +42,7 @@ class LoadedPolicy(NamedTuple):
         eos_ids: every token id that ends a completion.
         pad_id: id used to fill up; the first of ``eos_ids`` where the folder names none.
         folder: where it was loaded from.
+        name: what others can load it by: the hub id, or the folder's absolute path.
     """
 
     config: ModelConfig
@@ -50,6 +51,7 @@ class LoadedPolicy(NamedTuple):
     eos_ids: tuple[int, ...]
     pad_id: int
     folder: Path
+    name: str
 
 
 def load_folder(
@@ -72,7 +74,8 @@ def load_folder(
     """
     if param_dtype not in (*_DTYPES, None):
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
-    folder = resolve_folder(folder)
+    given, folder = folder, resolve_folder(folder)
+    name = str(folder.resolve()) if Path(given).expanduser().is_dir() else str(given)
     raw = _read_config(folder)
     config = model_config(folder, raw)
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
@@ -84,7 +87,7 @@ def load_folder(
     params = put(host) if put else jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), host)
     words = load_tokenizer(folder) if tokenizer else None
     eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, words)
-    return LoadedPolicy(config, params, words, eos_ids, pad_id, folder)
+    return LoadedPolicy(config, params, words, eos_ids, pad_id, folder, name)
 
 
 def load_tokenizer(folder: str | Path) -> Any:

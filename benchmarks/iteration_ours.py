@@ -1,4 +1,4 @@
-"""GRPO iterations in grpo_jax, strung together as `grpo_jax.trainer.make_update` does; a worker of grpo_iteration.py."""
+"""GRPO iterations in grpo_jax, put together as `trainer.make_update` does; a worker of grpo_iteration.py."""
 
 from __future__ import annotations
 

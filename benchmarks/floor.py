@@ -165,7 +165,7 @@ def ceilings_of(threads: int) -> dict[str, float]:
 def measured(case: work.Case, threads: int, iterations: int, root: Path) -> dict[str, float]:
     """Median seconds of each phase, first iteration left out."""
     folder = grpo_iteration.make_folder(case, root)
-    given = work.Assignment(case, folder, iterations + 1, threads, "", root / f"{case.name}-{threads}.json")
+    given = work.Assignment(case, folder, iterations + 1, threads, "", "wall", root / f"{case.name}-{threads}.json")
     report = grpo_iteration.run_worker("ours", given, sys.executable)
     if "error" in report:
         raise SystemExit(f"{case.name}: the worker failed: {report['error']}")

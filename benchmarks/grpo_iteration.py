@@ -101,7 +101,9 @@ def run_worker(library: str, given: work.Assignment, python: str) -> dict:
     return {**json.loads(given.out.read_text()), "process_seconds": time.perf_counter() - start}
 
 
-def measure(case: work.Case, threads: int, libraries: dict[str, str], rounds: int, iterations: int, root: Path):
+def measure(
+    case: work.Case, threads: int, libraries: dict[str, str], rounds: int, iterations: int, clock: str, root: Path
+):
     """Runs of every library and variant, taking turns: {"library/variant": [report, ...]}."""
     folder = make_folder(case, root)
     runs: dict[str, list[dict]] = {}
@@ -113,7 +115,7 @@ def measure(case: work.Case, threads: int, libraries: dict[str, str], rounds: in
                 if name in skipped:
                     continue
                 out = root / f"{case.name}-{threads}-{name.replace('/', '-')}-{turn}.json"
-                given = work.Assignment(case, folder, iterations + 1, threads, variant, out)
+                given = work.Assignment(case, folder, iterations + 1, threads, variant, clock, out)
                 report = run_worker(library, given, python)
                 runs.setdefault(name, []).append(report)
                 print(progress(case, threads, name, report), file=sys.stderr, flush=True)
@@ -202,6 +204,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="instead of the case's own")
     parser.add_argument("--iterations", type=int, help="instead of the case's own")
     parser.add_argument("--libraries", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a busy machine, one thread")
     parser.add_argument("--python", default=sys.executable, help="with grpo_jax")
     parser.add_argument("--trl_python", default=sys.executable, help="with the extra `oracles`")
     parser.add_argument("--tunix_python", default=None, help="with tunix_requirements.txt")
@@ -231,13 +234,13 @@ def main() -> int:
     chosen = options()
     pythons = {"ours": chosen.python, "trl": chosen.trl_python, "tunix": chosen.tunix_python}
     libraries = {name: pythons[name] for name in chosen.libraries}
-    outcome = {"machine": machine(), "results": []}
+    outcome = {"machine": machine(), "clock": chosen.clock, "results": []}
     with tempfile.TemporaryDirectory() as root:
         for name in chosen.cases:
             rounds, iterations, threads = plan(name, chosen.threads)
             rounds, iterations = chosen.rounds or rounds, chosen.iterations or iterations
             for count in threads:
-                runs = measure(work.CASES[name], count, libraries, rounds, iterations, Path(root))
+                runs = measure(work.CASES[name], count, libraries, rounds, iterations, chosen.clock, Path(root))
                 rows = {library: summary(reports) for library, reports in runs.items()}
                 outcome["results"].append(
                     {"case": name, "threads": count, "libraries": rows, "ratios": ratios(rows), "runs": runs}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import iteration_work as work
 import jax
 import jax.numpy as jnp
@@ -39,28 +37,29 @@ def make_phases(case: work.Case, loaded):
     return sample, prepare, step, state
 
 
-def iterate(case: work.Case, loaded, tokenizer, iterations: int) -> list[dict[str, float]]:
+def iterate(given: work.Assignment, loaded, tokenizer) -> list[dict[str, float]]:
     """Seconds of each iteration."""
+    case, now = given.case, given.now
     sample, prepare, step, state = make_phases(case, loaded)
     rows = []
-    for iteration in range(iterations):
-        start = time.perf_counter()
+    for iteration in range(given.iterations):
+        start = now()
         encoded = tokenizer(work.prompt_texts(case, iteration), return_tensors="np")
         tokens, mask = encoded["input_ids"], encoded["attention_mask"].astype(bool)
         keys = jax.random.split(jax.random.key(iteration), case.prompts)
         samples = jax.device_get(sample(state.variables, tokens, mask, keys))
-        sampled = time.perf_counter()
+        sampled = now()
         texts = tokenizer.batch_decode(samples.tokens.reshape(-1, case.new_tokens))
         rewards = jnp.asarray([work.reward(case, text) for text in texts]).reshape(case.prompts, case.group, 1)
         batch = Batch(*jax.device_put((tokens.astype("int32"), mask, samples.tokens, samples.mask)))
         batch = batch._replace(advantages=estimate_advantages(rewards, batch.mask, ALGORITHM, (1.0,)))
-        before = time.perf_counter()
+        before = now()
         batch, _ = jax.block_until_ready(prepare(state, batch))
-        referred = time.perf_counter()
+        referred = now()
         state, report = jax.block_until_ready(step(state, batch))
         if not samples.mask.all() or not jnp.isfinite(report["loss"]):
             raise RuntimeError("a completion ended early, or the loss is not finite")
-        rows.append({"sampling": sampled - start, "logprobs": referred - before, "total": time.perf_counter() - start})
+        rows.append({"sampling": sampled - start, "logprobs": referred - before, "total": now() - start})
     return rows
 
 
@@ -68,5 +67,5 @@ if __name__ == "__main__":
     given = work.assignment()
     # AutoTokenizer would make a Qwen2 tokenizer of this folder, in every library: the words are whole tokens here.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(given.folder))
-    rows = iterate(given.case, load_folder(given.folder, tokenizer=False), tokenizer, given.iterations)
+    rows = iterate(given, load_folder(given.folder, tokenizer=False), tokenizer)
     work.write_report(given, rows, ("grpo_jax", "jax", "jaxlib", "flax", "optax"))

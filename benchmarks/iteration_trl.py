@@ -5,8 +5,6 @@ Variants: "plain", and "checkpointing" (gradient checkpointing). The phases are 
 
 from __future__ import annotations
 
-import time
-
 import iteration_work as work
 import torch
 from datasets import Dataset
@@ -17,21 +15,22 @@ from trl import GRPOConfig, GRPOTrainer
 class Timed(GRPOTrainer):
     """The trainer with a stopwatch around generation and the reference's log-probabilities."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, now, **kwargs):
         self.rows: list[dict[str, float]] = []
+        self.now = now
         super().__init__(*args, **kwargs)
 
     def _generate(self, *args, **kwargs):
-        start = time.perf_counter()
+        start = self.now()
         written = super()._generate(*args, **kwargs)
-        self.rows[-1]["sampling"] += time.perf_counter() - start
+        self.rows[-1]["sampling"] += self.now() - start
         return written
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        start = time.perf_counter()
+        start = self.now()
         seen = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if not torch.is_grad_enabled():  # the reference's pass; the policy's own is part of the update
-            self.rows[-1]["logprobs"] += time.perf_counter() - start
+            self.rows[-1]["logprobs"] += self.now() - start
         return seen
 
 
@@ -42,11 +41,11 @@ class Stopwatch(TrainerCallback):
     start: float
 
     def on_step_begin(self, *_, **__):
-        self.start = time.perf_counter()
+        self.start = self.trainer.now()
         self.trainer.rows.append(dict.fromkeys(("sampling", "logprobs"), 0.0))
 
     def on_step_end(self, *_, **__):
-        self.trainer.rows[-1]["total"] = time.perf_counter() - self.start
+        self.trainer.rows[-1]["total"] = self.trainer.now() - self.start
 
 
 def make_trainer(given: work.Assignment) -> Timed:
@@ -92,6 +91,7 @@ def make_trainer(given: work.Assignment) -> Timed:
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
         callbacks=[stopwatch],
+        now=given.now,
     )
     stopwatch.trainer = trainer
     trainer.eos_token_ids = [case.vocabulary + 1]  # nor does the mask end where the folder's end token comes

@@ -5,8 +5,6 @@ Runs in an environment of its own (tunix_requirements.txt).
 
 from __future__ import annotations
 
-import time
-
 import iteration_work as work
 import jax
 import numpy as np
@@ -87,24 +85,24 @@ class Stopwatch:
 
     def prompts(self):
         for iteration in range(self.given.iterations):
-            self.starts.append(time.perf_counter())
+            self.starts.append(self.given.now())
             self.rows.append({})
             yield {"prompts": np.array(work.prompt_texts(self.given.case, iteration))}
 
     def timed_generate(self, *args, **kwargs):
         # The sampler draws the same numbers in every step unless it is given another seed.
         self.cluster.cluster_config.rollout_config.seed = len(self.rows)
-        start = time.perf_counter()
+        start = self.given.now()
         written = self.generate(*args, **kwargs)
-        self.rows[-1]["sampling"] = time.perf_counter() - start
+        self.rows[-1]["sampling"] = self.given.now() - start
         if any(len(tokens) != self.given.case.new_tokens for tokens in written.tokens):
             raise RuntimeError("a completion ended early")
         return written
 
     def timed_reference(self, *args, **kwargs):
-        start = time.perf_counter()
+        start = self.given.now()
         logprobs = jax.block_until_ready(self.reference(*args, **kwargs))
-        self.rows[-1]["logprobs"] = time.perf_counter() - start
+        self.rows[-1]["logprobs"] = self.given.now() - start
         return logprobs
 
     def waited_update(self, *args, **kwargs):
@@ -112,7 +110,7 @@ class Stopwatch:
         jax.block_until_ready(nnx.state(self.cluster.actor_trainer.model))
 
     def finish(self) -> list[dict[str, float]]:
-        ends = [*self.starts[1:], time.perf_counter()]
+        ends = [*self.starts[1:], self.given.now()]
         for row, start, end in zip(self.rows, self.starts, ends, strict=True):
             row["total"] = end - start
         return self.rows

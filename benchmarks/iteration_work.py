@@ -11,7 +11,8 @@ import random
 import re
 import resource
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -103,7 +104,13 @@ class Assignment:
     iterations: int
     threads: int
     variant: str
+    clock: str
     out: Path
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """Reads the clock: "wall", or "cpu", the seconds of all this process's threads, for a machine that is busy."""
+        return {"wall": time.perf_counter, "cpu": time.process_time}[self.clock]
 
 
 def assignment(arguments: Sequence[str] | None = None) -> Assignment:
@@ -114,6 +121,7 @@ def assignment(arguments: Sequence[str] | None = None) -> Assignment:
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--variant", default="")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--out", type=Path, required=True)
     return Assignment(**vars(parser.parse_args(arguments)))
 

@@ -45,12 +45,12 @@ def test_the_reward_is_the_share_of_low_tokens():
 
 
 def test_a_worker_reads_what_the_driver_writes():
-    given = work.Assignment(TINY, Path("/a folder"), 3, 2, "plain", Path("out.json"))
+    given = work.Assignment(TINY, Path("/a folder"), 3, 2, "plain", "cpu", Path("out.json"))
     assert work.assignment(work.command_line(given)) == given
 
 
 def test_the_update_is_what_the_other_phases_leave(tmp_path):
-    given = work.Assignment(TINY, tmp_path, 1, 1, "", tmp_path / "out.json")
+    given = work.Assignment(TINY, tmp_path, 1, 1, "", "wall", tmp_path / "out.json")
     work.write_report(given, [{"sampling": 1.0, "logprobs": 2.0, "total": 7.0}], ("jax", "no-such-package"))
     written = json.loads(given.out.read_text())
     assert written["iterations"][0]["update"] == 4.0
@@ -87,7 +87,7 @@ def test_ratios_take_the_best_of_a_peer_for_time_and_for_memory():
 
 
 def test_a_worker_that_fails_is_reported(tmp_path):
-    given = work.Assignment(TINY, tmp_path / "no such folder", 1, 1, "", tmp_path / "out.json")
+    given = work.Assignment(TINY, tmp_path / "no such folder", 1, 1, "", "wall", tmp_path / "out.json")
     failed = grpo_iteration.run_worker("trl", given, "/bin/false")
     assert failed["error"].startswith("exit status 1")
 
@@ -106,7 +106,7 @@ def test_command_line_and_cases():
 def test_our_worker_iterates(tmp_path):
     folder = grpo_iteration.make_folder(TINY, tmp_path)
     cores = len(os.sched_getaffinity(0))
-    given = work.Assignment(TINY, folder, 2, min(2, cores), "", tmp_path / "out.json")
+    given = work.Assignment(TINY, folder, 2, min(2, cores), "", "wall", tmp_path / "out.json")
     told = grpo_iteration.run_worker("ours", given, sys.executable)
     assert "error" not in told, told.get("error")
     assert len(told["iterations"]) == 2

@@ -21,6 +21,7 @@ from grpo_jax.estimators import OVERLONG, estimate_advantages, learning_groups, 
 from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.models.sharding import place, place_batch, shard_optimizer
 from grpo_jax.objectives import Batch
+from grpo_jax.packing import pack, trimmed
 from grpo_jax.parts import Parts
 from grpo_jax.rollout import Rollout
 from grpo_jax.selection import without_truncated
@@ -145,13 +146,17 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
 def make_batch(parts: Parts, rollout: Rollout) -> tuple[Batch, int]:
     """A rollout as the trainer takes it, on the policy's device, and how many of its groups teach something.
 
+    Prompts and completions are cut to the longest of the batch; short completions share rows (`packing`).
     Under dead_groups "drop" and "resample" the others are masked, and out of every statistic.
     """
     algorithm, samples = parts.config.algorithm, rollout.samples
     objectives = objectives_of(parts, rollout)
     device = next(iter(objectives.rewards.devices()))
+    written, prompts = samples.mask, rollout.prompt_mask
+    prompt_tokens, prompt_mask = (trimmed(x, prompts, left=True) for x in (rollout.prompt_tokens, prompts))
+    tokens, mask, drawn_logprobs = (trimmed(x, written) for x in (samples.tokens, written, samples.sampler_logprobs))
     prompt_tokens, prompt_mask, tokens, mask, truncated = jax.device_put(
-        (rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask, samples.truncated), device
+        (prompt_tokens, prompt_mask, tokens, mask, samples.truncated), device
     )
     if algorithm.mask_truncated:
         mask = without_truncated(mask, truncated)
@@ -162,7 +167,7 @@ def make_batch(parts: Parts, rollout: Rollout) -> tuple[Batch, int]:
         rewards = jnp.where(teaching[:, None, None], rewards, jnp.nan)
     batch = Batch(prompt_tokens, prompt_mask, tokens, mask)
     if algorithm.importance_cap > 0:
-        batch = batch._replace(sampler_logprobs=jax.device_put(samples.sampler_logprobs, device))
+        batch = batch._replace(sampler_logprobs=jax.device_put(drawn_logprobs, device))
     if algorithm.advantage == "gae":
         # A completion without a reward says nothing about its tokens: it takes no part.
         scores = sum_rewards(rewards, weights=objectives.weights)
@@ -170,6 +175,7 @@ def make_batch(parts: Parts, rollout: Rollout) -> tuple[Batch, int]:
     else:
         advantages = estimate_advantages(rewards, mask, algorithm, objectives.weights)
         batch = batch._replace(advantages=advantages)
+    batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.mask)), device))
     return place_batch(batch, parts.mesh), int(teaching.sum())
 
 

@@ -14,6 +14,7 @@ import jax
 from grpo_jax import losses
 from grpo_jax.config import AlgorithmSection
 from grpo_jax.logprobs import token_logprobs
+from grpo_jax.packing import Packing, packed, unpacked
 from grpo_jax.value_head import VALUE, token_values
 
 Tree = Any
@@ -35,6 +36,7 @@ class Batch(NamedTuple):
         token_weights: f32 [P, G, T] on each token's policy gradient, or None for 1.
         old_values: f32 [P, G, T] before the first update, or None without a value head.
         returns: f32 [P, G, T], what the values learn, or None.
+        packing: Rows that short completions share, or None for a row each.
     """
 
     prompt_tokens: jax.Array
@@ -49,6 +51,7 @@ class Batch(NamedTuple):
     token_weights: jax.Array | None = None
     old_values: jax.Array | None = None
     returns: jax.Array | None = None
+    packing: Packing | None = None
 
 
 class Forward(NamedTuple):
@@ -73,12 +76,16 @@ def make_forward(policy: Any, *, temperature: float, allowed_tokens: jax.Array |
     """
 
     def forward(variables: dict[str, Tree], batch: Batch) -> Forward:
-        hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, batch.tokens, batch.mask)
+        rows = (batch.tokens, batch.mask) if batch.packing is None else packed(batch.tokens, batch.packing)
+        hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows)
         logprobs, entropy = token_logprobs(
-            hidden, policy.head(variables), batch.tokens, temperature=temperature, allowed_tokens=allowed_tokens
+            hidden, policy.head(variables), rows[0], temperature=temperature, allowed_tokens=allowed_tokens
         )
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
-        return Forward(logprobs, entropy, values)
+        seen = Forward(logprobs, entropy, values)
+        if batch.packing is None:
+            return seen
+        return jax.tree.map(lambda array: unpacked(array, batch.mask, batch.packing), seen)
 
     return forward
 

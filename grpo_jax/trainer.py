@@ -264,7 +264,7 @@ def make_forward_step(forward: ForwardPass, *, accumulation: int = 1) -> Callabl
 
     compiled = jax.jit(step)
     # Only what the policy reads goes in: whatever else a batch holds by then must not compile it anew.
-    return lambda variables, batch: compiled(variables, Batch(*batch[:4]))
+    return lambda variables, batch: compiled(variables, Batch(*batch[:4], packing=batch.packing))
 
 
 def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:

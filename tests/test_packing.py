@@ -1,0 +1,115 @@
+"""Shared rows: same log-probabilities and gradients as a row for each completion, and no row more than needed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.models.config import DecoderConfig
+from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.gpt2 import GPT2Config
+from grpo_jax.objectives import Batch, make_forward
+from grpo_jax.packing import pack, packed, trimmed, unpacked
+from grpo_jax.value_head import VALUE
+
+PROMPTS, GROUP, LENGTH, WIDTH = 2, 4, 5, 8
+LENGTHS = np.array([[3, 8, 1, 4], [2, 0, 5, 1]])
+MASK = np.arange(WIDTH) < LENGTHS[..., None]
+SHAPE = dict(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, initializer_range=0.3)
+CONFIGS = {
+    "windowed": DecoderConfig(**SHAPE, intermediate_size=24, num_kv_heads=1, head_dim=8, windows=(None, 3)),
+    "gpt2": GPT2Config.from_hf(
+        dict(model_type="gpt2", vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=24, initializer_range=0.3)
+    ),
+}
+
+
+def batch():
+    random = np.random.default_rng(0)
+    prompt_mask = np.arange(LENGTH) >= np.array([[0], [2]])
+    prompt_tokens = random.integers(0, 32, (PROMPTS, LENGTH)).astype(np.int32)
+    tokens = random.integers(0, 32, MASK.shape).astype(np.int32)
+    return Batch(prompt_tokens, prompt_mask, tokens, MASK)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_gradients_are_those_of_rows_of_their_own(family):
+    config = CONFIGS[family]
+    variables = init_variables(config, jax.random.key(0))
+    variables[VALUE] = {"kernel": jax.random.normal(jax.random.key(1), (16,)), "bias": jnp.float32(0.1)}
+    forward = make_forward(make_policy(config), temperature=0.7)
+    pulls = jnp.asarray(np.random.default_rng(1).normal(size=(3, *MASK.shape)).astype(np.float32))
+
+    @jax.jit
+    def measured(variables, batch):
+        def loss(variables):
+            seen = jax.tree.map(lambda x: jnp.where(batch.mask, x, 0), forward(variables, batch))
+            return sum(jnp.sum(pull * part) for pull, part in zip(pulls, seen, strict=True)), seen
+
+        return jax.value_and_grad(loss, has_aux=True)(variables)
+
+    whole = batch()
+    packing = pack(whole.mask)
+    assert packing.source.shape == (PROMPTS, 2, WIDTH)  # 8 | 4 3 1, which is half the rows
+    (_, expected), slopes = measured(variables, whole)
+    (_, got), packed_slopes = measured(variables, whole._replace(packing=packing))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(packed_slopes), jax.tree.leaves(slopes), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+def test_a_token_of_another_completion_has_no_influence():
+    policy = make_policy(CONFIGS["windowed"])
+    variables = init_variables(CONFIGS["windowed"], jax.random.key(0))
+    forward = jax.jit(make_forward(policy, temperature=1.0))
+    whole = batch()._replace(packing=pack(MASK))
+    others = whole.tokens.copy()
+    others[:, 1:] = 31 - others[:, 1:]
+    before, after = forward(variables, whole), forward(variables, whole._replace(tokens=others))
+    np.testing.assert_array_equal(before.logprobs[:, 0], after.logprobs[:, 0])
+    assert (before.logprobs[0, 1] != after.logprobs[0, 1]).all()
+
+
+def test_packed_and_unpacked_again():
+    tokens, packing = batch().tokens, pack(MASK)
+    rows, mask, steps = packed(tokens, packing)
+    assert mask.sum() == MASK.sum()
+    np.testing.assert_array_equal(unpacked(rows, MASK, packing), np.where(MASK, tokens, 0))
+    expected = np.where(MASK, np.arange(WIDTH), 0)
+    np.testing.assert_array_equal(unpacked(steps, MASK, packing), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_has_a_place_and_long_completions_stay_apart(seed):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, 10, (3, 8)).clip(max=WIDTH)
+    lengths[:, 0] = 1
+    packing = pack(np.arange(WIDTH) < lengths[..., None])
+    if packing is None:
+        assert (lengths.sum(-1) > 0.6 * 8 * WIDTH).any()
+        return
+    for source, row in zip(packing.source, lengths, strict=True):
+        kept = np.sort(source[source >= 0])
+        np.testing.assert_array_equal(kept, [g * WIDTH + t for g in range(8) for t in range(row[g])])
+
+
+def test_full_rows_are_left_alone():
+    assert pack(np.ones((2, 4, 8), bool)) is None
+
+
+def test_a_batch_without_tokens_packs_into_the_fewest_rows():
+    assert (pack(np.zeros((2, 4, 8), bool)).source == -1).all()
+
+
+def test_a_mask_with_holes_is_refused():
+    with pytest.raises(ValueError, match="mask must be true for the first tokens"):
+        pack(np.array([[[True, False, True]]]))
+
+
+@pytest.mark.parametrize(("longest", "kept"), [(1, 16), (16, 16), (17, 32), (33, 48), (50, 50)])
+def test_trimming_keeps_the_longest_row(longest, kept):
+    mask = np.arange(50) < np.array([[longest], [1]])
+    array = np.arange(100).reshape(2, 50)
+    np.testing.assert_array_equal(trimmed(array, mask), array[:, :kept])
+    np.testing.assert_array_equal(trimmed(array, mask[:, ::-1], left=True), array[:, 50 - kept :])

@@ -55,13 +55,16 @@ def token_logprobs(
         allowed_tokens = as_mask("allowed_tokens", allowed_tokens, head.shape[:1])
     tokens = tokens.astype(jnp.int32)
     number = tokens.size
-    chunk = max(1, min(chunk_size, number))
-    chunks = -(-number // chunk)
-    width = hidden.shape[-1]
+    chunks = max(1, -(-number // chunk_size))
+    chunk = -(-number // chunks)
     padding = chunks * chunk - number
-    hidden = jnp.pad(hidden.reshape(number, width), ((0, padding), (0, 0))).reshape(chunks, chunk, width)
-    flat = jnp.pad(tokens.reshape(number), (0, padding)).reshape(chunks, chunk)
-    outputs = _chunked(hidden, head, flat, allowed_tokens, float(temperature) or 1.0)
+
+    def split(x: jax.Array) -> jax.Array:
+        # A chunk takes every chunks-th token: where prompts lie on several devices, each has its share of every chunk.
+        x = jnp.pad(x.reshape(number, *x.shape[tokens.ndim :]), [(0, padding), *[(0, 0)] * (x.ndim - tokens.ndim)])
+        return x.reshape(chunk, chunks, *x.shape[1:])
+
+    outputs = _chunked(split(hidden), head, split(tokens), allowed_tokens, float(temperature) or 1.0)
     logprobs, entropy = (x.reshape(-1)[:number].reshape(tokens.shape) for x in outputs)
     return logprobs, entropy
 
@@ -97,15 +100,15 @@ def _logits(hidden, head, allowed, temperature):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(hidden, head, tokens, allowed, temperature):
-    """hidden [n, C, D], head [V, D], tokens [n, C], allowed [V] or None → logprobs, entropy [n, C]."""
+    """hidden [C, n, D], head [V, D], tokens [C, n], allowed [V] or None → logprobs, entropy [C, n]."""
     return _forward(hidden, head, tokens, allowed, temperature)[0]
 
 
 def _forward(hidden, head, tokens, allowed, temperature):
     weights = head.astype(hidden.dtype)
 
-    def one(_, chunk):
-        states, ids = chunk
+    def one(_, index):
+        states, ids = hidden[:, index], tokens[:, index]
         logits = _logits(states, weights, allowed, temperature)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
@@ -114,7 +117,8 @@ def _forward(hidden, head, tokens, allowed, temperature):
         entropy = normaliser - jnp.sum(probabilities * finite, axis=-1)
         return None, (chosen - normaliser, entropy, normaliser)
 
-    _, (logprobs, entropy, normaliser) = jax.lax.scan(one, None, (hidden, tokens))
+    outputs = jax.lax.scan(one, None, jnp.arange(tokens.shape[1]))[1]
+    logprobs, entropy, normaliser = (x.T for x in outputs)
     return (logprobs, entropy), (hidden, head, tokens, allowed, normaliser, entropy)
 
 
@@ -123,8 +127,9 @@ def _backward(temperature, residuals, cotangents):
     weights = head.astype(hidden.dtype)
     accumulate = _wide(hidden.dtype)
 
-    def one(head_gradient, chunk):
-        states, ids, log_total, spread, for_logprob, for_entropy = chunk
+    def one(head_gradient, index):
+        per_token = (hidden, tokens, normaliser, entropy, *cotangents)
+        states, ids, log_total, spread, for_logprob, for_entropy = (x[:, index] for x in per_token)
         alive = ((for_logprob != 0) | (for_entropy != 0))[:, None]
         states = jnp.where(alive, states, 0)
         logits = _logits(states, weights, allowed, temperature)
@@ -141,8 +146,8 @@ def _backward(temperature, residuals, cotangents):
         return head_gradient, state_gradient.astype(hidden.dtype)
 
     start = jnp.zeros(head.shape, accumulate)
-    head_gradient, hidden_gradient = jax.lax.scan(one, start, (hidden, tokens, normaliser, entropy, *cotangents))
-    return hidden_gradient, head_gradient.astype(head.dtype), None, None
+    head_gradient, hidden_gradient = jax.lax.scan(one, start, jnp.arange(tokens.shape[1]))
+    return hidden_gradient.swapaxes(0, 1), head_gradient.astype(head.dtype), None, None
 
 
 _chunked.defvjp(_forward, _backward)

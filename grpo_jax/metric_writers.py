@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ class MetricWriter(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one row."""
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
+        """Takes what summary.json holds and the `report_page.Table`s of a finished run, if it has a place for them."""
 
     def close(self) -> None:
         """Flushes."""
@@ -35,6 +39,9 @@ class JsonLines:
           UserError: the disk is full.
         """
         self._file.write(json.dumps(finite({"step": step, **metrics})) + "\n")
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
+        """Nothing: summary.json and report.html lie beside."""
 
     def close(self) -> None:
         """Closes the file."""
@@ -67,6 +74,9 @@ class TensorBoard:
         with disk_errors(self._folder):
             self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             self._writer.flush()
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
+        """Nothing: TensorBoard has no place for them."""
 
     def close(self) -> None:
         """Flushes and closes."""
@@ -106,6 +116,16 @@ class WeightsAndBiases:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs one row."""
         self._run.log({name: value for name, value in metrics.items() if _is_number(value)}, step=step)
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
+        """Puts the summary into the run's and logs each table under its title."""
+        import wandb
+
+        self._run.summary.update(finite(summary))
+        for table in tables:
+            rows = [list(row) for row in table.rows]
+            name = re.sub(r"\W+", "_", table.title)  # part of a file's name
+            self._run.log({f"table/{name}": wandb.Table(columns=list(table.columns), data=rows)})
 
     def close(self) -> None:
         """Finishes the run."""

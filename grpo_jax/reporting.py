@@ -240,9 +240,14 @@ class RunOutput:
         if self._progress is not None:
             self._progress.update(step, row)
 
-    def result(self, summary: Mapping[str, Any], lines: Sequence[str] = ()) -> None:
-        """Prints the end of a run: measures before, after and at best, the improvement, `lines`, the report's place."""
+    def result(self, summary: Mapping[str, Any], lines: Sequence[str] = (), tables: Sequence[Any] = ()) -> None:
+        """Prints the end of a run: measures before, after and at best, the improvement, `lines`, the report's place.
+
+        Metric writers that have a place for them get the summary and the `report_page.Table`s.
+        """
         self._end_bar()
+        for writer in self._writers:
+            writer.finish(summary, tables)
         self.say()
         for line in [*result_lines(summary), *lines]:
             self.say(line)

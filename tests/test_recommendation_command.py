@@ -1,0 +1,129 @@
+"""The recommendation task through the command, with what a newcomer tries: the quick config, a GPT-2, W&B, mistakes."""
+
+import json
+import os
+
+import pytest
+
+from grpo_jax.train import main
+
+TINY = {
+    "recommendation.dummy_users": 40,
+    "recommendation.dummy_items": 280,
+    "policy.new.width": 16,
+    "warm_start.steps": 2,
+    "warm_start.batch": 8,
+    "sampling.group_size": 4,
+    "training.prompts_per_batch": 4,
+    "training.max_steps": 2,
+    "evaluation.prompts": 12,
+    "evaluation.every": 0,
+}
+ITEMS = "id\ttitle\n" + "".join(f"{name}\t{title}\n" for name, title in zip("abcdefg", (
+    "red soap", "blue soap", "rose cream", "hand cream", "nail brush", "shaving brush", "night palette",
+), strict=True))  # fmt: skip
+USERS = "".join(f"u{n} {' '.join('abcdefg'[n % 3 : n % 3 + 5])}\n" for n in range(9))
+
+
+def command(run_dir, **changes):
+    options = {**TINY, "run_dir": run_dir, "report_to": "[]", **changes}
+    return ["--config", "recommendation_quick", *(f"--{name}={value}" for name, value in options.items())]
+
+
+def test_a_new_gpt2_learns_is_exported_and_reported_to_wandb(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = tmp_path / "run"
+    changes = {"policy.new.architecture": "gpt2", "policy.new.window": 37, "report_to": '["wandb"]'}
+    try:
+        assert main(command(run, **changes)) == 0
+    finally:
+        wandb.teardown()
+    summary = json.loads((run / "summary.json").read_text())
+
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    start, end = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("policy_start", "policy"))
+    assert end.config.model_type == "gpt2" and end.config.n_positions == 37
+    changed = [not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True)]
+    assert all(changed)
+
+    (logged,) = (run / "wandb").glob("offline-run-*")
+    (stream,) = logged.glob("*.wandb")
+    stored = stream.read_bytes()
+    for name in (b"reward/total/mean", b"watch/ndcg@10/mean", b"baseline_reward", b"improvement"):
+        assert name in stored
+    assert json.dumps(summary["reward"]).encode() in stored
+    (table,) = logged.glob("files/media/table/**/*.table.json")
+    table = json.loads(table.read_text())
+    assert table["columns"] == ["method", "HR@5", "HR@10", "NDCG@5", "NDCG@10", "MRR"]
+    assert [row[0] for row in table["data"]] == [row["method"] for row in summary["table"]]
+    assert table["data"][-1][0] == "policy, after"
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Options that name a catalogue and a sequence file."""
+    (tmp_path / "items.tsv").write_text(ITEMS)
+    (tmp_path / "sequential.txt").write_text(USERS)
+    return {"recommendation.source": tmp_path / "sequential.txt", "recommendation.catalogue": tmp_path / "items.tsv"}
+
+
+NEXT = {"warm_start.pairs": "next", "training.prompts_per_batch": 2, "warm_start.batch": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recommendation.source": "none.txt"}, "none.txt does not exist: expected a line per user"),
+        ({"recommendation.catalogue": "none.tsv"}, "none.tsv does not exist: expected a catalogue"),
+        ({"recommendation.catalogue": ""}, "recommendation.catalogue: expected a file with the titles"),
+        ({"recommendation.source": "data.parquet"}, "expected dummy, a .txt of sequences or a .csv of ratings"),
+        ({"recommendation.prompts": "none.json"}, "none.json does not exist"),
+        ({"recommendation.order_column": "asin"}, "order_column must be one of [], got 'asin'"),
+        ({"recommendation.template": "{titles}"}, "expected {history} or {last} in it"),
+        ({"recommendation.history_items": 0}, "items must be at least 1"),
+        ({"recommendation.decay": 2}, "recommendation.decay: expected a number in [0, 1]"),
+        ({"rewards": '[{"name": "recall"}]'}, "rewards.recall: name must be one of ndcg, hit, mrr, mixed, soft"),
+        ({"rewards": '[{"name": "ndcg", "options": {"k": 1.5}}]'}, "k must be a whole number"),
+        ({"rewards": '[{"name": "own.py:reward"}]'}, "own.py"),
+        ({"watch": '["recall@5"]'}, "watch: expected hr@K"),
+        ({"retrieval.encoder": "no/such-model"}, "no/such-model"),
+        ({"retrieval.temperature": 0}, "retrieval.temperature: expected a number > 0"),
+        ({"warm_start.batch": 64}, "warm_start.batch: expected at most"),
+        ({"training.prompts_per_batch": 64}, "64"),
+        ({"data.max_prompt_tokens": 3}, "max_prompt_tokens"),
+        ({"policy.path": "no_folder"}, "no_folder"),
+        ({"policy.new.heads": 5}, "policy.new.heads: expected a number that divides width"),
+        ({"policy.new.architecture": "gpt2", "policy.new.window": 36}, "learned positions for 36 only"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_clear_line(changes, message, files, tmp_path, capsys):
+    assert main(command(tmp_path / "run", **{**files, **NEXT, **changes})) == 2
+    written = capsys.readouterr().err
+    assert written.startswith("error: ") and message in written
+    assert written.count("\n") == 1 and "Traceback" not in written
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("items.tsv", "", "items.tsv has no items"),
+        ("items.tsv", "id\ttitle\n", "items.tsv has no items"),
+        ("items.tsv", "id\tname\na\tred soap\n", "the header has no column 'title'"),
+        ("items.tsv", ITEMS.replace("red soap", ""), "items.tsv:2: item a has no title"),
+        ("items.tsv", ITEMS.replace("b\t", "a\t"), "items.tsv:3: item a occurs twice"),
+        ("sequential.txt", "", "sequential.txt has no users"),
+        ("sequential.txt", USERS + "u9 a x b c\n", "sequential.txt:10: user u9: item x not in the catalogue"),
+        ("sequential.txt", USERS + "u1 a b c d\n", "sequential.txt:10: user u1 occurs twice (first on line 2)"),
+        ("sequential.txt", USERS + "u9 a\n", "sequential.txt:10: user u9 has no history"),
+        ("sequential.txt", "u0 a b\n", "no user has four items"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(name, text, message, files, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    assert main(command(tmp_path / "run", **{**files, **NEXT})) == 2
+    written = capsys.readouterr().err
+    assert written.startswith("error: ") and message in written and "Traceback" not in written
+    assert not os.path.exists(tmp_path / "run" / "metrics.jsonl")

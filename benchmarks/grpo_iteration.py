@@ -170,17 +170,20 @@ def ratios(rows: dict[str, dict]) -> dict[str, float]:
 def table(results: list[dict]) -> str:
     """Two Markdown tables: seconds and memory of every run, and the ratios."""
     lines = [
-        "| case | threads | library | sampling s | log-probabilities s | update s | iteration s | first s | peak MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | threads | library | sampling s | log-probabilities s | update s | iteration s | ms per completion | "
+        "first s | peak MiB |",
+        "|" + "---|" * 10,
     ]
     for result in results:
         for name, row in result["libraries"].items():
             start = f"| {result['case']} | {result['threads']} | {name} |"
             if "total" in row:
-                seconds = " | ".join(f"{row[key]:.2f}" for key in (*work.PHASES, "total", "first"))
-                lines.append(f"{start} {seconds} | {row['peak_mib']:.0f} |")
+                case = work.CASES[result["case"]]
+                seconds = " | ".join(f"{row[key]:.2f}" for key in (*work.PHASES, "total"))
+                each = 1000 * row["total"] / (case.prompts * case.group)
+                lines.append(f"{start} {seconds} | {each:.1f} | {row['first']:.1f} | {row['peak_mib']:.0f} |")
             if row["failures"]:
-                lines.append(f"{start} {len(row['failures'])} process(es) failed | | | | | |")
+                lines.append(f"{start} {len(row['failures'])} process(es) failed | | | | | | |")
     names = [f"{kind}/{peer}" for kind in ("time", "memory") for peer in PEERS]
     lines += ["", f"| case | threads | {' | '.join(names)} |", "|" + "---|" * (2 + len(names))]
     for result in results:

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerFast
 
-from grpo_jax import losses, trainer
+from grpo_jax import trainer
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
 from grpo_jax.estimators import estimate_advantages
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
-from grpo_jax.objectives import Batch, loss_options, make_forward, make_policy_objective
+from grpo_jax.objectives import Batch, make_forward
 from grpo_jax.sampling import SamplingParams, make_sampler
 
 ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)
@@ -26,13 +26,9 @@ def make_phases(case: work.Case, loaded):
     params = SamplingParams(case.group, case.new_tokens)
     sample = make_sampler(policy, params, eos_ids=(), pad_id=0)
     optimizer = trainer.make_optimizer(section, trainer.make_schedule(section, 1))
-    forward, options = make_forward(policy, temperature=1.0), loss_options(ALGORITHM)
-    prepare = trainer.make_preparation(forward, ALGORITHM, PPOSection(), training)
-    step = trainer.make_train_step(
-        make_policy_objective(forward, options),
-        optimizer,
-        normaliser=lambda batch: losses.loss_normaliser(batch.mask, options["aggregation"]),
-    )
+    forward, ppo = make_forward(policy, temperature=1.0), PPOSection()
+    prepare = trainer.make_preparation(forward, ALGORITHM, ppo, training)
+    step = trainer.make_configured_step(forward, optimizer, ALGORITHM, training, ppo)
     state = trainer.init_state({"params": loaded.params}, optimizer, keep_reference=True)
     return sample, prepare, step, state
 

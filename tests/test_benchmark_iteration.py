@@ -82,7 +82,8 @@ def test_ratios_take_the_best_of_a_peer_for_time_and_for_memory():
     assert grpo_iteration.slower_variants(runs, "tunix") == set()
 
     lines = grpo_iteration.table([{"case": "tiny", "threads": 1, "libraries": rows, "ratios": ratios}]).splitlines()
-    assert "| tiny | 1 | tunix | 1 process(es) failed | | | | | |" in lines
+    assert "| tiny | 1 | tunix | 1 process(es) failed | | | | | | |" in lines
+    assert "| tiny | 1 | ours | 1.00 | 1.00 | 0.00 | 2.00 | 250.0 | 0.0 | 50 |" in lines
     assert lines[-1] == "| tiny | 1 | 0.25 | – | 0.25 | – |"
 
 

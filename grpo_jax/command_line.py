@@ -5,6 +5,7 @@ The task decides which dataclass it is: `CartPoleConfig` for `task: cartpole`, e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from grpo_jax.errors import UserError
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
 DEFAULT_CARTPOLE_CONFIG = "cartpole_grpo"
 FLAGS = ("--resume", "--deterministic", "--debug")
+PLAN, MEMORY = "--plan", "--device_memory_gib"
 
 
 def find_config(name: str) -> Path:
@@ -62,7 +64,8 @@ def make_parser(prog: str, kind: type = Config) -> Any:
         prog=prog,
         description="Trains a policy with group-relative policy optimisation. Without --config it trains the "
         "miniature: a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package. "
-        "--task cartpole has fields of its own: --task cartpole --help.",
+        "--task cartpole has fields of its own: --task cartpole --help. With --plan it says what each device would "
+        "hold and whether it fits, and trains nothing; --device_memory_gib 16,16,16 plans for devices not here.",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -123,6 +126,38 @@ def arguments_with_defaults(arguments: Sequence[str]) -> list[str]:
         return [f"--config={saved}", *arguments]
     default = DEFAULT_CARTPOLE_CONFIG if is_cartpole(arguments) else DEFAULT_CONFIG
     return [f"--config={default}", *arguments]
+
+
+def take_request(arguments: Sequence[str]) -> tuple[tuple[float, ...] | None, list[str]]:
+    """Splits --plan and --device_memory_gib off a command line.
+
+    Returns:
+        GiB of each device, () for those of this machine, None where no plan is asked for; and the other arguments.
+
+    Raises:
+        UserError: The memory is no list of positive numbers, or comes without --plan.
+    """
+    rest, given, planning = [], None, False
+    pending = list(arguments)
+    while pending:
+        argument = pending.pop(0)
+        if argument == PLAN:
+            planning = True
+        elif argument == MEMORY:
+            given = pending.pop(0) if pending else ""
+        elif argument.startswith(f"{MEMORY}="):
+            given = argument.removeprefix(f"{MEMORY}=")
+        else:
+            rest.append(argument)
+    if given is not None and not planning:
+        raise UserError(f"{MEMORY}: it says what {PLAN} is to plan for; add {PLAN}")
+    try:
+        gib = tuple(float(part) for part in given.split(",")) if given is not None else ()
+    except ValueError:
+        gib = (0.0,)
+    if not all(0 < size < math.inf for size in gib):
+        raise UserError(f"{MEMORY}: expected the GiB of each device, such as 16,16,16, got {given!r}")
+    return (gib if planning else None), rest
 
 
 def _value_of(arguments: Sequence[str], name: str) -> str | None:

@@ -1,6 +1,7 @@
 """The training command, a thin shell over `run`.
 
 python -m grpo_jax.train [--config FILE] [--seed N] [--run_dir DIR] [--resume] [--section.field VALUE …]
+python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_jax.cartpole.config import CartPoleConfig
-from grpo_jax.command_line import arguments_with_defaults, parse
+from grpo_jax.command_line import arguments_with_defaults, parse, take_request
 from grpo_jax.config import Config
 from grpo_jax.errors import UserError
 
@@ -60,13 +61,21 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code: 0, also when stopped by a signal after saving; 2 for a user's mistake."""
+    """The command; returns its exit code: 0, also when stopped by a signal after saving; 2 for a user's mistake.
+
+    With --plan 0 says that the run fits, 1 that it does not.
+    """
     from grpo_jax.parts import guarded
 
     given = list(sys.argv[1:] if arguments is None else arguments)
 
     def command() -> int:
-        config = parse(arguments_with_defaults(given))
+        planned, rest = take_request(given)
+        config = parse(arguments_with_defaults(rest))
+        if planned is not None:
+            from grpo_jax.plan_command import show_plan
+
+            return show_plan(config, planned)
         if config.run_dir is None:
             config = dataclasses.replace(config, run_dir=f"runs/{config.task}-{time.strftime('%Y%m%d-%H%M%S')}")
         run(config)

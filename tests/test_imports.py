@@ -31,6 +31,7 @@ COMMANDS = {
     for name in (
         *("train", "evaluate", "export", "predict", "parts", "judges", "experiment", "loop", "drawing"),
         *("recommendation_parts", "recommendation_report", "warm_start", "results"),
+        *("plan", "plan_advice", "plan_command", "plan_judges"),
     )
 }
 # Functions of a policy that they are handed, and of nothing concrete.

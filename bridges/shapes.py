@@ -1,0 +1,83 @@
+"""Sizes of the judges from their config files: the models are built without memory (torch's meta device).
+
+No weight is read, so a folder that holds the config files alone will do.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from bridges.loading import first_line, local_folder, quiet_loading
+from grpo_jax.errors import UserError
+
+MODELS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
+    """Numbers in each model of a `StableDiffusion3Pipeline` folder, widths of its VAE's blocks, edge of its pictures.
+
+    Raises:
+        UserError: there is no such folder, or a config in it is missing or of another kind.
+    """
+    folder = local_folder(path)
+    if folder is None or not (folder / "model_index.json").is_file():
+        raise UserError(f"renderer {path}: expected a folder with model_index.json and the components' config.json")
+    index = _read(folder / "model_index.json")
+    named = {name: index[name] for name in MODELS if index.get(name, [None])[0]}
+    sizes = {name: _size(library, kind, folder / name / "config.json") for name, (library, kind) in named.items()}
+    widths = tuple(_read(folder / "vae" / "config.json")["block_out_channels"])
+    latents = _read(folder / "transformer" / "config.json")["sample_size"]
+    return sizes, widths, latents * 2 ** (len(widths) - 1)
+
+
+def clip_size(model: str) -> int:
+    """Numbers in an open_clip model: a name that open_clip knows, or a folder in its layout.
+
+    Raises:
+        UserError: it is neither.
+    """
+    import open_clip
+
+    name, folder = model.replace("/", "-"), local_folder(model.removeprefix("local-dir:"))
+    if folder is not None:
+        config = _read(folder / "open_clip_config.json")["model_cfg"]
+    elif name in open_clip.list_models():
+        config = open_clip.get_model_config(name)
+    else:
+        raise UserError(f"scorer {model}: neither a folder nor a model that open_clip knows")
+    config = {name: value for name, value in config.items() if name != "custom_text"}
+    try:
+        with torch.device("meta"):
+            return _count(open_clip.CLIP(**config))
+    except Exception as error:
+        raise UserError(f"scorer {model}: {first_line(error)}") from error
+
+
+def _size(library: str, kind: str, path: Path) -> int:
+    import diffusers
+    import transformers
+
+    config = _read(path)
+    try:
+        with quiet_loading(), torch.device("meta"):
+            if library == "diffusers":
+                return _count(getattr(diffusers, kind).from_config(config))
+            cls = getattr(transformers, kind)
+            return _count(cls(cls.config_class.from_dict(config)))
+    except Exception as error:  # a config of another version raises what it likes
+        raise UserError(f"{path}: {kind} of {library}: {first_line(error)}") from error
+
+
+def _count(model: torch.nn.Module) -> int:
+    """Parameters, and the buffers that are saved with them (SD3's positions)."""
+    saved = model.state_dict()
+    buffers = (tensor for name, tensor in model.named_buffers() if name in saved)
+    return sum(tensor.numel() for tensor in (*model.parameters(), *buffers))
+
+
+def _read(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {first_line(error)}") from error

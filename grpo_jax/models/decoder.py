@@ -134,7 +134,8 @@ class Decoder(nn.Module):
             x = x + places.astype(self.dtype)
             given = LayerInput(scale=gpt2.score_scales(c))
         else:
-            context = context._replace(rotation=rotation(c.rope, c.head_dim, context.positions))
+            if context.rotation is None:
+                context = context._replace(rotation=rotation(c.rope, c.head_dim, context.positions))
             given = LayerInput(window=llama.windows(c))
         if self.stacked:
             x, fresh = self.layers(x, given, context)
@@ -190,7 +191,7 @@ def make_policy(
         return Prefix(hidden[:, -1], tuple(keys), tuple(values), mask, prompt.positions, lengths)
 
     def decode(variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        context = _decode_context(prefix, cache, tokens.shape[1])
+        context = _decode_context(config, prefix, cache, tokens.shape[1])
         remembered = [
             LayerInput(prefix=(keys, values), cache=own)
             for keys, values, *own in zip(prefix.keys, prefix.values, cache.keys, cache.values, strict=True)
@@ -333,14 +334,21 @@ def _group_context(prompt: Tokens, lengths: jax.Array, shape: tuple[int, int, in
     return Context(positions, prompt, completion)
 
 
-def _decode_context(prefix: Prefix, cache: Cache, group: int) -> Context:
+def _decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: int) -> Context:
     """The token being decoded, the prompts it reads, and the slots of the cache that are written."""
     completion = _continuation(prefix.lengths, cache.length[None])
     positions = jnp.broadcast_to(completion.positions, (len(prefix.lengths), group))
-    slots = jnp.arange(cache.keys[0].shape[-1], dtype=jnp.int32)[None]
-    written = Tokens(prefix.lengths[:, None] + slots, slots <= cache.length)
+    slots = jnp.arange(cache.keys[0].shape[-1], dtype=jnp.int32)
+    written = Tokens(prefix.lengths[:, None] + slots, (slots <= cache.length)[None])
     prompt = Tokens(prefix.positions, prefix.mask)
-    return Context(positions, prompt, completion, written, cache.length)
+    turns = None
+    if isinstance(config, DecoderConfig):
+        # A constant table: XLA would compute sines and cosines anew in every layer, for every head of every token.
+        with jax.ensure_compile_time_eval():
+            places = jnp.arange(prefix.mask.shape[1] + len(slots), dtype=jnp.int32)
+            table = rotation(config.rope, config.head_dim, places)
+        turns = tuple(jnp.take(part, positions, axis=0) for part in table)
+    return Context(positions, prompt, completion, written, cache.length, turns)
 
 
 def _packed_context(prompt: Tokens, lengths: jax.Array, steps: jax.Array, mask: jax.Array) -> Context:

@@ -30,6 +30,7 @@ def command(run_dir, **changes):
     return ["--config", "recommendation_quick", *(f"--{name}={value}" for name, value in options.items())]
 
 
+@pytest.mark.slow
 def test_a_new_gpt2_learns_is_exported_and_reported_to_wandb(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -87,6 +88,7 @@ NEXT = {"warm_start.pairs": "next", "training.prompts_per_batch": 2, "warm_start
         ({"recommendation.decay": 2}, "recommendation.decay: expected a number in [0, 1]"),
         ({"rewards": '[{"name": "recall"}]'}, "rewards.recall: name must be one of ndcg, hit, mrr, mixed, soft"),
         ({"rewards": '[{"name": "ndcg", "options": {"k": 1.5}}]'}, "k must be a whole number"),
+        ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit: k must be at most 7, the number"),
         ({"rewards": '[{"name": "own.py:reward"}]'}, "own.py"),
         ({"watch": '["recall@5"]'}, "watch: expected hr@K"),
         ({"retrieval.encoder": "no/such-model"}, "no/such-model"),

@@ -38,9 +38,9 @@ def make_reward(name: str, *, items: int, options: Mapping[str, float] | None = 
     Args:
         name: "ndcg", "hit", "mrr", "mixed" or "soft".
         items: How many items the catalogue has.
-        options: "k", the cut-off; left out or 0, none, so that every rank counts (with a small k and few completions
-            most groups have no spread to learn from). For "mixed" also a weight by name of a measure; a measure that
-            is not named then has none. "soft" takes no option.
+        options: "k", the cut-off, at most `items`; left out or 0, none, so that every rank counts (with a small k and
+            few completions most groups have no spread to learn from). For "mixed" also a weight by name of a measure;
+            a measure that is not named then has none. "soft" takes no option.
 
     Raises:
         ValueError: If the name or an option is unknown or out of range.
@@ -49,7 +49,7 @@ def make_reward(name: str, *, items: int, options: Mapping[str, float] | None = 
     if name == "soft":
         _refuse(name, options)
         return soft()
-    k = _cutoff(options.pop("k", 0))
+    k = _cutoff(options.pop("k", 0), items)
     if name == "mixed":
         _refuse(name, {key: value for key, value in options.items() if key not in metrics.MIXED_WEIGHTS})
         return mixed(k=k, items=items, weights=options or metrics.MIXED_WEIGHTS)
@@ -136,9 +136,11 @@ def _listed(values: np.ndarray) -> list[float | None]:
     return [None if np.isnan(value) else float(value) for value in values]
 
 
-def _cutoff(k: float) -> int | None:
+def _cutoff(k: float, items: int) -> int | None:
     if k < 0 or k != int(k):
         raise ValueError(f"k must be a whole number from 1, or 0 for no cut-off, got {k!r}")
+    if k > items:
+        raise ValueError(f"k must be at most {items}, the number of items, got {k!r}")
     return int(k) or None
 
 

@@ -230,6 +230,8 @@ class TrainingSection:
         inner_epochs: Passes over one sampled batch.
         minibatches: Optimizer updates per pass.
         accumulation: Micro-batches per update, to save memory; the gradient stays the same.
+        memory_budget_gib: Memory that an update may take beside weights and optimizer state; `accumulation` is raised
+            until it does. 0 leaves it as given.
         chunk_prompts: Prompts that travel together through sampling, rendering and scoring; 0 for all.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside best and final.
@@ -241,6 +243,7 @@ class TrainingSection:
     inner_epochs: int = 1
     minibatches: int = 1
     accumulation: int = 1
+    memory_budget_gib: float = 0.0
     chunk_prompts: int = 0
     save_every: int = 25
     keep_checkpoints: int = 2
@@ -249,7 +252,7 @@ class TrainingSection:
         """Checks the ranges and that batches divide."""
         for name in ("prompts_per_batch", "num_epochs", "inner_epochs", "minibatches", "accumulation"):
             require(getattr(self, name) >= 1, f"training.{name}", "a number >= 1", getattr(self, name))
-        for name in ("max_steps", "chunk_prompts", "save_every"):
+        for name in ("max_steps", "memory_budget_gib", "chunk_prompts", "save_every"):
             require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
         require(self.keep_checkpoints >= 1, "training.keep_checkpoints", "a number >= 1", self.keep_checkpoints)
         parts = self.minibatches * self.accumulation

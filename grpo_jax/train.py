@@ -48,6 +48,7 @@ def run(
     from grpo_jax.checkpoint import Checkpoints
     from grpo_jax.experiment import Run, execute
     from grpo_jax.loop import make_learner
+    from grpo_jax.memory_budget import within_budget
     from grpo_jax.parts import load_parts
     from grpo_jax.reporting import RunOutput
     from grpo_jax.signals import stop_requests
@@ -55,6 +56,7 @@ def run(
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
         parts = load_parts(config, say=output.part, prompts=prompts, rewards=rewards)
+        parts = within_budget(parts, output.part)
         learner = make_learner(parts)
         with Checkpoints(output.directory.checkpoints, keep=config.training.keep_checkpoints) as checkpoints:
             return execute(Run(parts, learner, checkpoints, output, clock), stop)

@@ -57,25 +57,9 @@ def config_of(folder, name, **changes):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where everything lies; the runs share compiled programs, which takes most of their time."""
-    from jax.experimental.compilation_cache import compilation_cache
-
-    folder = tmp_path_factory.mktemp("recommendation")
-    wanted = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(folder / "programs"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in wanted}
-    for name, value in wanted.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield folder
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+def folder(tmp_path_factory, shared_programs):
+    """Where everything lies."""
+    return tmp_path_factory.mktemp("recommendation")
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +260,7 @@ def test_what_does_not_go_together_is_said_before_anything_loads(folder):
         config_of(folder, "x", retrieval={"budget": 5, "window": 5})
 
 
-@pytest.mark.parametrize("name", ["recommendation_dummy", "recommendation_beauty"])
+@pytest.mark.parametrize("name", [f"recommendation_{name}" for name in ("quick", "dummy", "beauty", "movielens")])
 def test_the_shipped_configs_are_whole(name):
     config = parse(["--config", name])
     assert config.task == "recommendation"

@@ -4,15 +4,12 @@ The sampler knows a policy by its functions (`prefill`, `unstack`, `decode`, `in
 is the update's), so it works for anything that offers them. Axes: P prompts, G completions of a prompt, L
 prompt tokens, T completion tokens, D model width, V vocabulary; R is a row, one (prompt, completion) pair.
 
-Two distributions meet here. The *policy's* is softmax(logits / temperature) over the allowed tokens: it is
-the one that is trained. The *sampler's* is the policy's restricted by top-k, top-p and min-p: the one
-tokens are drawn from.
+A step costs a pass over the weights (`Policy.unstack` lays them apart once), the prompts' keys and values once for
+their group, the filled part of the cache, and one draw. Prompts whose whole group has ended leave in halves.
 """
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -20,52 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_BLOCK = 128  # tokens in a block of the two-level draw: between 64 and 256 is fastest for V from 4k to 152k
-_CACHE_STEP, _CACHE_SIZES = 64, 4  # tokens that are worth a larger cache, and how many sizes at most: each is compiled
+from grpo_jax.token_choice import SamplingParams, choose_tokens
 
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How completions are drawn. Hashable: each distinct value compiles its own sampler.
-
-    Attributes:
-        group_size: G, completions per prompt.
-        max_new_tokens: T, tokens after which a completion is cut.
-        temperature: Divides the logits; 0 takes the most likely token (log-probabilities are then at
-            temperature 1).
-        top_k: Draw among the k most likely tokens; 0 for all.
-        top_p: Draw among the fewest most likely tokens that hold this share of the mass top-k left (tokens as
-            likely as the last of them come along); 1 for all.
-        min_p: Draw among tokens at least this fraction as likely as the most likely one; 0 for all.
-    """
-
-    group_size: int
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __post_init__(self):
-        """Refuse values outside their range.
-
-        Raises:
-            ValueError: A value is out of range; the message names the field.
-        """
-        rules = {
-            "group_size": (self.group_size >= 1, "at least 1"),
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "finite and at least 0",
-            ),
-            "top_k": (self.top_k >= 0, "at least 0"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-        }
-        for name, (holds, expected) in rules.items():
-            if not holds:
-                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
+# A step is compiled once more for each size of the cache and for half of the prompts: only where that pays.
+_CACHE_STEP, _CACHE_SIZES = 64, 4  # tokens that are worth another size, and how many sizes at most
+_HALVING = 32  # tokens above which completions end at times that differ enough
 
 
 class Samples(NamedTuple):
@@ -86,120 +42,12 @@ class Samples(NamedTuple):
     truncated: jax.Array
 
 
-class Choice(NamedTuple):
-    """A token per row, int32 [R], and its log-probabilities under policy and sampler, float32 [R]."""
-
-    tokens: jax.Array
-    logprobs: jax.Array
-    sampler_logprobs: jax.Array
-
-
-def choose_tokens(
-    logits: jax.Array, keys: jax.Array, params: SamplingParams, allowed_tokens: jax.Array | None = None
-) -> Choice:
-    """Draw one token per row.
-
-    Args:
-        logits: [V, R], any floating dtype. The vocabulary comes first as in the head's weights [V, D]: a product
-            of few rows then reads them as they lie, in two thirds of the time on a CPU.
-        keys: Typed PRNG keys [R], one per row: a row's token depends on its own logits and key alone.
-        params: Temperature and restrictions; top-k comes first, then top-p on what is left, then min-p.
-        allowed_tokens: bool [V], tokens that exist at all; None for every token.
-    """
-    logits = logits.astype(jnp.float32)
-    if allowed_tokens is not None:
-        logits = jnp.where(allowed_tokens[:, None], logits, -jnp.inf)
-    if params.temperature == 0:
-        tokens = jnp.argmax(logits, axis=0).astype(jnp.int32)
-        logprobs = _take(logits, tokens) - jax.nn.logsumexp(logits, axis=0)
-        return Choice(tokens, logprobs, jnp.zeros_like(logprobs))
-    logits = logits / params.temperature
-    if params.top_k:
-        values, ids = (part.T for part in lax.top_k(logits.T, min(params.top_k, logits.shape[0])))
-        survivors = _restrict_sorted(values, params)
-        index, survivor_mass = _draw(survivors, keys)
-        tokens = _take(ids, index)
-    else:
-        survivors = _restrict(logits, params)
-        index, survivor_mass = _draw(survivors, keys)
-        tokens = index
-    chosen = _take(logits, tokens)
-    if survivors is logits:
-        return Choice(tokens, chosen - survivor_mass, chosen - survivor_mass)
-    return Choice(tokens, chosen - jax.nn.logsumexp(logits, axis=0), chosen - survivor_mass)
-
-
-def _take(values: jax.Array, index: jax.Array) -> jax.Array:
-    """Pick values[index[r], r] of every row: [n, R], [R] → [R]."""
-    return jnp.take_along_axis(values, index[None], axis=0)[0]
-
-
-def _restrict_sorted(values: jax.Array, params: SamplingParams) -> jax.Array:
-    """Top-p and min-p on logits [k, R] sorted downwards; what falls out becomes -inf."""
-    if params.top_p < 1:
-        probs = jax.nn.softmax(values, axis=0)
-        values = jnp.where(jnp.cumsum(probs, axis=0) - probs < params.top_p, values, -jnp.inf)
-    return _apply_min_p(values, params.min_p)
-
-
-def _restrict(logits: jax.Array, params: SamplingParams) -> jax.Array:
-    """Top-p and min-p on logits [V, R] in any order; what falls out becomes -inf."""
-    if params.top_p < 1:
-        probs = jnp.exp(logits - jnp.max(logits, axis=0))
-        logits = jnp.where(probs >= _nucleus_threshold(probs, params.top_p), logits, -jnp.inf)
-    return _apply_min_p(logits, params.min_p)
-
-
-def _apply_min_p(logits: jax.Array, min_p: float) -> jax.Array:
-    if min_p == 0:
-        return logits
-    return jnp.where(logits >= jnp.max(logits, axis=0) + math.log(min_p), logits, -jnp.inf)
-
-
-def _nucleus_threshold(probs: jax.Array, top_p: float) -> jax.Array:
-    """Find the largest threshold [R] at or above which the entries of probs [V, R] hold top_p of the mass.
-
-    Bisection over the bit patterns of float32, which are ordered as the non-negative numbers they stand
-    for: 30 passes reach the exact threshold, at a fiftieth of the cost of sorting a vocabulary. `probs` is
-    at most 1. What is compared is the mass left out: near top_p = 1 it is the smaller sum, and so the more
-    exact one.
-    """
-    spare = (1 - top_p) * jnp.sum(probs, axis=0)
-
-    def halve(_, bounds):
-        enough, too_few = bounds
-        middle = enough + (too_few - enough) // 2
-        threshold = lax.bitcast_convert_type(middle, jnp.float32)
-        holds = jnp.sum(jnp.where(probs < threshold, probs, 0.0), axis=0) <= spare
-        return jnp.where(holds, middle, enough), jnp.where(holds, too_few, middle)
-
-    above_one = int(np.float32(1).view(np.int32)) + 1  # < 2**30, so 30 halvings leave an interval of one
-    bounds = (jnp.zeros_like(spare, jnp.int32), jnp.full_like(spare, above_one, jnp.int32))
-    return lax.bitcast_convert_type(lax.fori_loop(0, 30, halve, bounds)[0], jnp.float32)
-
-
-def _draw(logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draw an index from softmax(logits) per row: [n, R], keys [R] → int32 [R] and the logsumexp [R].
-
-    In two levels, a block of tokens by its mass and then a token of the block: the same distribution as one
-    Gumbel per token, with n / 128 + 128 random numbers instead of n.
-    """
-    n, rows = logits.shape
-    blocks = -(-n // _BLOCK)
-    logits = jnp.pad(logits, ((0, blocks * _BLOCK - n), (0, 0)), constant_values=-jnp.inf)
-    logits = logits.reshape(blocks, _BLOCK, rows)
-    block_mass = jax.nn.logsumexp(logits, axis=1)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (blocks + _BLOCK,)), out_axes=1)(keys)
-    block = jnp.argmax(block_mass + noise[:blocks], axis=0)
-    logits = jnp.take_along_axis(logits, block[None, None], axis=0)[0]
-    within = jnp.argmax(logits + noise[blocks:], axis=0)
-    return (block * _BLOCK + within).astype(jnp.int32), jax.nn.logsumexp(block_mass, axis=0)
-
-
 class _Loop(NamedTuple):
-    """What one decoding step hands to the next; the outputs are [T, P, G], so that a step writes one slab."""
+    """What one decoding step hands to the next; every array begins with the axis of prompts."""
 
     step: jax.Array
+    prefix: Any
+    keys: jax.Array
     done: jax.Array
     last: jax.Array
     cache: Any
@@ -209,13 +57,15 @@ class _Loop(NamedTuple):
     sampler_logprobs: jax.Array
 
 
-def _empty_loop(done: jax.Array, group: int, length: int, pad_id: int, cache: Any) -> _Loop:
-    """The state before the first token; rows bool [P] that are done already cost no step."""
-    slab = (length, done.shape[0], group)
+def _begin(prefix: Any, keys: jax.Array, done: jax.Array, length: int, pad_id: int, cache: Any) -> _Loop:
+    """The state before the first token, for keys [P, G]; rows bool [P] that are done already cost no step."""
+    slab = (*keys.shape, length)
     return _Loop(
         step=jnp.int32(0),
-        done=jnp.broadcast_to(done[:, None], slab[1:]),
-        last=jnp.full(slab[1:], pad_id, jnp.int32),
+        prefix=prefix,
+        keys=keys,
+        done=jnp.broadcast_to(done[:, None], keys.shape),
+        last=jnp.full(keys.shape, pad_id, jnp.int32),
         cache=cache,
         tokens=jnp.full(slab, pad_id, jnp.int32),
         mask=jnp.zeros(slab, bool),
@@ -224,11 +74,30 @@ def _empty_loop(done: jax.Array, group: int, length: int, pad_id: int, cache: An
     )
 
 
+def _unfinished(loop: _Loop) -> jax.Array:
+    """Prompts with a completion that goes on, i32 scalar."""
+    return jnp.sum(~jnp.all(loop.done, axis=1))
+
+
+def _run(step: Callable[[_Loop], _Loop], loop: _Loop, until: int, more_than: int) -> _Loop:
+    """Step until so many tokens are written or no more prompts than that are unfinished."""
+    return lax.while_loop(lambda loop: (loop.step < until) & (_unfinished(loop) > more_than), step, loop)
+
+
+def _run_half(step: Callable[[_Loop], _Loop], loop: _Loop, until: int) -> _Loop:
+    """Go on with half of the prompts once the other half's groups have ended, at half the cost."""
+    half = loop.done.shape[0] // 2
+    order = jnp.argsort(jnp.all(loop.done, axis=1), stable=True)[:half]
+    few = jax.tree.map(lambda x: x[order] if x.ndim else x, loop)
+    few = _run(step, few, jnp.where(_unfinished(loop) > half, 0, until), 0)
+    return jax.tree.map(lambda x, part: x.at[order].set(part) if x.ndim else part, loop, few)
+
+
 def cache_sizes(length: int) -> list[int]:
     """Sizes the cache grows through until it holds `length` tokens; attention reads all of the current one.
 
     >>> cache_sizes(40), cache_sizes(200)
-    ([40], [104, 200])
+    ([40], [56, 112, 168, 200])
     """
     parts = -(-length // _CACHE_STEP)
     size = -(-length // min(parts, _CACHE_SIZES))
@@ -250,42 +119,43 @@ def _generate(policy, params, eos_ids, pad_id, allowed_tokens, variables, prompt
     unstacked = policy.unstack(variables)
     _check_vocabulary(head.shape[0], eos_ids, pad_id, allowed_tokens)
     keys = jax.vmap(lambda key: jax.vmap(lambda g: jax.random.fold_in(key, g))(jnp.arange(group)))(keys)
-    keys = keys.reshape(rows * group)
 
     def record(loop: _Loop, logits) -> _Loop:
         """Choose the token of this step for every row from logits [V, P·G] and write it down."""
-        step_keys = jax.vmap(lambda key: jax.random.fold_in(key, loop.step))(keys)
+        step_keys = jax.vmap(lambda key: jax.random.fold_in(key, loop.step))(loop.keys.reshape(-1))
         choice = choose_tokens(logits, step_keys, params, allowed_tokens)
-        choice = jax.tree.map(lambda x: x.reshape(rows, group), choice)
+        choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
         active = ~loop.done
         tokens = jnp.where(active, choice.tokens, pad_id)
         ended = functools.reduce(jnp.logical_or, [tokens == eos for eos in eos_ids], jnp.zeros_like(active))
+        at = (..., loop.step)
         return loop._replace(
             step=loop.step + 1,
             done=loop.done | ended,
             last=tokens,
-            tokens=loop.tokens.at[loop.step].set(tokens),
-            mask=loop.mask.at[loop.step].set(active),
-            logprobs=loop.logprobs.at[loop.step].set(jnp.where(active, choice.logprobs, 0.0)),
-            sampler_logprobs=loop.sampler_logprobs.at[loop.step].set(jnp.where(active, choice.sampler_logprobs, 0.0)),
+            tokens=loop.tokens.at[at].set(tokens),
+            mask=loop.mask.at[at].set(active),
+            logprobs=loop.logprobs.at[at].set(jnp.where(active, choice.logprobs, 0.0)),
+            sampler_logprobs=loop.sampler_logprobs.at[at].set(jnp.where(active, choice.sampler_logprobs, 0.0)),
         )
 
     def step(loop: _Loop) -> _Loop:
-        hidden, cache = policy.decode(unstacked, prefix, loop.last, loop.cache)
-        hidden = hidden.reshape(rows * group, -1)
+        hidden, cache = policy.decode(unstacked, loop.prefix, loop.last, loop.cache)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
         logits = jnp.einsum("vd,rd->vr", head, hidden, preferred_element_type=jnp.float32)
         return record(loop._replace(cache=cache), logits)
 
     sizes = cache_sizes(length)
-    loop = _empty_loop(~real, group, length, pad_id, policy.init_cache(rows, group, sizes[0]))
+    loop = _begin(prefix, keys, ~real, length, pad_id, policy.init_cache(rows, group, sizes[0]))
     # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
     first = jnp.einsum("vd,pd->vp", head, prefix.hidden, preferred_element_type=jnp.float32)
     loop = record(loop, jnp.repeat(first, group, axis=1))
+    halve = eos_ids and rows > 1 and length > _HALVING
     for size in sizes:
         loop = loop._replace(cache=_move(loop.cache, policy.init_cache(rows, group, size)))
-        loop = lax.while_loop(lambda loop, size=size: (loop.step < size) & ~jnp.all(loop.done), step, loop)
-    outputs = (loop.tokens, loop.mask, loop.logprobs, loop.sampler_logprobs)
-    return Samples(*(jnp.transpose(x, (1, 2, 0)) for x in outputs), truncated=~loop.done)
+        loop = _run(step, loop, size, rows // 2 if halve else 0)
+        loop = _run_half(step, loop, size) if halve else loop
+    return Samples(loop.tokens, loop.mask, loop.logprobs, loop.sampler_logprobs, truncated=~loop.done)
 
 
 def _check_vocabulary(size: int, eos_ids: tuple[int, ...], pad_id: int, allowed_tokens) -> None:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_jax.sampling import Samples, SamplingParams, bucket_size, choose_tokens, make_sampler
+from grpo_jax import sampling
+from grpo_jax.sampling import Samples, bucket_size, cache_sizes, make_sampler
+from grpo_jax.token_choice import SamplingParams, choose_tokens
 
 VOCABULARY = 300  # more than two blocks of the two-level draw, and no multiple of one
 PAD, EOS = 0, 1
@@ -30,7 +32,7 @@ class Bigram:
 
     def __init__(self):
         self.traces = 0
-        self.decode_steps = 0
+        self.decoded = []  # prompts in each step
 
     def prefill(self, variables, tokens, mask):
         self.traces += 1
@@ -40,11 +42,8 @@ class Bigram:
         return variables
 
     def decode(self, variables, prefix, tokens, cache):
-        jax.debug.callback(self._count)
+        jax.debug.callback(lambda count=len(tokens): self.decoded.append(count))
         return jax.nn.one_hot(tokens, variables["table"].shape[0]), cache + 1
-
-    def _count(self):
-        self.decode_steps += 1
 
     def init_cache(self, prompts, group, length, dtype=None):
         return jnp.int32(0)
@@ -206,7 +205,48 @@ def test_decoding_stops_when_every_completion_has_ended():
     samples = sample(variables, *prompts([3] * 9), keys_for(range(9)))  # 9 prompts: one row of the bucket is padding
     jax.effects_barrier()
     np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), 1)
-    assert policy.decode_steps == 0
+    assert policy.decoded == []
+
+
+def test_groups_that_have_ended_leave_and_the_others_write_the_same(monkeypatch):
+    """Prompts 0, 2 and 3 go round tokens 20 to 29 without an end; the others end at once: half of the batch goes on."""
+    logits = np.random.default_rng(6).normal(0, 1, (VOCABULARY, VOCABULARY)).astype(np.float32)
+    logits[20:30, 20:30] += 30
+    logits[10, EOS] = 40
+    variables = {"table": jnp.asarray(logits)}
+    given = prompts([25, 10, 20, 29, 10, 10]), keys_for(range(6))
+    written = []
+    for longest_whole in (40, 8):  # completions above this length may go on with half of the prompts
+        monkeypatch.setattr(sampling, "_HALVING", longest_whole)
+        policy = Bigram()
+        sample = make_sampler(policy, SamplingParams(3, 40), eos_ids=(EOS,), pad_id=PAD)
+        written.append(jax.block_until_ready(sample(variables, *given[0], given[1])))
+        jax.effects_barrier()
+        assert policy.decoded == [6 if longest_whole == 40 else 3] * 39
+    whole, half = written
+    jax.tree.map(np.testing.assert_array_equal, whole, half)
+    np.testing.assert_array_equal(np.asarray(half.mask).sum(-1)[:, 0], [40, 1, 40, 40, 1, 1])
+
+
+def test_a_batch_is_halved_once_few_enough_go_on():
+    """Groups end one after the other: whole steps as long as more than half of the prompts write, then half ones."""
+    logits = np.full((VOCABULARY, VOCABULARY), -100, np.float32)
+    logits[np.arange(VOCABULARY), np.maximum(np.arange(VOCABULARY) - 1, EOS)] = 0  # counts down to the end
+    policy = Bigram()
+    sample = make_sampler(policy, SamplingParams(2, 70), eos_ids=(EOS,), pad_id=PAD)
+    lengths = [20, 60, 5, 90]
+    samples = sample({"table": jnp.asarray(logits)}, *prompts(np.array(lengths) + 1), keys_for(range(4)))
+    jax.effects_barrier()
+    np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), [[n, n] for n in (20, 60, 5, 70)])
+    np.testing.assert_array_equal(samples.truncated, [[False] * 2] * 3 + [[True] * 2])
+    assert policy.decoded == [4] * 19 + [2] * 50  # the first token of each comes from the prompt
+
+
+def test_the_cache_grows_in_few_sizes():
+    for length in (1, 64, 65, 200, 4096):
+        sizes = cache_sizes(length)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == length and len(sizes) <= 4
+        assert all(later - size <= max(64, length / 4 + 8) for size, later in zip([0, *sizes], sizes, strict=False))
 
 
 def test_random_numbers_do_not_depend_on_the_other_prompts():

@@ -9,7 +9,8 @@ import torch
 from grpo_jax.logprobs import token_logprobs
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
-from grpo_jax.sampling import SamplingParams, make_sampler
+from grpo_jax.sampling import cache_sizes, make_sampler
+from grpo_jax.token_choice import SamplingParams
 
 NEW_TOKENS = 10
 UNUSED = tiny_models.VOCAB_SIZE - 1  # an id these greedy completions never reach
@@ -126,3 +127,25 @@ def test_a_second_batch_of_the_bucket_does_not_compile(loaded, variables):
     updated = jax.tree.map(lambda x: 2 * x, variables)
     sample(updated, *encode(loaded, ("a longer prompt", "sea", "sky")), keys_for([3, 4, 5]))
     assert len(traced) == 1
+
+
+def test_a_growing_cache_and_a_halved_batch_are_the_updates_forward(loaded, variables):
+    """Long completions: through two sizes of the cache, and half of the prompts end early."""
+    policy, steps = make_policy(loaded.config), 70
+    assert len(cache_sizes(steps)) == 2
+    tokens, mask = encode(loaded, (*TEXTS, "a b"))
+    endless = make_sampler(policy, SamplingParams(2, steps), eos_ids=(), pad_id=loaded.pad_id)
+    free = np.asarray(endless(variables, tokens, mask, keys_for(range(4))).tokens)
+    # What two of the prompts write early and the others, if at all, later ends their completions.
+    ends = tuple(
+        {int(free[p, g, 3 + p]) for p in (0, 2) for g in (0, 1)} - {*free[1].ravel()[:60], *free[3].ravel()[:60]}
+    )
+    sample = make_sampler(policy, SamplingParams(2, steps), eos_ids=ends, pad_id=loaded.pad_id)
+    samples = sample(variables, tokens, mask, keys_for(range(4)))
+    drawn = np.asarray(samples.mask)
+    np.testing.assert_array_equal(np.asarray(samples.tokens)[drawn], free[drawn])
+    hidden = policy.forward_group(variables, tokens, mask, samples.tokens, samples.mask)
+    logprobs, _ = token_logprobs(hidden, policy.head(variables), samples.tokens)
+    np.testing.assert_allclose(samples.logprobs[drawn], logprobs[drawn], atol=1e-4, rtol=0)
+    ended = ~np.asarray(samples.truncated).any(1)
+    assert ended.sum() >= 2 and not ended.all()

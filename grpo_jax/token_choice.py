@@ -1,0 +1,171 @@
+"""One token per row from its logits: temperature, restrictions, and a draw in two levels.
+
+Two distributions meet here. The *policy's* is softmax(logits / temperature) over the allowed tokens: it is
+the one that is trained. The *sampler's* is the policy's restricted by top-k, top-p and min-p: the one
+tokens are drawn from. Axes: V vocabulary, R rows, one for each completion that is being written.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_BLOCK = 128  # tokens in a block of the two-level draw: between 64 and 256 is fastest for V from 4k to 152k
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn. Hashable: each distinct value compiles its own sampler.
+
+    Attributes:
+        group_size: G, completions per prompt.
+        max_new_tokens: T, tokens after which a completion is cut.
+        temperature: Divides the logits; 0 takes the most likely token (log-probabilities are then at
+            temperature 1).
+        top_k: Draw among the k most likely tokens; 0 for all.
+        top_p: Draw among the fewest most likely tokens that hold this share of the mass top-k left (tokens as
+            likely as the last of them come along); 1 for all.
+        min_p: Draw among tokens at least this fraction as likely as the most likely one; 0 for all.
+    """
+
+    group_size: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self):
+        """Refuse values outside their range.
+
+        Raises:
+            ValueError: A value is out of range; the message names the field.
+        """
+        rules = {
+            "group_size": (self.group_size >= 1, "at least 1"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "finite and at least 0",
+            ),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+        }
+        for name, (holds, expected) in rules.items():
+            if not holds:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
+
+
+class Choice(NamedTuple):
+    """A token per row, int32 [R], and its log-probabilities under policy and sampler, float32 [R]."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    sampler_logprobs: jax.Array
+
+
+def choose_tokens(
+    logits: jax.Array, keys: jax.Array, params: SamplingParams, allowed_tokens: jax.Array | None = None
+) -> Choice:
+    """Draw one token per row.
+
+    Args:
+        logits: [V, R], any floating dtype. The vocabulary comes first as in the head's weights [V, D]: a product
+            of few rows then reads them as they lie, in two thirds of the time on a CPU.
+        keys: Typed PRNG keys [R], one per row: a row's token depends on its own logits and key alone.
+        params: Temperature and restrictions; top-k comes first, then top-p on what is left, then min-p.
+        allowed_tokens: bool [V], tokens that exist at all; None for every token.
+    """
+    logits = logits.astype(jnp.float32)
+    if allowed_tokens is not None:
+        logits = jnp.where(allowed_tokens[:, None], logits, -jnp.inf)
+    if params.temperature == 0:
+        tokens = jnp.argmax(logits, axis=0).astype(jnp.int32)
+        logprobs = _take(logits, tokens) - jax.nn.logsumexp(logits, axis=0)
+        return Choice(tokens, logprobs, jnp.zeros_like(logprobs))
+    logits = logits / params.temperature
+    if params.top_k:
+        values, ids = (part.T for part in lax.top_k(logits.T, min(params.top_k, logits.shape[0])))
+        survivors = _restrict_sorted(values, params)
+        index, survivor_mass = _draw(survivors, keys)
+        tokens = _take(ids, index)
+    else:
+        survivors = _restrict(logits, params)
+        index, survivor_mass = _draw(survivors, keys)
+        tokens = index
+    chosen = _take(logits, tokens)
+    if survivors is logits:
+        return Choice(tokens, chosen - survivor_mass, chosen - survivor_mass)
+    return Choice(tokens, chosen - jax.nn.logsumexp(logits, axis=0), chosen - survivor_mass)
+
+
+def _take(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Pick values[index[r], r] of every row: [n, R], [R] → [R]."""
+    return jnp.take_along_axis(values, index[None], axis=0)[0]
+
+
+def _restrict_sorted(values: jax.Array, params: SamplingParams) -> jax.Array:
+    """Top-p and min-p on logits [k, R] sorted downwards; what falls out becomes -inf."""
+    if params.top_p < 1:
+        probs = jax.nn.softmax(values, axis=0)
+        values = jnp.where(jnp.cumsum(probs, axis=0) - probs < params.top_p, values, -jnp.inf)
+    return _apply_min_p(values, params.min_p)
+
+
+def _restrict(logits: jax.Array, params: SamplingParams) -> jax.Array:
+    """Top-p and min-p on logits [V, R] in any order; what falls out becomes -inf."""
+    if params.top_p < 1:
+        probs = jnp.exp(logits - jnp.max(logits, axis=0))
+        logits = jnp.where(probs >= _nucleus_threshold(probs, params.top_p), logits, -jnp.inf)
+    return _apply_min_p(logits, params.min_p)
+
+
+def _apply_min_p(logits: jax.Array, min_p: float) -> jax.Array:
+    if min_p == 0:
+        return logits
+    return jnp.where(logits >= jnp.max(logits, axis=0) + math.log(min_p), logits, -jnp.inf)
+
+
+def _nucleus_threshold(probs: jax.Array, top_p: float) -> jax.Array:
+    """Find the largest threshold [R] at or above which the entries of probs [V, R] hold top_p of the mass.
+
+    Bisection over the bit patterns of float32, which are ordered as the non-negative numbers they stand
+    for: 30 passes reach the exact threshold, at a fiftieth of the cost of sorting a vocabulary. `probs` is
+    at most 1. What is compared is the mass left out: near top_p = 1 it is the smaller sum, and so the more
+    exact one.
+    """
+    spare = (1 - top_p) * jnp.sum(probs, axis=0)
+
+    def halve(_, bounds):
+        enough, too_few = bounds
+        middle = enough + (too_few - enough) // 2
+        threshold = lax.bitcast_convert_type(middle, jnp.float32)
+        holds = jnp.sum(jnp.where(probs < threshold, probs, 0.0), axis=0) <= spare
+        return jnp.where(holds, middle, enough), jnp.where(holds, too_few, middle)
+
+    above_one = int(np.float32(1).view(np.int32)) + 1  # < 2**30, so 30 halvings leave an interval of one
+    bounds = (jnp.zeros_like(spare, jnp.int32), jnp.full_like(spare, above_one, jnp.int32))
+    return lax.bitcast_convert_type(lax.fori_loop(0, 30, halve, bounds)[0], jnp.float32)
+
+
+def _draw(logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draw an index from softmax(logits) per row: [n, R], keys [R] → int32 [R] and the logsumexp [R].
+
+    In two levels, a block of tokens by its mass and then a token of the block: the same distribution as one
+    Gumbel per token, with n / 128 + 128 random numbers instead of n.
+    """
+    n, rows = logits.shape
+    blocks = -(-n // _BLOCK)
+    logits = jnp.pad(logits, ((0, blocks * _BLOCK - n), (0, 0)), constant_values=-jnp.inf)
+    logits = logits.reshape(blocks, _BLOCK, rows)
+    block_mass = jax.nn.logsumexp(logits, axis=1)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (blocks + _BLOCK,)), out_axes=1)(keys)
+    block = jnp.argmax(block_mass + noise[:blocks], axis=0)
+    logits = jnp.take_along_axis(logits, block[None, None], axis=0)[0]
+    within = jnp.argmax(logits + noise[blocks:], axis=0)
+    return (block * _BLOCK + within).astype(jnp.int32), jax.nn.logsumexp(block_mass, axis=0)

@@ -37,7 +37,18 @@ COMMANDS = {
 # Functions of a policy that they are handed, and of nothing concrete.
 GENERIC = {
     f"grpo_jax.{name}"
-    for name in ("sampling", "token_choice", "packing", "trainer", "ppo_trainer", "objectives", "estimators", "value_head", "pipeline", "rollout")
+    for name in (
+        "sampling",
+        "token_choice",
+        "packing",
+        "trainer",
+        "ppo_trainer",
+        "objectives",
+        "estimators",
+        "value_head",
+        "pipeline",
+        "rollout",
+    )
 }
 # Scripts that train the miniature's parts, and the command that serves a catalogue: they count as commands.
 BUILDERS = {"bridges.miniature.build", "bridges.retrieval.__main__"}

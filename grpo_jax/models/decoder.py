@@ -69,6 +69,7 @@ class Decoder(nn.Module):
         remat: what the backward pass computes again (see ``make_policy``).
         lora: adapters' configuration; they are used where the ``lora`` collection holds them.
         stacked: one scanned layer with stacked weights, or a layer after the other with weights of its own.
+        spread: lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device.
     """
 
     config: ModelConfig
@@ -77,6 +78,7 @@ class Decoder(nn.Module):
     remat: str = "products"
     lora: LoraConfig | None = None
     stacked: bool = True
+    spread: Callable[[jax.Array], jax.Array] | None = None
 
     def setup(self):
         """Declare the weights."""
@@ -100,7 +102,7 @@ class Decoder(nn.Module):
             in_axes=(0, nn.broadcast),
             length=self.config.num_layers,
         )
-        return stack(self.config, self.dtype, self.param_dtype, self.lora)
+        return stack(self.config, self.dtype, self.param_dtype, self.lora, self.spread)
 
     def _sequence(self, block: type[nn.Module]) -> list[nn.Module]:
         return [block(self.config, self.dtype, self.param_dtype, self.lora) for _ in range(self.config.num_layers)]
@@ -154,6 +156,7 @@ def make_policy(
     compute_dtype: str = "float32",
     remat: str = "products",
     lora: LoraConfig | None = None,
+    spread: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Policy:
     """The functions of a decoder.
 
@@ -164,6 +167,7 @@ def make_policy(
             with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only the input
             is kept.
         lora: configuration of the adapters, if variables will hold any.
+        spread: see `Decoder`; ``sharding.over_prompts`` makes it.
 
     Raises:
         ValueError: if dtype or remat is another one, or an adapter's target is no projection of this architecture.
@@ -174,7 +178,7 @@ def make_policy(
     if lora is not None:
         check_targets(lora, config.projections, config.model_type)
     limit = config.max_positions if isinstance(config, GPT2Config) else None
-    decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora)
+    decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
     one_token = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
 
     def apply(variables: Variables, *args, **kwargs):

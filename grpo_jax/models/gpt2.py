@@ -5,7 +5,7 @@ Face calls both of the latter kind ``c_proj``.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -155,6 +155,7 @@ class Block(nn.Module):
     dtype: jax.typing.DTypeLike
     param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
+    spread: Callable[[jax.Array], jax.Array] | None = None
 
     def setup(self):
         """Declare the layer's weights."""
@@ -174,6 +175,7 @@ class Block(nn.Module):
         self, x: jax.Array, given: LayerInput, context: Context
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
+        x = x if self.spread is None else self.spread(x)
         c = self.config
         fused = self.c_attn(self.ln_1(x)).reshape(*x.shape[:-1], 3, c.num_heads, c.head_dim)
         query, key, value = fused[:, :, 0, :, None], fused[:, :, 1], fused[:, :, 2]

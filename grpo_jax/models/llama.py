@@ -1,5 +1,7 @@
 """The layer of Llama, Qwen2, Qwen3 and the language models of Qwen-VL: RMS norms, rotations, a gated MLP."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -32,6 +34,7 @@ class Block(nn.Module):
     dtype: jax.typing.DTypeLike
     param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
+    spread: Callable[[jax.Array], jax.Array] | None = None
 
     def setup(self):
         """Declare the layer's weights."""
@@ -57,6 +60,7 @@ class Block(nn.Module):
         self, x: jax.Array, given: LayerInput, context: Context
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
+        x = x if self.spread is None else self.spread(x)
         mixed, fresh = attend_streams(*self._heads(self.input_layernorm(x), context), given, context)
         x = x + self.o_proj(mixed)
         y = self.post_attention_layernorm(x)

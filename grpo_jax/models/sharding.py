@@ -8,6 +8,7 @@ heads, units of the MLP, rows of the vocabulary (Shoeybi et al. 2019, arXiv:1909
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -155,25 +156,46 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def over_prompts(mesh: Mesh | None) -> Callable[[Any], Any] | None:
+    """The function that keeps arrays [P, ..] of a compiled computation shared out by prompts; None without a mesh.
+
+    For the states between layers (`make_policy`): they then stay where they are, and weights come to them. Left to
+    itself XLA may bring all prompts to every device instead. It pads a number of prompts that `fsdp` does not divide.
+    """
+    return mesh and partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, P(FSDP)))
+
+
 def shard_policy(policy: Any, mesh: Mesh | None) -> Any:
     """The policy's functions with each prompt's work on the devices that hold its part of the batch.
 
-    XLA pads a number of prompts that `fsdp` does not divide.
+    Decoding is left to XLA: for few tokens it is the states that travel, and each device reads its own weights alone.
     """
     if mesh is None:
         return policy
+    share_out = over_prompts(mesh)
 
-    def over_prompts(function: Callable[..., Any], *, arrays: slice) -> Callable[..., Any]:
-        def run(variables: Any, *arguments: Any) -> Any:
-            given = list(arguments)
-            given[arrays] = jax.lax.with_sharding_constraint(given[arrays], NamedSharding(mesh, P(FSDP)))
-            return function(variables, *given)
+    def shared_out(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(variables: Any, *arrays: jax.Array | None) -> Any:
+            return function(embedding_gathered(variables), *share_out(arrays))
 
         return run
 
+    def embedding_gathered(variables: Any) -> Any:
+        # With D in parts, so would the states be that come from it, instead of the prompts.
+        params = variables["params"]
+        tables = {name: gather_columns(params[name]) for name in ("embed_tokens", "embed_positions") if name in params}
+        return {**variables, "params": {**params, **tables}}
+
+    def gather_columns(matrix: jax.Array) -> jax.Array:
+        rows = P(TENSOR) if matrix.shape[0] % mesh.shape[TENSOR] == 0 else P()
+        return jax.lax.with_sharding_constraint(matrix, NamedSharding(mesh, rows))
+
+    def head(variables: Any) -> jax.Array:
+        # Before the loop over chunks or tokens: with D in parts each product would be a sum over devices.
+        return gather_columns(policy.head(variables))
+
     return policy._replace(
-        prefill=over_prompts(policy.prefill, arrays=slice(0, 2)),
-        forward_group=over_prompts(policy.forward_group, arrays=slice(0, 4)),
+        prefill=shared_out(policy.prefill), forward_group=shared_out(policy.forward_group), head=head
     )
 
 

@@ -2,13 +2,16 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 import tiny_update
 from tiny_update import PROMPTS
 
 from grpo_jax import trainer
-from grpo_jax.config import AlgorithmSection, OptimizerSection
+from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
+from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.lora import LoraConfig
+from grpo_jax.objectives import make_forward
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +80,21 @@ def test_schedule_warms_up_and_decays(schedule, expected):
 def test_a_batch_that_does_not_divide_is_refused(batch):
     with pytest.raises(ValueError, match="that 3 micro-batches divide, got 4"):
         trainer._split(batch, 3)
+
+
+def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
+    """Trained weights and moments are donated: no second copy of them exists at any time."""
+    optimizer = optax.adam(0.1)
+    forward = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0)
+    training = TrainingSection(prompts_per_batch=PROMPTS, accumulation=2)
+    step = trainer.make_configured_step(forward, optimizer, AlgorithmSection(), training)
+    state = trainer.init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
+
+    def places(state):
+        leaves = jax.tree.leaves((state.variables, state.opt_state))
+        return sorted(leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.ndim)
+
+    before, old = places(state), jax.tree.leaves((state.variables, state.opt_state))
+    state, _ = step(state, batch)
+    assert all(leaf.is_deleted() for leaf in old)
+    assert places(state) == before

@@ -73,7 +73,8 @@ def show_plan(config: Any, gib: tuple[float, ...]) -> int:
         print("It fits.")
         return 0
     print(f"It does not fit: {', '.join(card.name for card in full)}. Looking for what would …", flush=True)
-    words, left = changes_that_fit(config, len(cards), planner.excess)
+    # A mesh is compiled for devices that JAX has, or simulates.
+    words, left = changes_that_fit(config, min(len(cards), len(jax.devices()) + 1), planner.excess)
     print("It would fit with:" if not left.bytes else f"Still {_gib(left.bytes)} GiB too much with:")
     print("\n".join(f"  {word}" for word in words) or "  (nothing that is known here)")
     if left.bytes:

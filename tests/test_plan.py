@@ -1,0 +1,330 @@
+"""--plan: its figures are those of the arrays and programs that a run makes; its words and exit codes."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from grpo_jax import plan, plan_advice, plan_command, plan_judges, trainer
+from grpo_jax.command_line import parse
+from grpo_jax.errors import UserError
+from grpo_jax.models import hf
+from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.objectives import make_forward
+from grpo_jax.plan import GIB, PolicyMemory, cache_bytes, policy_memory, tree_bytes
+from grpo_jax.sampling import SamplingParams, make_sampler
+from grpo_jax.train import main
+
+TINY = {
+    "model_type": "qwen2",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+SMALL = (
+    *("--training.prompts_per_batch=4", "--sampling.group_size=3", "--sampling.max_new_tokens=6"),
+    *("--data.max_prompt_tokens=16", "--training.accumulation=2", "--training.inner_epochs=1"),
+)
+GREEDY_CHOICE = ("--sampling.top_k=5",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices_have_started():
+    """Planning for other devices would ask JAX for more of them, in this process too."""
+    jax.devices()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A policy's config.json and nothing else."""
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(TINY))
+    return tmp_path / "policy"
+
+
+@pytest.fixture
+def not_compiled(monkeypatch):
+    """Every program takes 3 GiB."""
+    monkeypatch.setattr(plan, "temporary_bytes", lambda *_: 3 * GIB)
+
+
+def configured(*arguments):
+    return parse(["--config=prompt_enhancement_miniature", *SMALL, *arguments])
+
+
+def of_tiny(*arguments):
+    config = configured(*arguments)
+    return config, hf.model_config("tiny", TINY)
+
+
+def test_what_is_held_is_what_a_run_holds(not_compiled):
+    from bridges import miniature
+
+    config = configured()
+    model, _ = plan_command.read_shape("miniature")
+    memory = policy_memory(config, model)
+    loaded = hf.load_folder(miniature.path("policy"))
+    optimizer = trainer.make_optimizer(config.optimizer, trainer.make_schedule(config.optimizer, 10))
+    state = trainer.init_state({"params": loaded.params}, optimizer, keep_reference=True)
+    assert memory.parameters == sum(leaf.size for leaf in jax.tree.leaves(loaded.params)) == memory.trained
+    assert memory.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(state.variables))
+    assert memory.optimizer == sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
+    assert memory.reference == sum(leaf.nbytes for leaf in jax.tree.leaves(state.reference)) > 0
+    assert memory.gradients == memory.weights
+
+
+def test_adapters_alone_are_trained_and_the_base_is_the_reference(not_compiled):
+    config, model = of_tiny("--policy.lora.rank=4", "--policy.lora.targets=[q_proj]", "--policy.frozen_dtype=bfloat16")
+    memory = policy_memory(config, model)
+    base = init_variables(model, jax.random.key(0))["params"]
+    adapters = 2 * (32 * 4 + 4 * 32)
+    assert memory.trained == adapters and memory.reference == 0 and memory.gradients == 4 * adapters
+    assert memory.weights == 2 * sum(leaf.size for leaf in jax.tree.leaves(base)) + 4 * adapters
+    assert memory.optimizer == pytest.approx(8 * adapters, abs=16)  # and the counts of updates
+
+
+def test_cache_is_that_of_prefill_and_decoding():
+    config, model = of_tiny("--training.chunk_prompts=2")
+    policy = make_policy(model)
+    variables = jax.eval_shape(lambda: init_variables(model, jax.random.key(0)))
+    shape = jax.ShapeDtypeStruct
+    prefix = jax.eval_shape(policy.prefill, variables, shape((2, 16), jnp.int32), shape((2, 16), bool))
+    cache = jax.eval_shape(lambda: policy.init_cache(2, 3, 6))
+    assert cache_bytes(config, model) == tree_bytes((prefix.keys, prefix.values, cache.keys, cache.values))
+
+
+def recorded(monkeypatch, make):
+    """What `make()` hands to jax.jit, jitted as it asked for."""
+    made, jit = [], jax.jit
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "jit", lambda *given, **options: made.append(jit(*given, **options)) or made[-1])
+        make()
+    return made[-1]
+
+
+def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
+    config, model = of_tiny("--algorithm.kl_coef=0.1")
+    memory = policy_memory(config, model)
+    optimizer = trainer.make_optimizer(config.optimizer, trainer.make_schedule(config.optimizer, 100))
+    forward = make_forward(make_policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
+
+    def make():
+        trainer.make_configured_step(forward, optimizer, config.algorithm, config.training)
+
+    state = trainer.init_state(init_variables(model, jax.random.key(0)), optimizer, keep_reference=True)
+    batch = plan._batch_shapes(config, None)
+    program = recorded(monkeypatch, make).lower(state._replace(reference=None), {}, batch).compile()
+    taken = program.memory_analysis().temp_size_in_bytes
+    assert memory.gradients + memory.update == pytest.approx(taken, rel=0.02)
+
+
+def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
+    config, model = of_tiny(*GREEDY_CHOICE)
+    memory = policy_memory(config, model)
+    params = SamplingParams(3, 6, top_k=5)
+    sampler = {}
+
+    def make():
+        sampler["jit"] = make_sampler(make_policy(model), params, eos_ids=(0,), pad_id=0)
+
+    program = recorded(monkeypatch, make)
+    variables = init_variables(model, jax.random.key(0))
+    tokens, keys = np.zeros((4, 16), np.int32), jax.random.split(jax.random.key(0), 4)
+    compiled = program.lower(variables, tokens, np.ones_like(tokens, bool), keys, np.ones(4, bool)).compile()
+    taken = compiled.memory_analysis().temp_size_in_bytes
+    assert memory.to_sample == pytest.approx(taken, rel=0.05)
+
+
+def test_narrow_types_are_said_to_be_bounds(not_compiled):
+    config, model = of_tiny("--policy.compute_dtype=bfloat16")
+    memory = policy_memory(config, model)
+    assert memory.widened and not policy_memory(*of_tiny()).widened
+    rows = {row.name: row for row in plan_command.policy_rows(config, memory)}
+    assert "at most" in rows["update: activations"].note
+    assert rows["sampling: decode cache"].bytes == cache_bytes(*of_tiny()) // 2
+
+
+def test_a_mesh_shares_out_what_is_held(not_compiled):
+    config, model = of_tiny()
+    whole = policy_memory(config, model)
+    mesh = jax.sharding.AbstractMesh((2, 1), ("fsdp", "tensor"))
+    half = tree_bytes(plan._state_shapes(config, model, mesh).variables)
+    small = tree_bytes(init_variables(model, jax.random.key(0))["params"]["norm"])
+    assert whole.weights / 2 < half < whole.weights / 2 + 12 * small  # norms and biases are everywhere
+
+
+# --------------------------------------------------------------------------------------------------------- the judges
+
+
+def headers(folder):
+    """Numbers in the safetensors files of a folder."""
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            total += sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
+    return total
+
+
+def test_judges_are_counted_without_their_weights(tmp_path):
+    from bridges import miniature, shapes
+
+    whole = miniature.path("renderer")
+    shutil.copytree(whole, tmp_path / "renderer", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(miniature.path("scorer"), tmp_path / "scorer", ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes, widths, edge = shapes.pipeline_sizes(str(tmp_path / "renderer"))
+    assert sizes == {name: headers(whole / name) for name in ("transformer", "vae", "text_encoder", "text_encoder_2")}
+    assert widths == (12,) and edge == 32
+    assert shapes.clip_size(str(tmp_path / "scorer")) == pytest.approx(headers(miniature.path("scorer")), rel=1e-3)
+    with pytest.raises(UserError, match="model_index"):
+        shapes.pipeline_sizes(str(tmp_path))
+
+
+def text_encoder(width, layers):
+    return {"vocab_size": 49408, "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers} | {
+        "num_attention_heads": width // 64,
+        "projection_dim": width,
+    }
+
+
+def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
+    from bridges import shapes
+
+    components = {
+        "transformer": ("diffusers", "SD3Transformer2DModel"),
+        "vae": ("diffusers", "AutoencoderKL"),
+        "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
+        "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+        "text_encoder_3": ("transformers", "T5EncoderModel"),
+    }
+    transformer = {"sample_size": 128, "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 24} | {
+        "attention_head_dim": 64,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 1536,
+        "pooled_projection_dim": 2048,
+        "pos_embed_max_size": 192,
+    }
+    vae = {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16} | {
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
+    t5 = {"vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+    configs = (
+        transformer,
+        vae,
+        text_encoder(768, 12),
+        text_encoder(1280, 32),
+        t5 | {"feed_forward_proj": "gated-gelu"},
+    )
+    for name, config in zip(components, configs, strict=True):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model_index.json").write_text(json.dumps(components))
+    published = plan_judges.PUBLISHED_PIPELINES["stabilityai/stable-diffusion-3-medium-diffusers"]
+    assert shapes.pipeline_sizes(str(tmp_path)) == published
+    for name, size in plan_judges.PUBLISHED_CLIPS.items():
+        assert shapes.clip_size(name) == size
+
+
+def test_the_vision_tower_is_counted_as_transformers_builds_it():
+    import torch
+    from transformers.models.qwen2_vl import configuration_qwen2_vl, modeling_qwen2_vl
+
+    fields = plan_judges.PUBLISHED_POLICIES["Qwen/Qwen2-VL-7B-Instruct"]["vision_config"] | {"depth": 2}
+    with torch.device("meta"):
+        tower = modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel(
+            configuration_qwen2_vl.Qwen2VLVisionConfig(**fields)
+        )
+    assert plan_judges.vision_size(fields) == sum(weight.numel() for weight in tower.parameters())
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_real_config_fits_large_cards(not_compiled, capsys):
+    command = ["--config=prompt_enhancement_sd3", "--plan", "--device_memory_gib=80,80,80"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "7,615,616,512 parameters" in said and "vision tower: 675,759,104 parameters, not loaded" in said
+    assert [line for line in said.splitlines() if line.startswith("gpu:")] == [f"gpu:{i}, 80.00 GiB" for i in range(3)]
+    assert said.endswith("It fits.\n")
+
+
+def test_a_folder_with_a_config_alone_is_planned(folder, not_compiled, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("task: text\nrewards: [{name: 'judge.py:letters'}]\n")
+    assert main(["--config=run.yaml", f"--policy.path={folder}", *SMALL, "--plan", "--device_memory_gib=16"]) == 0
+    said = capsys.readouterr().out
+    assert "gpu:0, 16.00 GiB" in said and "renderer" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "run.yaml"]  # no run directory
+
+
+def test_what_does_not_fit_is_said_with_what_would(not_compiled, monkeypatch, capsys):
+    def memory(config, model, mesh=None):
+        weights = (1 if config.policy.lora.rank else 20) * GIB
+        return PolicyMemory(10, 10, weights, 0, 0, 0, 0, GIB, 0, 2 * GIB, False)
+
+    monkeypatch.setattr(plan_command, "policy_memory", memory)
+    assert main([*SMALL, "--plan", "--device_memory_gib=16,16,16"]) == 1
+    said = capsys.readouterr().out
+    assert "It does not fit: gpu:0." in said
+    assert said.endswith("It would fit with:\n  --policy.lora.rank 16\n")
+    assert main([*SMALL, "--plan", "--device_memory_gib=1,16,16"]) == 1
+    assert "too much with:" in capsys.readouterr().out
+
+
+def test_changes_are_kept_only_where_they_help():
+    config = configured("--policy.remat=none")
+
+    def excess(given):
+        size = 10 * GIB - 4 * GIB * (given.policy.remat == "layer") - 8 * GIB * (given.sampling.group_size < 3)
+        return plan_advice.Excess(max(size, 0), frozenset({"policy"}) if size > 0 else frozenset(), False)
+
+    words, left = plan_advice.changes_that_fit(config, 1, excess)
+    assert words == ["--policy.remat layer", "--sampling.group_size 2"] and left.bytes == 0
+
+
+def test_a_mesh_is_a_way_out_where_there_are_cards_to_share():
+    config = configured()
+
+    def excess(given):
+        too_much = GIB if given.policy.mesh.size == 1 else 0
+        return plan_advice.Excess(too_much, frozenset({"policy"} if too_much else ()), True)
+
+    assert plan_advice.changes_that_fit(config, 3, excess)[0] == ["--policy.mesh.fsdp 2"]
+    assert plan_advice.changes_that_fit(config, 2, excess)[1].bytes == GIB
+    assert plan_advice.steps(3)[0].part == "policy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device_memory_gib=16"], "add --plan"),
+        (["--plan", "--device_memory_gib=16,none"], "such as 16,16,16"),
+        (["--plan", "--device_memory_gib=0"], "such as 16,16,16"),
+        (["--plan", "--policy.path=nowhere"], "expected a folder with config.json"),
+        (["--plan", "--task=cartpole"], "nothing to plan"),
+        (["--plan", "--policy.lora.rank=4", "--policy.lora.targets=[c_attn]"], "policy.lora: "),
+        (["--plan", "--device_memory_gib=16", "--devices.policy=gpu:3"], "there is no gpu:3"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, capsys, not_compiled):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and message in captured.err
+
+
+def test_peak_counts_the_larger_of_sampling_and_update():
+    memory = PolicyMemory(1, 1, 100, 20, 10, 1, 2, 3, 4, 5, False)
+    assert memory.held == 130 and memory.peak == 139
+    assert memory._replace(update=0).peak == 136

@@ -134,6 +134,9 @@ class Config:
         require(buffer <= most, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {most}", buffer)
         named = buffer == 0 or "overlong" not in labels
         require(named, "rewards.overlong", "another name: the penalty of algorithm.overlong_buffer has it", labels)
+        policy = self.policy
+        alone = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
+        require(alone, "policy.quantised", "none without policy.lora, or over a mesh", policy.quantised)
         self._check_kl_control()
         self._check_mesh()
         self._check_recommendation()

@@ -113,6 +113,7 @@ class PolicySection:
         new: The small untrained policy that "new" makes (recommendation).
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
+        quantised: Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md).
         remat: What the backward pass computes again to save memory: "none"; "products", attention and all that is
             elementwise, while results of products with weights are kept; "layer", whole layers.
         lora: Low-rank adapters.
@@ -123,6 +124,7 @@ class PolicySection:
     new: NewPolicySection = field(default_factory=NewPolicySection)
     compute_dtype: Dtype = "float32"
     frozen_dtype: Dtype = "float32"
+    quantised: Literal["none", "int8", "int4"] = "none"
     remat: Literal["none", "products", "layer"] = "products"
     lora: LoraSection = field(default_factory=LoraSection)
     mesh: MeshSection = field(default_factory=MeshSection)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from grpo_jax.config import Config, LoraSection, MeshSection, RewardSection, from_dict
+from grpo_jax.adapters import first_adapters, lora_config
+from grpo_jax.config import Config, MeshSection, RewardSection, from_dict
 from grpo_jax.errors import UserError
 from grpo_jax.judges import make_environment
 from grpo_jax.models.sharding import gather, make_mesh, place, shard_policy
@@ -119,23 +120,6 @@ def run_config(run_dir: str | Path) -> Config:
         return dataclasses.replace(from_dict(values), run_dir=str(run_dir))
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-
-
-def lora_config(section: LoraSection, model: Any) -> Any:
-    """Adapters' config for a model's: the section's, or that of the folder it names; None where all is trained."""
-    from grpo_jax.models.lora import LoraConfig, check_targets
-    from grpo_jax.models.peft import load_adapters
-
-    if section.path is not None:
-        return load_adapters(section.path, model)[0]
-    if section.rank == 0:
-        return None
-    try:
-        lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or model.projections)
-        check_targets(lora, model.projections, model.model_type)
-        return lora
-    except ValueError as error:
-        raise UserError(f"policy.lora: {error}") from error
 
 
 def load_parts(
@@ -276,8 +260,7 @@ def _load_policy(config: Config, devices: Sequence[jax.Device], say: Say) -> tup
     """The folder as read, functions, LoRA config, variables on the devices, and the mesh if they are several."""
     from grpo_jax.models import hf
     from grpo_jax.models.decoder import make_policy
-    from grpo_jax.models.lora import init_adapters
-    from grpo_jax.models.peft import load_adapters
+    from grpo_jax.models.quantised import count_weights, quantise
 
     section = config.policy
     folder = section.path
@@ -291,23 +274,24 @@ def _load_policy(config: Config, devices: Sequence[jax.Device], say: Say) -> tup
         return jax.device_put(tree, devices[0]) if mesh is None else place(tree, mesh)
 
     dtype = section.frozen_dtype if section.lora.used else "float32"
+    store = None if mesh is None else put
+    if section.quantised != "none":
+        store = partial(quantise, kind=section.quantised, device=devices[0])
     try:
-        loaded = hf.load_folder(folder, param_dtype=dtype, put=None if mesh is None else put)
+        loaded = hf.load_folder(folder, param_dtype=dtype, put=store)
     except ValueError as error:  # a weight that does not divide
         raise UserError(f"policy.mesh: {error}") from error
     lora = lora_config(section.lora, loaded.config)
     policy = make_policy(loaded.config, compute_dtype=section.compute_dtype, remat=section.remat, lora=lora)
     _check_room(config, policy.max_positions)
     variables = {"params": put(loaded.params)}
-    if section.lora.path is not None:
-        variables["lora"] = put(load_adapters(section.lora.path, loaded.config)[1])
-    elif lora is not None:
-        key = jax.random.fold_in(jax.random.key(config.seed), 2**30)
-        variables["lora"] = put(init_adapters(variables["params"], key, lora))
+    if lora is not None:
+        variables["lora"] = put(first_adapters(section.lora, lora, loaded.config, variables["params"], config.seed))
     if config.algorithm.advantage == "gae":
         variables[VALUE] = put({VALUE: init_value_head(loaded.config.hidden_size)})[VALUE]
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
+    count = count_weights(variables["params"])
     trained = (f", LoRA rank {lora.rank}" if lora else "") + (", value head" if VALUE in variables else "")
+    trained = trained if section.quantised == "none" else f" on {section.quantised}{trained}"
     say("policy", f"{section.path}: {count:,} parameters, {section.compute_dtype}{trained}, on {_listed(devices)}")
     return loaded._replace(params=None), shard_policy(policy, mesh), lora, variables, mesh
 

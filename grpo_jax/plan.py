@@ -16,12 +16,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax import trainer
+from grpo_jax.adapters import lora_config
 from grpo_jax.config import Config
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.models.sharding import FSDP, gather, shard_optimizer, shard_policy, shardings
 from grpo_jax.objectives import Batch, make_forward
-from grpo_jax.parts import lora_config
 from grpo_jax.sampling import SamplingParams, bucket_size, make_sampler
 from grpo_jax.value_head import VALUE, init_value_head
 

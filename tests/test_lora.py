@@ -13,6 +13,7 @@ import yaml
 from text_task import in_process, rows, shared_place
 
 from grpo_jax import export, train, trainer
+from grpo_jax.adapters import lora_config
 from grpo_jax.checkpoint import restore_params
 from grpo_jax.config import AlgorithmSection, Config, LoraSection, OptimizerSection, TrainingSection
 from grpo_jax.errors import UserError
@@ -22,7 +23,6 @@ from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.gpt2 import GPT2Config
 from grpo_jax.models.lora import GPT2_PROJECTIONS, PROJECTIONS, LoraConfig
 from grpo_jax.models.peft import load_adapters, save_adapters
-from grpo_jax.parts import lora_config
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
 

@@ -10,6 +10,7 @@ from flax import linen as nn
 
 from grpo_jax.models import cache as caches
 from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.quantised import as_array
 
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
@@ -209,7 +210,7 @@ class Projection(nn.Module):
         """[..., in] to [..., features]."""
         # Fresh values are drawn by decoder.init_variables, which takes only names and shapes from here.
         kernel = self.param("kernel", nn.initializers.zeros, (x.shape[-1], self.features), self.param_dtype)
-        y = x @ kernel.astype(self.dtype)
+        y = x @ as_array(kernel, self.dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
             y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - 1) + (-1,))

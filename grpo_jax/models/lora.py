@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.models.quantised import as_array
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GPT2_PROJECTIONS = ("c_attn", "attn_c_proj", "c_fc", "mlp_c_proj")
 
@@ -78,7 +80,7 @@ def init_adapters(params: Mapping[str, Any], key: jax.Array, lora: LoraConfig) -
 
 
 def merge(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, Any]:
-    """The parameters with the adapters folded in; each kernel keeps its dtype.
+    """The parameters with the adapters folded in; each kernel keeps its dtype, quantised ones become float32.
 
     Args:
         variables: ``{"params": tree}``, with or without ``"lora"``.
@@ -92,7 +94,10 @@ def merge(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, An
         return params
     if lora is None:
         raise ValueError("variables hold a 'lora' collection: merge needs its LoraConfig, got None")
-    layers = dict(params["layers"])
+    layers = {
+        name: {**own, "kernel": as_array(own["kernel"], own["kernel"].dtype)} if "kernel" in own else own
+        for name, own in params["layers"].items()
+    }
     for name, adapter in variables["lora"]["layers"].items():
         kernel = layers[name]["kernel"]
         update = jnp.einsum("nir,nro->nio", adapter["a"], adapter["b"], precision="highest") * lora.scale

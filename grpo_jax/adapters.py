@@ -1,0 +1,41 @@
+"""The adapters that a config asks for: their settings, and what they are at the start of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from grpo_jax.config import LoraSection
+from grpo_jax.errors import UserError
+
+
+def lora_config(section: LoraSection, model: Any) -> Any:
+    """The `LoraConfig` for a model's config, or None where all weights are trained.
+
+    Raises:
+        UserError: A target is no projection of this architecture, or the folder that the section names does not fit it.
+    """
+    from grpo_jax.models.lora import LoraConfig, check_targets
+    from grpo_jax.models.peft import load_adapters
+
+    if section.path is not None:
+        return load_adapters(section.path, model)[0]
+    if section.rank == 0:
+        return None
+    try:
+        lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or model.projections)
+        check_targets(lora, model.projections, model.model_type)
+        return lora
+    except ValueError as error:
+        raise UserError(f"policy.lora: {error}") from error
+
+
+def first_adapters(section: LoraSection, lora: Any, model: Any, params: Any, seed: int) -> dict[str, Any]:
+    """The `lora` collection that training begins with: the folder's that the section names, else fresh ones."""
+    from grpo_jax.models.lora import init_adapters
+    from grpo_jax.models.peft import load_adapters
+
+    if section.path is not None:
+        return load_adapters(section.path, model)[1]
+    return init_adapters(params, jax.random.fold_in(jax.random.key(seed), 2**30), lora)

@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,7 +123,7 @@ def shares(case: work.Case, seconds: dict[str, float], ceilings: dict[str, float
     return found
 
 
-def measure_ceilings() -> dict[str, float]:
+def measure_ceilings(now: Callable[[], float]) -> dict[str, float]:
     """Matmul and stream rates of this process's cores, in JAX: the best of several sizes and tries."""
     import jax
     import jax.numpy as jnp
@@ -132,9 +132,9 @@ def measure_ceilings() -> dict[str, float]:
         jax.block_until_ready(function(*arrays))
         seconds = []
         for _ in range(tries):
-            start = time.perf_counter()
+            start = now()
             jax.block_until_ready(function(*arrays))
-            seconds.append(time.perf_counter() - start)
+            seconds.append(now() - start)
         return min(seconds)
 
     multiply = jax.jit(jnp.matmul)
@@ -147,25 +147,25 @@ def measure_ceilings() -> dict[str, float]:
     triad = jax.jit(lambda _, a, b: a + 3.0 * b, donate_argnums=0)  # writes into memory that is there already
     seconds = []
     for _ in range(6):
-        start = time.perf_counter()
+        start = now()
         first = jax.block_until_ready(triad(first, second, third))
-        seconds.append(time.perf_counter() - start)
+        seconds.append(now() - start)
     stream = 3 * FLOAT * size / min(seconds)
     return {"flops_per_second": max(rates.values()), "bytes_per_second": stream, **rates}
 
 
-def ceilings_of(threads: int) -> dict[str, float]:
+def ceilings_of(threads: int, clock: str) -> dict[str, float]:
     """`measure_ceilings` in a process pinned to that many cores."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
-    command = ["taskset", "-c", cores, sys.executable, __file__, "--ceilings"]
+    command = ["taskset", "-c", cores, sys.executable, __file__, "--ceilings", "--clock", clock]
     done = subprocess.run(command, env=grpo_iteration.environment(threads), capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
-def measured(case: work.Case, threads: int, iterations: int, root: Path) -> dict[str, float]:
+def measured(case: work.Case, threads: int, iterations: int, clock: str, root: Path) -> dict[str, float]:
     """Median seconds of each phase, first iteration left out."""
     folder = grpo_iteration.make_folder(case, root)
-    given = work.Assignment(case, folder, iterations + 1, threads, "", "wall", root / f"{case.name}-{threads}.json")
+    given = work.Assignment(case, folder, iterations + 1, threads, "", clock, root / f"{case.name}-{threads}.json")
     report = grpo_iteration.run_worker("ours", given, sys.executable)
     if "error" in report:
         raise SystemExit(f"{case.name}: the worker failed: {report['error']}")
@@ -191,18 +191,21 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("floor.json"))
+    parser.add_argument(
+        "--clock", choices=list(work.CLOCKS), default="wall", help="cpu: for a busy machine, one thread"
+    )
     parser.add_argument("--ceilings", action="store_true", help="only measure this process's ceilings, as JSON")
     chosen = parser.parse_args()
     if chosen.ceilings:
-        print(json.dumps(measure_ceilings()))
+        print(json.dumps(measure_ceilings(work.CLOCKS[chosen.clock])))
         return
-    outcome = {"machine": grpo_iteration.machine(), "ceilings": {}, "results": []}
+    outcome = {"machine": grpo_iteration.machine(), "clock": chosen.clock, "ceilings": {}, "results": []}
     with tempfile.TemporaryDirectory() as root:
         for threads in chosen.threads:
-            ceilings = outcome["ceilings"][str(threads)] = ceilings_of(threads)
+            ceilings = outcome["ceilings"][str(threads)] = ceilings_of(threads, chosen.clock)
             for name in chosen.cases:
                 case = work.CASES[name]
-                seconds = measured(case, threads, chosen.iterations, Path(root))
+                seconds = measured(case, threads, chosen.iterations, chosen.clock, Path(root))
                 row = {"case": name, "threads": threads, "phases": shares(case, seconds, ceilings)}
                 outcome["results"].append(row)
     chosen.out.write_text(json.dumps(outcome, indent=1) + "\n")

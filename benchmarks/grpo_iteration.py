@@ -207,7 +207,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="instead of the case's own")
     parser.add_argument("--iterations", type=int, help="instead of the case's own")
     parser.add_argument("--libraries", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a busy machine, one thread")
+    parser.add_argument(
+        "--clock", choices=list(work.CLOCKS), default="wall", help="cpu: for a busy machine, one thread"
+    )
     parser.add_argument("--python", default=sys.executable, help="with grpo_jax")
     parser.add_argument("--trl_python", default=sys.executable, help="with the extra `oracles`")
     parser.add_argument("--tunix_python", default=None, help="with tunix_requirements.txt")

@@ -20,6 +20,7 @@ from pathlib import Path
 KL_COEF = 0.04
 LEARNING_RATE = 1e-5
 PHASES = ("sampling", "logprobs", "update")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Assignment:
     @property
     def now(self) -> Callable[[], float]:
         """Reads the clock: "wall", or "cpu", the seconds of all this process's threads, for a machine that is busy."""
-        return {"wall": time.perf_counter, "cpu": time.process_time}[self.clock]
+        return CLOCKS[self.clock]
 
 
 def assignment(arguments: Sequence[str] | None = None) -> Assignment:
@@ -121,7 +122,7 @@ def assignment(arguments: Sequence[str] | None = None) -> Assignment:
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--variant", default="")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--out", type=Path, required=True)
     return Assignment(**vars(parser.parse_args(arguments)))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
 from bridges.retrieval.cluster import NAMESPACE, fetch, join_cluster, not_found, rejoin_cluster, typed_errors
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
-from bridges.retrieval.errors import RetrievalError, ServiceNotFound
+from bridges.retrieval.errors import ActorLost, RetrievalError, ServiceNotFound
 from bridges.retrieval.local import Shard
 from bridges.retrieval.ranking import Counts, Scale, merge_counts
 from bridges.retrieval.retriever import Queries
@@ -274,7 +274,10 @@ def _look_up(service: str, timeout: float) -> tuple[list[Any], Description]:
         first = _find_actor(service, 0)
         if first is None:
             raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
-        description = fetch([first.describe.remote()], timeout)[0]
+        try:
+            description = fetch([first.describe.remote()], timeout)[0]
+        except ActorLost as error:  # it keeps its name until whoever started it ends
+            raise ServiceNotFound(not_found(service, f"its actor is dead, end its `serve`: {error}")) from error
         actors = [first, *(_find_actor(service, i) for i in range(1, description.shards))]
     if None in actors:
         raise ServiceNotFound(not_found(service, f"shard {actors.index(None)} of {len(actors)} is gone"))

@@ -1,0 +1,156 @@
+"""Training through the command with a retrieval service over real Ray: the same run, also when its actor dies."""
+
+import json
+import os
+
+import pytest
+
+# before Ray is imported: a process that gives an address must say that it has the cluster's token
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+ray = pytest.importorskip("ray")
+
+from bridges.retrieval import cluster, service  # noqa: E402
+from grpo_jax.tasks.recommendation.dummy import make_catalogue_of_words  # noqa: E402
+from grpo_jax.train import main  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+TRAINING = 16  # completions of one batch; evaluations have others
+OPTIONS = {
+    "report_to": "[]",
+    "recommendation.dummy_users": 40,
+    "recommendation.dummy_items": 280,
+    "policy.new.width": 16,
+    "warm_start.steps": 3,
+    "warm_start.batch": 8,
+    "sampling.group_size": 4,
+    "training.prompts_per_batch": 4,
+    "training.max_steps": 3,
+    "training.save_every": 1,
+    "evaluation.prompts": 12,
+    "evaluation.validation_prompts": 8,
+    "evaluation.every": 0,
+    "retrieval.attempts": 1,
+    "retrieval.budget": 0,
+}
+
+
+def make_faulty(folder):
+    """The actor's class, which does what folder/order says in the second training batch that it is asked about.
+
+    Made in a function, so that Ray sends its code along; batches are counted in a file, which survives the actor.
+    """
+
+    class FaultyShard(service.RankShard):
+        def count(self, queries, scale, *vectors):
+            counts = super().count(queries, scale, *vectors)
+            if len(queries.targets) != TRAINING:
+                return counts
+            calls = folder / "calls"
+            calls.write_text(calls.read_text() + "x")
+            order = (folder / "order").read_text() if len(calls.read_text()) == 2 else ""
+            if order == "die":  # and be started again
+                os._exit(1)
+            if order == "leave":  # for good
+                ray.actor.exit_actor()
+            return counts._replace(score=counts.score * float("nan")) if order == "nan" else counts
+
+    return FaultyShard
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory):
+    """serve(order): from now on the service has that fault; "" ends it and starts another, which has none."""
+    folder = tmp_path_factory.mktemp("service")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=80 * 2**20,
+        namespace=cluster.NAMESPACE,
+    )
+    running = []
+
+    def start(order):
+        (folder / "order").write_text(order)
+        (folder / "calls").write_text("")
+        if order == "" and running:
+            running.pop().close()  # as Ctrl-C does
+        if not running:
+            titles = make_catalogue_of_words(280).titles
+            kind = make_faulty(folder)
+            running.append(service.start_service(titles, cache=folder / "cache", cpus=0.5, shard_class=kind))
+        return folder / "calls"
+
+    try:
+        yield start
+    finally:
+        ray.shutdown()
+
+
+def train(run_dir, **changes):
+    options = {**OPTIONS, "run_dir": run_dir, **changes}
+    return main(["--config", "recommendation_quick", *(f"--{name}={value}" for name, value in options.items())])
+
+
+def rows_of(run_dir):
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    times = ("seconds/", "tokens_per_second")
+    return [{name: value for name, value in row.items() if not name.startswith(times)} for row in rows]
+
+
+def table_of(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())["table"]
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory, shared_programs):
+    """A run that knows nothing of Ray."""
+    run_dir = tmp_path_factory.mktemp("runs") / "in_process"
+    assert train(run_dir) == 0
+    return run_dir
+
+
+def test_a_run_over_ray_is_the_run_in_process_though_the_actor_dies(in_process, serve, tmp_path):
+    calls = serve("die")
+    assert train(tmp_path / "run", **{"retrieval.backend": "ray"}) == 0
+    assert len(calls.read_text()) == 4  # three batches, the second one twice
+    assert rows_of(tmp_path / "run") == rows_of(in_process)
+    assert table_of(tmp_path / "run") == table_of(in_process)
+    assert "service 'retrieval' over Ray" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_a_failed_call_is_missing_rewards_and_the_run_goes_on(in_process, serve, tmp_path):
+    serve("nan")
+    assert train(tmp_path / "run", **{"retrieval.backend": "ray", "retrieval.budget": 1}) == 0
+    rows, undisturbed = rows_of(tmp_path / "run"), rows_of(in_process)
+    assert [row["missing/ndcg"] for row in rows] == [0, 1, 0]
+    assert rows[0] == undisturbed[0]
+    assert rows[1]["reward/ndcg/mean"] is None and rows[1]["loss"] == 0 and rows[1]["mean_advantage"] == 0
+    assert all(row["missing"] == 0 for row in table_of(tmp_path / "run"))
+
+
+def test_an_actor_that_is_gone_stops_the_run_which_goes_on_with_another(in_process, serve, tmp_path, capsys):
+    serve("leave")
+    changes = {"retrieval.backend": "ray", "retrieval.attempts": 2}
+    assert train(tmp_path / "run", **changes) == 2
+    written = capsys.readouterr().err
+    assert written.splitlines()[-1].startswith("error: the retrieval failed in 1 of the last")
+    assert "Saved after iteration 1; go on with --resume" in written and "Traceback" not in written
+    again = ["--resume", "--run_dir", str(tmp_path / "run")]
+    assert main(again) == 2
+    written = capsys.readouterr().err
+    assert written.startswith("error: RetrievalService not found: 'retrieval' (its actor is dead")
+    assert "python -m bridges.retrieval serve" in written and written.count("\n") == 1
+    serve("")
+    assert main(again) == 0
+    assert rows_of(tmp_path / "run") == rows_of(in_process)
+    assert table_of(tmp_path / "run") == table_of(in_process)

@@ -49,7 +49,7 @@ class Case:
         return f"{self.hidden}x{self.layers}x{self.heads}x{self.kv_heads}x{self.mlp}x{self.vocabulary}"
 
 
-GROUPS = (2, 4, 8, 16, 32, 64)
+GROUPS = (2, 4, 16, 64)
 CASES = {
     case.name: case
     for case in [

@@ -15,6 +15,7 @@ from typing import Any
 from grpo_jax.cartpole.config import CartPoleConfig
 from grpo_jax.command_line import arguments_with_defaults, parse, take_request
 from grpo_jax.config import Config
+from grpo_jax.distributed import refuse_several
 from grpo_jax.errors import UserError
 
 
@@ -78,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from grpo_jax.plan_command import show_plan
 
             return show_plan(config, planned)
+        refuse_several()
         if config.run_dir is None:
             config = dataclasses.replace(config, run_dir=f"runs/{config.task}-{time.strftime('%Y%m%d-%H%M%S')}")
         run(config)

@@ -30,7 +30,7 @@ COMMANDS = {
     f"grpo_jax.{name}"
     for name in (
         *("train", "evaluate", "export", "predict", "parts", "judges", "experiment", "loop", "drawing"),
-        *("recommendation_parts", "recommendation_report", "warm_start", "results", "memory_budget"),
+        *("recommendation_parts", "recommendation_report", "warm_start", "results", "memory_budget", "adapters"),
         *("plan", "plan_advice", "plan_command", "plan_judges"),
     )
 }

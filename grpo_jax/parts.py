@@ -17,7 +17,7 @@ from grpo_jax.adapters import first_adapters, lora_config
 from grpo_jax.config import Config, MeshSection, RewardSection, from_dict
 from grpo_jax.errors import UserError
 from grpo_jax.judges import make_environment
-from grpo_jax.models.sharding import gather, make_mesh, place, shard_policy
+from grpo_jax.models.sharding import gather, make_mesh, over_prompts, place, shard_policy
 from grpo_jax.pipeline import StageError
 from grpo_jax.recommendation_parts import Recommendation, load_recommendation, make_new_policy
 from grpo_jax.recommendation_parts import make_environment as make_recommendation
@@ -282,7 +282,13 @@ def _load_policy(config: Config, devices: Sequence[jax.Device], say: Say) -> tup
     except ValueError as error:  # a weight that does not divide
         raise UserError(f"policy.mesh: {error}") from error
     lora = lora_config(section.lora, loaded.config)
-    policy = make_policy(loaded.config, compute_dtype=section.compute_dtype, remat=section.remat, lora=lora)
+    policy = make_policy(
+        loaded.config,
+        compute_dtype=section.compute_dtype,
+        remat=section.remat,
+        lora=lora,
+        spread=over_prompts(mesh),
+    )
     _check_room(config, policy.max_positions)
     variables = {"params": put(loaded.params)}
     if lora is not None:

@@ -260,7 +260,8 @@ def _tell(config: Config, memory: PolicyMemory, cards: Sequence[Card], notes: Se
         print(
             f"  needed {_gib(card.needed)} of {_gib((1 - FREE) * card.capacity)} GiB ({FREE:.0%} left free): {verdict}"
         )
-        if "policy" in card.parts and card.name != "cpu" and _PREALLOCATED * card.capacity < card.needed:
+        tight = not card.excess and card.needed > _PREALLOCATED * card.capacity
+        if tight and "policy" in card.parts and card.name != "cpu":
             print("  JAX takes 75 % of a card by itself: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
 
 

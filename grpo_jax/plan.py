@@ -20,7 +20,7 @@ from grpo_jax.adapters import lora_config
 from grpo_jax.config import Config
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.loss_scale import make_loss_scale
-from grpo_jax.models.sharding import FSDP, gather, shard_optimizer, shard_policy, shardings
+from grpo_jax.models.sharding import FSDP, gather, over_prompts, shard_optimizer, shard_policy, shardings
 from grpo_jax.objectives import Batch, make_forward
 from grpo_jax.sampling import SamplingParams, bucket_size, make_sampler
 from grpo_jax.value_head import VALUE, init_value_head
@@ -168,7 +168,11 @@ def _on(mesh: jax.sharding.Mesh | None, tree: Any) -> Any:
 def _policy(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> Any:
     section = config.policy
     policy = make_policy(
-        model, compute_dtype=section.compute_dtype, remat=section.remat, lora=lora_config(section.lora, model)
+        model,
+        compute_dtype=section.compute_dtype,
+        remat=section.remat,
+        lora=lora_config(section.lora, model),
+        spread=over_prompts(mesh),
     )
     return shard_policy(policy, mesh)
 

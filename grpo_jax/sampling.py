@@ -150,7 +150,7 @@ def _generate(policy, params, eos_ids, pad_id, allowed_tokens, variables, prompt
     # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
     first = jnp.einsum("vd,pd->vp", head, prefix.hidden, preferred_element_type=jnp.float32)
     loop = record(loop, jnp.repeat(first, group, axis=1))
-    halve = eos_ids and rows > 1 and length > _HALVING
+    halve = bool(eos_ids) and rows > 1 and length > _HALVING
     for size in sizes:
         loop = loop._replace(cache=_move(loop.cache, policy.init_cache(rows, group, size)))
         loop = _run(step, loop, size, rows // 2 if halve else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from grpo_jax.config import Config
 from grpo_jax.errors import UserError
 from grpo_jax.parts import Parts, Say
 
@@ -28,7 +29,7 @@ def within_budget(parts: Parts, say: Say) -> Parts:
     length = parts.environment.encode([parts.prompts.train[0].prompt])[0].shape[1]
     data = dataclasses.replace(config.data, max_prompt_tokens=length)
 
-    def with_accumulation(count: int):
+    def with_accumulation(count: int) -> Config:
         return dataclasses.replace(config, training=dataclasses.replace(training, accumulation=count))
 
     prompts = training.prompts_per_batch // training.minibatches

@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.sampling import bucket_size
+SMALLEST = 16
+"""Lengths are rounded up to multiples of this at least."""
 
-BUCKET = 16
-"""Lengths are rounded up to multiples of this at least: each new shape compiles the update once more."""
-
-_WORTH = 0.85  # rows are shared where they hold at most this share of the padded tokens
+_WORTH = 0.85  # rows are shared where they are at most this share of the completions
 
 
 class Packing(NamedTuple):
@@ -33,8 +31,14 @@ class Packing(NamedTuple):
     start: jax.Array
 
 
+def _rounded(number: int, most: int, smallest: int = 1) -> int:
+    """Up to a quarter, half, three quarters or all of `most`: few sizes, for each new one compiles the update anew."""
+    step = max(smallest, -(-most // 4))
+    return min(most, -(-number // step) * step)
+
+
 def trimmed(array: np.ndarray, mask: np.ndarray, *, left: bool = False) -> np.ndarray:
-    """The last axis [.., T] cut to the longest row of a mask [.., T], rounded up to a bucket.
+    """The last axis [.., T] cut to the longest row of a mask [.., T], rounded up to quarters of T.
 
     Args:
         array: `[.., T]`.
@@ -42,18 +46,20 @@ def trimmed(array: np.ndarray, mask: np.ndarray, *, left: bool = False) -> np.nd
         left: Rows are padded on the left rather than on the right.
     """
     length = mask.shape[-1]
-    kept = min(length, bucket_size(max(int(mask.sum(-1).max()), 1), smallest=BUCKET))
+    kept = _rounded(max(int(mask.sum(-1).max()), 1), length, SMALLEST)
     return array[..., length - kept :] if left else array[..., :kept]
 
 
-def pack(mask: np.ndarray) -> Packing | None:
+def pack(mask: np.ndarray, *, shortest: int = 32) -> Packing | None:
     """Shares rows between the completions of each group, longest first, each into the first row with room for it.
 
     Args:
         mask: bool [P, G, T], true for the first tokens of each completion. One without tokens takes no place.
+        shortest: Least T for which shared rows are worth a program compiled for them.
 
     Returns:
-        Arrays on the host, or None where rows of their own hold little padding. R is the same for all prompts.
+        Arrays on the host, or None where rows of their own are short or hold little padding. R is the same for all
+        prompts.
 
     Raises:
         ValueError: A mask is no prefix of its row.
@@ -62,10 +68,11 @@ def pack(mask: np.ndarray) -> Packing | None:
     if (mask[..., 1:] & ~mask[..., :-1]).any():
         raise ValueError("mask must be true for the first tokens of each completion and false after them")
     prompts, group, width = mask.shape
+    if width < shortest:
+        return None
     lengths = mask.sum(-1)
     places = [_places(row, width) for row in lengths]
-    rows = max(max(used for _, used in places), 1)
-    rows = min(group, bucket_size(rows, smallest=2))
+    rows = _rounded(max(1, *(used for _, used in places)), group)
     if rows > _WORTH * group:
         return None
     start = np.stack([place for place, _ in places]).astype(np.int32)

@@ -49,7 +49,7 @@ def test_gradients_are_those_of_rows_of_their_own(family):
         return jax.value_and_grad(loss, has_aux=True)(variables)
 
     whole = batch()
-    packing = pack(whole.mask)
+    packing = pack(whole.mask, shortest=1)
     assert packing.source.shape == (PROMPTS, 2, WIDTH)  # 8 | 4 3 1, which is half the rows
     (_, expected), slopes = measured(variables, whole)
     (_, got), packed_slopes = measured(variables, whole._replace(packing=packing))
@@ -63,7 +63,7 @@ def test_a_token_of_another_completion_has_no_influence():
     policy = make_policy(CONFIGS["windowed"])
     variables = init_variables(CONFIGS["windowed"], jax.random.key(0))
     forward = jax.jit(make_forward(policy, temperature=1.0))
-    whole = batch()._replace(packing=pack(MASK))
+    whole = batch()._replace(packing=pack(MASK, shortest=1))
     others = whole.tokens.copy()
     others[:, 1:] = 31 - others[:, 1:]
     before, after = forward(variables, whole), forward(variables, whole._replace(tokens=others))
@@ -72,7 +72,7 @@ def test_a_token_of_another_completion_has_no_influence():
 
 
 def test_packed_and_unpacked_again():
-    tokens, packing = batch().tokens, pack(MASK)
+    tokens, packing = batch().tokens, pack(MASK, shortest=1)
     rows, mask, steps = packed(tokens, packing)
     assert mask.sum() == MASK.sum()
     np.testing.assert_array_equal(unpacked(rows, MASK, packing), np.where(MASK, tokens, 0))
@@ -85,7 +85,7 @@ def test_every_token_has_a_place_and_long_completions_stay_apart(seed):
     random = np.random.default_rng(seed)
     lengths = random.integers(0, 10, (3, 8)).clip(max=WIDTH)
     lengths[:, 0] = 1
-    packing = pack(np.arange(WIDTH) < lengths[..., None])
+    packing = pack(np.arange(WIDTH) < lengths[..., None], shortest=1)
     if packing is None:
         assert (lengths.sum(-1) > 0.6 * 8 * WIDTH).any()
         return
@@ -95,11 +95,17 @@ def test_every_token_has_a_place_and_long_completions_stay_apart(seed):
 
 
 def test_full_rows_are_left_alone():
-    assert pack(np.ones((2, 4, 8), bool)) is None
+    assert pack(np.ones((2, 4, 32), bool)) is None
+
+
+def test_short_rows_are_not_worth_a_program():
+    mask = np.arange(32) < 3
+    assert pack(np.tile(mask[:31], (2, 4, 1))) is None
+    assert pack(np.tile(mask, (2, 4, 1))).source.shape == (2, 1, 32)
 
 
 def test_a_batch_without_tokens_packs_into_the_fewest_rows():
-    assert (pack(np.zeros((2, 4, 8), bool)).source == -1).all()
+    assert (pack(np.zeros((2, 4, 8), bool), shortest=1).source == -1).all()
 
 
 def test_a_mask_with_holes_is_refused():

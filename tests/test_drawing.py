@@ -77,7 +77,7 @@ def make_parts(teaches, **algorithm):
     prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
     parts = SimpleNamespace(
         config=from_dict(values), environment=environment, sampler=sample, prompts=prompts, key=jax.random.key(0),
-        timeout=None, weights={"a": 1.0, "b": 1.0}, conditions=(), variables={"params": jax.numpy.zeros(1)},
+        timeout=None, mesh=None, weights={"a": 1.0, "b": 1.0}, conditions=(), variables={"params": jax.numpy.zeros(1)},
     )  # fmt: skip
     return parts, judged
 

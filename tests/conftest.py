@@ -1,11 +1,20 @@
 """What every test runs under: JAX on CPU, nothing from the network, the same examples every time."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 
 # Before jax and the Hugging Face libraries are imported; subprocesses inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a test that counts compilations must see them all
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Workers and the commands they start find each other's programs: compiling takes most of a tiny run's time.
+    programs = tempfile.mkdtemp(prefix="grpo_jax_programs_")
+    atexit.register(shutil.rmtree, programs, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
     os.environ[offline] = "1"
 os.environ["WANDB_MODE"] = "disabled"
@@ -28,25 +37,12 @@ def forget_programs():
     gc.collect()
 
 
-@pytest.fixture(scope="module")
-def shared_programs(tmp_path_factory):
-    """Runs of one module find each other's compiled programs in a folder: compiling takes most of a tiny run's time."""
-    from jax.experimental.compilation_cache import compilation_cache
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """A task for the commands: policy, prompts, judge and config, one for all test files of a worker."""
+    from text_task import make_place
 
-    wanted = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in wanted}
-    for name, value in wanted.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    return make_place(tmp_path_factory.mktemp("text_task"))
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,11 @@ import sys
 
 import pytest
 import yaml
-from text_task import environment, in_process, rows, shared_place
+from text_task import environment, rows
 
 from grpo_jax import evaluate, export
 from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.train import main
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = shared_place(tmp_path_factory)
-    with in_process(place):
-        yield place
 
 
 @pytest.fixture

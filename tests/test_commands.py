@@ -6,7 +6,7 @@ import re
 
 import pytest
 import yaml
-from text_task import ROOT, finished_run, in_process, rows, shared_place
+from text_task import ROOT, finished_run, rows
 from tiny_models import causal_lm
 
 from grpo_jax import evaluate, export
@@ -17,13 +17,6 @@ from grpo_jax.predict import load_rewriter
 from grpo_jax.train import run
 
 PROMPTS = ["a tree", "q", "Seven ducks on a pond!"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = shared_place(tmp_path_factory)
-    with in_process(place):
-        yield place
 
 
 @pytest.fixture

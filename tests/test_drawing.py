@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from text_task import assert_same_run, in_process, rows, shared_place
+from text_task import assert_same_run, rows
 
 from grpo_jax.config import from_dict
 from grpo_jax.drawing import draw
@@ -186,13 +186,6 @@ def test_the_samplers_own_probabilities_travel_only_when_asked_for():
 
 
 # a run
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = shared_place(tmp_path_factory)
-    with in_process(place):
-        yield place
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import optax
 import pytest
 import tiny_update
 import yaml
-from text_task import in_process, rows, shared_place
+from text_task import rows
 
 from grpo_jax import export, train, trainer
 from grpo_jax.adapters import lora_config
@@ -153,13 +153,6 @@ def test_a_folder_of_adapters_brings_its_own_settings(tmp_path):
 
 
 # through the commands
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = shared_place(tmp_path_factory)
-    with in_process(place):
-        yield place
 
 
 def train_here(place, run, *options):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny_update
 import yaml
-from text_task import assert_same_run, final_state, in_process, rows, shared_place
+from text_task import assert_same_run, final_state, rows
 from tiny_update import CONFIG, GROUP, PROMPTS, STEPS, TEMPERATURE
 
 from grpo_jax import evaluate, trainer
@@ -196,13 +196,6 @@ def test_values_of_states():
 
 
 # a run
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = shared_place(tmp_path_factory)
-    with in_process(place):
-        yield place
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
 import tiny_update
-from text_task import in_process, shared_place
 
 from grpo_jax import train
 from grpo_jax.config import Config, LoraSection, MeshSection, PolicySection
@@ -128,16 +127,14 @@ def test_what_cannot_be_is_refused():
             Config(policy=policy)
 
 
-def test_a_run_trains_adapters_on_them(tmp_path_factory, tmp_path, monkeypatch):
+def test_a_run_trains_adapters_on_them(place, tmp_path, monkeypatch):
     """The merged policy that it writes is the one it trained: rounded weights and adapters."""
-    place = shared_place(tmp_path_factory)
     run = tmp_path / "run"
     monkeypatch.setenv("JUDGE_RUN", str(run))
     monkeypatch.setenv("JUDGE", "work:0")
     options = ["--policy.lora.rank", "2", "--policy.quantised", "int8", "--training.max_steps", "1"]
     options += ["--training.inner_epochs", "1", "--training.minibatches", "1", "--evaluation.every", "0"]
-    with in_process(place):
-        assert train.main(["--config", str(place.config), "--run_dir", str(run), *options]) == 0
+    assert train.main(["--config", str(place.config), "--run_dir", str(run), *options]) == 0
     assert "float32 on int8, LoRA rank 2" in (run / "train.log").read_text()
     lora, adapters = load_adapters(run / "adapter", hf.load_folder(place.policy, tokenizer=False).config)
     base = quantise(hf.load_folder(place.policy, tokenizer=False).params, "int8")

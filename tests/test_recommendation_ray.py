@@ -112,7 +112,7 @@ def table_of(run_dir):
 
 
 @pytest.fixture(scope="module")
-def in_process(tmp_path_factory, shared_programs):
+def in_process(tmp_path_factory):
     """A run that knows nothing of Ray."""
     run_dir = tmp_path_factory.mktemp("runs") / "in_process"
     assert train(run_dir) == 0

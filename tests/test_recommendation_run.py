@@ -57,7 +57,7 @@ def config_of(folder, name, **changes):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, shared_programs):
+def folder(tmp_path_factory):
     """Where everything lies."""
     return tmp_path_factory.mktemp("recommendation")
 

@@ -10,18 +10,12 @@ from text_task import (
     finished_run,
     kill,
     rows,
-    shared_place,
     start,
     train,
     wait_for,
 )
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return shared_place(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

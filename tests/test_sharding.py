@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from text_task import finish, finished_run, rows, shared_place, start, train, wait_for
+from text_task import finish, finished_run, rows, start, train, wait_for
 
 from grpo_jax.config import from_dict
 from grpo_jax.distributed import Announcement, announced, join_processes, refuse_several
@@ -91,8 +91,8 @@ def test_two_processes_make_one_update():
         assert seen["loss"] < 1e-5 and seen["gradient"] < 1e-5 and seen["kept"]
 
 
-def test_a_run_on_a_mesh_is_the_run_on_one_device_also_when_resumed_on_another(tmp_path_factory, tmp_path, monkeypatch):
-    place, run = shared_place(tmp_path_factory), tmp_path / "run"
+def test_a_run_on_a_mesh_is_the_run_on_one_device_also_when_resumed_on_another(place, tmp_path, monkeypatch):
+    run = tmp_path / "run"
     expected = rows(finished_run(place))
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     process = start(place, run, "--policy.mesh.fsdp=2", "--policy.mesh.tensor=2", judge="hold:2")
@@ -109,9 +109,9 @@ def test_a_run_on_a_mesh_is_the_run_on_one_device_also_when_resumed_on_another(t
     assert (run / "policy" / "model.safetensors").stat().st_size > 33_056 * 4  # whole, whatever held its parts
 
 
-def test_too_few_devices_are_one_line(tmp_path_factory, tmp_path, monkeypatch):
+def test_too_few_devices_are_one_line(place, tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
-    done = train(shared_place(tmp_path_factory), tmp_path / "run", "--policy.mesh.fsdp=2", "--policy.mesh.tensor=2")
+    done = train(place, tmp_path / "run", "--policy.mesh.fsdp=2", "--policy.mesh.tensor=2")
     assert done.returncode == 2
     assert done.stderr.startswith("error: policy.mesh: fsdp 2 x tensor 2 takes 4 devices, but the policy has 3 (cpu:0")
 

@@ -1,10 +1,9 @@
 """A tiny text task, trained through the real command: a policy folder, a prompt file, a judge that can misbehave.
 
-Processes share compiled programs in one folder, or each would compile for half a minute. What the judge does is set
-by the environment: JUDGE="action:rows" acts once metrics.jsonl of JUDGE_RUN has that many rows.
+What the judge does is set by the environment: JUDGE="action:rows" acts once metrics.jsonl of JUDGE_RUN has that many
+rows.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -64,13 +63,12 @@ def hold_commits(after, rename=os.rename):
 
 
 class Place(NamedTuple):
-    """Where everything lies: a config that names it all, and the folder of compiled programs."""
+    """Where everything lies: a config that names it all."""
 
     folder: Path
     config: Path
     policy: Path
     judge: Path
-    programs: Path
 
 
 def make_place(folder: Path) -> Place:
@@ -100,20 +98,7 @@ def make_place(folder: Path) -> Place:
         "rewards": [{"name": f"{judge}:letters"}, {"name": f"{judge}:brief", "weight": 0.5}],
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return Place(folder, folder / "config.yaml", policy, judge, folder / "programs")
-
-
-_PLACES: dict[Path, Place] = {}
-
-
-def shared_place(tmp_path_factory) -> Place:
-    """One place for all test files of a session."""
-    base = tmp_path_factory.getbasetemp()
-    if base not in _PLACES:
-        folder = base / "text_task"
-        folder.mkdir()
-        _PLACES[base] = make_place(folder)
-    return _PLACES[base]
+    return Place(folder, folder / "config.yaml", policy, judge)
 
 
 def finished_run(place: Place) -> Path:
@@ -133,10 +118,6 @@ def environment(place: Place, run: Path, judge: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "JUDGE": judge,
         "JUDGE_RUN": str(run),
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_COMPILATION_CACHE_DIR": str(place.programs),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
 
@@ -178,31 +159,6 @@ def kill(process: subprocess.Popen, run: Path) -> None:
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     (run / "held").unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def in_process(place: Place):
-    """Lets this process share the compiled programs too (tests otherwise run without such a folder)."""
-    from jax.experimental.compilation_cache import compilation_cache
-
-    wanted = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(place.programs),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in wanted}
-
-    def use(values):
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-
-    use(wanted)
-    try:
-        yield
-    finally:
-        use(before)
 
 
 # what a run left

@@ -20,6 +20,7 @@ from grpo_jax.adapters import lora_config
 from grpo_jax.config import Config
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.quantised import count_weights, quantise
 from grpo_jax.models.sharding import FSDP, gather, over_prompts, shard_optimizer, shard_policy, shardings
 from grpo_jax.objectives import Batch, make_forward
 from grpo_jax.sampling import SamplingParams, bucket_size, make_sampler
@@ -105,7 +106,7 @@ def policy_memory(config: Config, model: Any, mesh: jax.sharding.Mesh | None = N
     casts = _param_dtype(config) != config.policy.compute_dtype and widened
     cast = model.vocab_size * model.hidden_size * jnp.dtype(config.policy.compute_dtype).itemsize if casts else 0
     return PolicyMemory(
-        parameters=tree_size(state.variables["params"]),
+        parameters=count_weights(state.variables["params"]),
         trained=tree_size(trained),
         weights=tree_bytes(state.variables),
         optimizer=tree_bytes(state.opt_state),
@@ -192,6 +193,8 @@ def _state_shapes(config: Config, model: Any, mesh: jax.sharding.Mesh | None) ->
         )
         if learns_values:
             variables[VALUE] = init_value_head(model.hidden_size)
+        if section.quantised != "none":
+            variables["params"] = quantise(variables["params"], section.quantised)
         return trainer.init_state(
             variables,
             _optimizer(config),

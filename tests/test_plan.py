@@ -14,6 +14,7 @@ from grpo_jax.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.quantised import quantise
 from grpo_jax.objectives import make_forward
 from grpo_jax.plan import GIB, PolicyMemory, cache_bytes, policy_memory, tree_bytes
 from grpo_jax.sampling import SamplingParams, make_sampler
@@ -89,6 +90,20 @@ def test_adapters_alone_are_trained_and_the_base_is_the_reference(not_compiled):
     assert memory.trained == adapters and memory.reference == 0 and memory.gradients == 4 * adapters
     assert memory.weights == 2 * sum(leaf.size for leaf in jax.tree.leaves(base)) + 4 * adapters
     assert memory.optimizer == pytest.approx(8 * adapters, abs=16)  # and the counts of updates
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_base_in_few_bits_is_counted_as_it_is_stored(not_compiled, kind):
+    from bridges import miniature
+
+    model, _ = plan_command.read_shape("miniature")
+    adapters = ("--policy.lora.rank=2", "--policy.frozen_dtype=float32")
+    whole = policy_memory(configured(*adapters), model)
+    memory = policy_memory(configured(*adapters, f"--policy.quantised={kind}"), model)
+    loaded = hf.load_folder(miniature.path("policy")).params
+    saved = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) - tree_bytes(quantise(loaded, kind))
+    assert memory.parameters == whole.parameters and memory.trained == whole.trained
+    assert memory.weights == whole.weights - saved and saved > 0
 
 
 def test_cache_is_that_of_prefill_and_decoding():

@@ -129,7 +129,7 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     from grpo_jax.config import MeshSection
     from grpo_jax.parts import load_parts, own_bridges, restore_variables, run_config
     from grpo_jax.recommendation_parts import require_same_retrieval
-    from grpo_jax.recommendation_report import ranks_of, results_table
+    from grpo_jax.recommendation_report import policy_ranks, results_table
     from grpo_jax.run_directory import finite
     from grpo_jax.tasks.recommendation.table import format_table, table_records
 
@@ -150,7 +150,7 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     report |= {kind: evaluation.measures for kind, evaluation in found.items()}
     table = []
     if parts.task is not None:
-        table = results_table(parts, {f"policy, {options.checkpoint}": ranks_of(found["greedy"])})
+        table = results_table(parts, policy_ranks(options.checkpoint, found))
         report["table"] = table_records(table)
     if options.json:
         print(json.dumps(finite(report), indent=2))

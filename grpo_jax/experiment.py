@@ -27,7 +27,7 @@ from grpo_jax.loop import Learner, run_iteration
 from grpo_jax.parts import Parts, own_bridges
 from grpo_jax.pipeline import StageError
 from grpo_jax.recommendation_parts import require_same_retrieval, warm_start_pairs
-from grpo_jax.recommendation_report import ranks_of
+from grpo_jax.recommendation_report import policy_ranks
 from grpo_jax.results import finish_run
 from grpo_jax.trainer import TrainState, restored_state, saved_parts
 from grpo_jax.warm_start import warm_start
@@ -49,7 +49,7 @@ class Progress(NamedTuple):
         best_iteration: Where it was reached.
         seconds: Seconds by stage so far, "total" included.
         fingerprint: Of the config's fields that change what is learned.
-        ranks: Recommendation: rank of each test row's target, "before" and "untrained".
+        ranks: Recommendation: rank of each test row's target, before training.
         retrieval: Recommendation: fingerprint of catalogue and encoder.
     """
 
@@ -140,7 +140,7 @@ def begin(run: Run, stop: threading.Event) -> tuple[TrainState, Progress] | None
     progress = progress._replace(
         before=progress.before | measures,
         seconds=_add(progress.seconds, {"evaluate": time.monotonic() - started}),
-        ranks=progress.ranks | _ranks(parts, "before", before["greedy"]),
+        ranks=progress.ranks | _ranks(parts, "before", before),
     )
     told = "  ".join(f"{name} {value:.3f}" for name, value in measures["greedy"].items())
     run.output.say(f"baseline on {len(parts.test_rows)} held-out prompts: {told}")
@@ -157,7 +157,7 @@ def warm_up(run: Run, progress: Progress, stop: threading.Event) -> tuple[TrainS
         untrained = evaluate_policy(parts, variables, parts.test_rows)
         progress = progress._replace(
             before={UNTRAINED: untrained.measures},
-            ranks=_ranks(parts, UNTRAINED, untrained),
+            ranks=_ranks(parts, UNTRAINED, {"greedy": untrained}),
             seconds={"evaluate": time.monotonic() - started},
         )
     with Checkpoints(run.output.directory.warm_start, keep=1) as checkpoints:
@@ -214,9 +214,9 @@ def _require_same(run: Run, progress: Progress, checkpoints: Checkpoints) -> Non
         )
 
 
-def _ranks(parts: Parts, name: str, evaluation: Evaluation) -> dict[str, list[float]]:
+def _ranks(parts: Parts, name: str, evaluations: dict[str, Evaluation]) -> dict[str, list[float]]:
     """What the table at the end needs of an evaluation before training; nothing for other tasks."""
-    return {} if parts.task is None else {name: ranks_of(evaluation).tolist()}
+    return {} if parts.task is None else {key: ranks.tolist() for key, ranks in policy_ranks(name, evaluations).items()}
 
 
 def _keep_config(run: Run) -> None:

@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from grpo_jax.evaluate import Evaluation
     from grpo_jax.parts import Parts
 
-NAMES = {"untrained": "policy, untrained", "before": "policy, before", "after": "policy, after"}
 
+def policy_ranks(name: str, evaluations: Mapping[str, Evaluation]) -> dict[str, np.ndarray]:
+    """The target's rank for each row, f32 [U], NaN where there is none: of greedy texts, and sampled ones if measured.
 
-def ranks_of(evaluation: Evaluation) -> np.ndarray:
-    """The target's rank for each row of an evaluation with one text per row, f32 [U]; NaN where there is none."""
-    return evaluation.judgement.watched[:, 0, -1]
+    Args:
+        name: What the table calls this policy.
+        evaluations: Of one text per row, by kind.
+    """
+    kinds = {"greedy": name, "sampled": f"{name}, sampled"}
+    return {kinds[kind]: found.judgement.watched[:, 0, -1] for kind, found in evaluations.items() if kind in kinds}
 
 
 def results_table(parts: Parts, policies: Mapping[str, Sequence[float]]) -> list[TableRow]:
@@ -39,7 +43,7 @@ def results_table(parts: Parts, policies: Mapping[str, Sequence[float]]) -> list
     ties = parts.config.retrieval.ties
     ranks = count_baselines(dataset.users, len(dataset.catalogue), rows, decay=section.decay, rule=ties)
     ranks |= title_baselines(parts.task.retriever, dataset.catalogue, rows, decay=section.decay)
-    ranks |= {NAMES.get(name, name): np.asarray(values, np.float64) for name, values in policies.items()}
+    ranks |= {f"policy, {name}": np.asarray(values, np.float64) for name, values in policies.items()}
     groups = direction_groups(rows, dataset.catalogue, section.order_column) if section.order_column else None
     return make_table(ranks, groups)
 

@@ -12,7 +12,7 @@ from grpo_jax import reporting
 from grpo_jax.evaluate import Evaluation, evaluate_policy, evaluate_texts, weighted_reward
 from grpo_jax.export import export_adapters, export_policy
 from grpo_jax.parts import Parts
-from grpo_jax.recommendation_report import ranks_of, report_tables, results_table
+from grpo_jax.recommendation_report import policy_ranks, report_tables, results_table
 from grpo_jax.rollout import Judgement
 from grpo_jax.tasks.prompt_enhancement import most_added_words
 from grpo_jax.tasks.recommendation.table import TableRow, format_table, table_records
@@ -36,14 +36,14 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     seconds = dict(progress.seconds)
     seconds["evaluate"] = seconds.get("evaluate", 0.0) + time.monotonic() - started
     run.checkpoints.save_final(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
-    table = recommendation_table(parts, progress, after["greedy"])
+    table = recommendation_table(parts, progress, after)
     export_policy(output.directory.policy, parts.loaded, state.variables, parts.lora)
     if parts.lora is not None:
         export_adapters(output.directory.adapter, parts.loaded, state.variables, parts.lora)
     summary = summarise(run, progress, after, {**seconds, "total": time.monotonic() - run.clock})
     if table:
         summary["table"] = table_records(table)
-    gallery = make_gallery(parts, after["greedy"])
+    gallery = make_gallery(parts, after)
     texts = [group[0] for group in after["greedy"].rollout.texts]
     words = most_added_words([row.prompt for row in parts.test_rows], texts)
     output.directory.write_summary(summary)
@@ -60,11 +60,11 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     return summary
 
 
-def recommendation_table(parts: Parts, progress: Progress, after: Evaluation) -> list[TableRow]:
+def recommendation_table(parts: Parts, progress: Progress, after: dict[str, Evaluation]) -> list[TableRow]:
     """Baselines and policies by every measure of ranking; empty for other tasks."""
     if parts.task is None:
         return []
-    return results_table(parts, {**progress.ranks, "after": ranks_of(after)})
+    return results_table(parts, progress.ranks | policy_ranks("after", after))
 
 
 def summarise(run: Run, progress: Progress, after: dict[str, Evaluation], seconds: dict[str, float]) -> dict[str, Any]:

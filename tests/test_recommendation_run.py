@@ -51,7 +51,7 @@ def config_of(folder, name, **changes):
             {"name": "soft", "weight": 0.5, "condition_on": "ndcg", "threshold": 0.1},
             {"name": f"{own}:brand", "weight": 0.5},
         ],
-        "evaluation": {"prompts": 12, "validation_prompts": 8, "every": 0, "sampled": False},
+        "evaluation": {"prompts": 12, "validation_prompts": 8, "every": 0, "sampled": True},
     }
     return from_dict(values | changes)
 
@@ -75,13 +75,19 @@ def rows_of(path):
 def test_the_table_stands_in_console_report_and_summary(folder, summary):
     methods = ["popularity", "item-kNN", "item-kNN, decay 0.7", "Markov-1 + popularity", "last title"]
     methods += ["history titles, decay 0.7", "oracle: own title"]
-    methods += ["policy, untrained", "policy, before", "policy, after"]
+    methods += ["policy, untrained"]
+    methods += ["policy, before", "policy, before, sampled", "policy, after", "policy, after, sampled"]
     saved = json.loads((folder / "whole" / "summary.json").read_text())
     table = {row["method"]: row for row in saved["table"]}
     assert list(table) == methods
     for measure in ("HR@5", "HR@10", "NDCG@5", "NDCG@10", "MRR"):
         means = saved["evaluation"][measure.lower()]
-        for kind, method in (("before", "policy, before"), ("after", "policy, after"), ("oracle", "oracle: own title")):
+        named = {"oracle": "oracle: own title"}
+        named |= {
+            kind.replace(", ", "_"): f"policy, {kind}"
+            for kind in ("before", "after", "before, sampled", "after, sampled")
+        }
+        for kind, method in named.items():
             assert means[kind] == pytest.approx(table[method][measure]["mean"], rel=1e-5)
         assert all(row[measure]["low"] <= row[measure]["mean"] <= row[measure]["high"] for row in table.values())
     assert all(row["users"] == 12 and row["missing"] == 0 for row in table.values())
@@ -138,8 +144,8 @@ def test_the_evaluate_command_measures_a_run_that_was_moved(folder, summary, cap
     shutil.copytree(folder / "whole", folder / "moved")
     assert main(["--run", str(folder / "moved"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    after = next(row for row in summary["table"] if row["method"] == "policy, after")
-    assert report["table"][-1] == after | {"method": "policy, final"}
+    for row, expected in zip(report["table"][-2:], summary["table"][-2:], strict=True):
+        assert row == expected | {"method": expected["method"].replace("after", "final")}
 
 
 def test_another_catalogue_is_refused_by_name(folder, summary):

@@ -43,7 +43,7 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     summary = summarise(run, progress, after, {**seconds, "total": time.monotonic() - run.clock})
     if table:
         summary["table"] = table_records(table)
-    gallery = make_gallery(parts, after)
+    gallery = make_gallery(parts, after["greedy"])
     texts = [group[0] for group in after["greedy"].rollout.texts]
     words = most_added_words([row.prompt for row in parts.test_rows], texts)
     output.directory.write_summary(summary)

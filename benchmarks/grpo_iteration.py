@@ -9,15 +9,17 @@ Weights are random, from one folder that transformers wrote. Every library runs 
 own, pinned to the cores it may use; in each round they take turns. A process runs one iteration that compiles (timed
 apart, `first`) and `iterations` more; figures are medians over all of these, peak memory is the process's.
 
-TRL runs with gradient checkpointing off and on; after the first round only the faster goes on. Times are compared with
-the fastest of its variants, memory with that which takes least. A worker that fails is reported, and makes the
-exit status 1. Writes JSON and prints tables.
+TRL runs with gradient checkpointing off and on, grpo_jax with `policy.remat` as it is by default and with `layer`, its
+gradient checkpointing; after the first round only the faster goes on. Compared are the times of each library's fastest
+variant, and the memory of the one that takes least. A worker that fails is reported, and makes the exit status 1.
+Writes JSON and prints tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -30,7 +32,7 @@ import iteration_work as work
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-VARIANTS = {"ours": ("",), "trl": ("plain", "checkpointing"), "tunix": ("",)}
+VARIANTS = {"ours": ("", "layer"), "trl": ("plain", "checkpointing"), "tunix": ("",)}
 # Rounds and timed iterations of each case: the whole takes about half an hour on two cores.
 PLAN = {"small": (2, 3), "large-vocab": (1, 1), "long-prompt": (2, 2), "group": (1, 1), "tiny": (1, 1)}
 PEERS = ("trl", "tunix")
@@ -157,14 +159,15 @@ def summary(reports: list[dict]) -> dict:
 
 
 def ratios(rows: dict[str, dict]) -> dict[str, float]:
-    """Ours over each peer's best: "time/trl" and so on; a peer that failed has none."""
-    found = {}
-    for peer in PEERS:
-        best = [row for name, row in rows.items() if name.split("/")[0] == peer and "total" in row]
-        if best and "total" in rows.get("ours", {}):
-            found[f"time/{peer}"] = rows["ours"]["total"] / min(row["total"] for row in best)
-            found[f"memory/{peer}"] = rows["ours"]["peak_mib"] / min(row["peak_mib"] for row in best)
-    return found
+    """Our best over each peer's best: "time/trl" and so on; a library that failed has none."""
+
+    def least(library: str, key: str) -> float:
+        found = [row[key] for name, row in rows.items() if name.split("/")[0] == library and key in row]
+        return min(found, default=math.nan)
+
+    kinds = {"time": "total", "memory": "peak_mib"}
+    found = {f"{kind}/{peer}": least("ours", key) / least(peer, key) for kind, key in kinds.items() for peer in PEERS}
+    return {name: ratio for name, ratio in found.items() if not math.isnan(ratio)}
 
 
 def table(results: list[dict]) -> str:

@@ -18,10 +18,10 @@ from grpo_jax.sampling import SamplingParams, make_sampler
 ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)
 
 
-def make_phases(case: work.Case, loaded):
-    """The compiled parts of an iteration, and the state it starts from."""
+def make_phases(case: work.Case, loaded, remat: str):
+    """The compiled parts of an iteration, and the state it starts from; `remat` as in `policy.remat`."""
     section, training = OptimizerSection(learning_rate=work.LEARNING_RATE), TrainingSection(prompts_per_batch=1)
-    policy = make_policy(loaded.config, remat=PolicySection().remat)
+    policy = make_policy(loaded.config, remat=remat)
     # No end of sequence: every library writes the same number of tokens.
     params = SamplingParams(case.group, case.new_tokens)
     sample = make_sampler(policy, params, eos_ids=(), pad_id=0)
@@ -36,7 +36,7 @@ def make_phases(case: work.Case, loaded):
 def iterate(given: work.Assignment, loaded, tokenizer) -> list[dict[str, float]]:
     """Seconds of each iteration."""
     case, now = given.case, given.now
-    sample, prepare, step, state = make_phases(case, loaded)
+    sample, prepare, step, state = make_phases(case, loaded, given.variant or PolicySection().remat)
     rows = []
     for iteration in range(given.iterations):
         start = now()

@@ -89,7 +89,7 @@ def miniature(clock, iterations):
     parts = parts._replace(environment=environment, sampler=clock.timed("sample", parts.sampler))
     learner = make_learner(parts)
     learner = learner._replace(update=clock.timed("update", learner.update))
-    state = learner.state
+    state = learner.start(parts.variables)
 
     def step(number):
         nonlocal state

@@ -29,7 +29,7 @@ from grpo_jax.pipeline import StageError
 from grpo_jax.recommendation_parts import require_same_retrieval, warm_start_pairs
 from grpo_jax.recommendation_report import policy_ranks
 from grpo_jax.results import finish_run
-from grpo_jax.trainer import TrainState, restored_state, saved_parts
+from grpo_jax.trainer import TrainState, release, restored_state, saved_parts
 from grpo_jax.warm_start import warm_start
 
 UNTRAINED = "untrained"
@@ -123,17 +123,19 @@ def begin(run: Run, stop: threading.Event) -> tuple[TrainState, Progress] | None
     """
     if run.parts.config.resume and run.checkpoints.latest_step() is not None:
         return resume(run)
-    state, parts = run.learner.state, run.parts
+    parts = run.parts
     retrieval = None if parts.task is None else parts.task.retriever.fingerprint._asdict()
     progress = _interrupted(run) or Progress(0, {}, None, 0, {}, fingerprint(parts.config), {}, retrieval)
     _keep_config(run)
     run.output.truncate(0)
-    with _judges_may_fail(run, state, None):
+    with _judges_may_fail(run, None, None):
         if parts.config.warm_start.steps:
             warmed = warm_up(run, progress, stop)
             if warmed is None:
                 return None
             state, progress = warmed
+        else:
+            state = run.learner.start(parts.variables)
         started = time.monotonic()
         before = measure_all(parts, state.variables)
     measures = {kind: evaluation.measures for kind, evaluation in before.items()}
@@ -151,10 +153,10 @@ def begin(run: Run, stop: threading.Event) -> tuple[TrainState, Progress] | None
 
 def warm_up(run: Run, progress: Progress, stop: threading.Event) -> tuple[TrainState, Progress] | None:
     """Measures the policy as it was loaded and teaches it `warm_start.pairs`; None if stopped on the way."""
-    parts, variables = run.parts, run.learner.state.variables
+    parts = run.parts
     if not progress.before:
         started = time.monotonic()
-        untrained = evaluate_policy(parts, variables, parts.test_rows)
+        untrained = evaluate_policy(parts, parts.variables, parts.test_rows)
         progress = progress._replace(
             before={UNTRAINED: untrained.measures},
             ranks=_ranks(parts, UNTRAINED, {"greedy": untrained}),
@@ -181,7 +183,8 @@ def resume(run: Run) -> tuple[TrainState, Progress]:
     Raises:
         UserError: The checkpoint is of another configuration, or of another catalogue or encoder.
     """
-    state = run.learner.state
+    state = run.learner.start(run.parts.variables)
+    release(saved_parts(state))  # two states at once may not fit
     restored, meta = run.checkpoints.restore("latest", saved_parts(state))
     progress = Progress(**meta["progress"])
     _require_same(run, progress, run.checkpoints)
@@ -262,7 +265,7 @@ def step(run: Run, state: TrainState, progress: Progress) -> tuple[TrainState, P
 
 
 @contextmanager
-def _judges_may_fail(run: Run, state: TrainState, progress: Progress | None) -> Iterator[None]:
+def _judges_may_fail(run: Run, state: TrainState | None, progress: Progress | None) -> Iterator[None]:
     """A failing judge ends the run with one line, after the state before it (None: the start) is saved."""
     try:
         yield

@@ -36,15 +36,14 @@ class Learner(NamedTuple):
     """The compiled parts of training.
 
     Attributes:
-        state: The start.
         update: update(state, batch, key) → (state, report).
         schedule: Learning rate by update.
         iterations: Iterations in all.
         updates_per_iteration: Optimizer updates of one iteration.
-        start: start(variables) → the state that training begins with; its reference is that policy.
+        start: start(variables) → the state that training begins with. It takes the trained weights over: where they
+            are not the reference, they can be read until the first update only.
     """
 
-    state: TrainState
     update: Callable[..., tuple[TrainState, dict[str, Any]]]
     schedule: Callable[[int], Any]
     iterations: int
@@ -102,10 +101,11 @@ def make_learner(parts: Parts) -> Learner:
             base_reference=fresh,
             kl_coef=config.ppo.kl_coef if steered else None,
             loss_scale=make_loss_scale(config.policy.compute_dtype),
+            take_over=True,
         )
         return place(state, parts.mesh)
 
-    return Learner(start(parts.variables), update, schedule, iterations, per_iteration, start)
+    return Learner(update, schedule, iterations, per_iteration, start)
 
 
 def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: int) -> Iteration:
@@ -126,7 +126,8 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
     seconds = {**drawn.seconds, "update": time.perf_counter() - started}
     every = config.algorithm.update_ref_every
     if trainer.needs_reference(config.algorithm, config.ppo) and every and (iteration + 1) % every == 0:
-        state = trainer.refresh_reference(state)
+        before, state = state.reference, trainer.refresh_reference(state)
+        trainer.release(before)
     row = {
         "step": iteration + 1,
         "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),

@@ -122,6 +122,7 @@ def init_state(
     base_reference: bool = True,
     kl_coef: float | None = None,
     loss_scale: Any = None,
+    take_over: bool = False,
 ) -> TrainState:
     """A fresh state; owns copies of the trained weights, so that they can be donated. Its reference is the start.
 
@@ -133,11 +134,14 @@ def init_state(
             adapters of the start: where they already say something, or the reference will be refreshed.
         kl_coef: Weight of the KL in PPO's rewards, or None.
         loss_scale: Flax's `DynamicScale` under float16, or None.
+        take_over: The start itself is trained where no reference needs it: no copy, and `variables` can be read until
+            the first update only.
     """
-    name = policy_collection(variables)
-    trained = jax.tree.map(jnp.array, _trained(variables))
+    name, trained = policy_collection(variables), _trained(variables)
     # The start itself: no update touches it, so nothing has to be copied.
     reference = variables[name] if keep_reference and not (name == "lora" and base_reference) else None
+    if reference is not None or not take_over:
+        trained = jax.tree.map(jnp.array, trained)
     coefficient = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
     step = jnp.zeros((), jnp.int32)
     loss_scale = jax.tree.map(jnp.array, loss_scale)
@@ -147,6 +151,12 @@ def init_state(
 def saved_parts(state: TrainState) -> dict[str, Tree]:
     """What a checkpoint holds of a state: everything that training changes, frozen weights left out."""
     return {**state._asdict(), "variables": _trained(state.variables)}
+
+
+def release(tree: Tree) -> None:
+    """Frees a tree's arrays, whoever else refers to them. It still has shapes, dtypes and places: a template."""
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
 
 
 def restored_state(parts: dict[str, Tree], variables: dict[str, Tree]) -> TrainState:

@@ -37,7 +37,8 @@ def warm_start(
     """Teaches the policy the pairs; what is trained (all weights, or the adapters) is what the run trains.
 
     It goes on after its own last checkpoint, if there is one, as if it had never been interrupted, and saves every
-    `config.training.save_every` updates and when it is stopped.
+    `config.training.save_every` updates and when it is stopped. The weights in `parts.variables` are taken over: they
+    cannot be read afterwards.
 
     Args:
         parts: Policy, tokenizer and `config.warm_start`.
@@ -69,10 +70,11 @@ def warm_start(
         accumulation=math.gcd(section.batch, config.training.accumulation),
     )
     scale = make_loss_scale(config.policy.compute_dtype)
-    state = trainer.init_state(parts.variables, optimizer, keep_reference=False, loss_scale=scale)
+    state = trainer.init_state(parts.variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
     state = place(state, parts.mesh)
     done, seconds = 0, 0.0
     if checkpoints.latest_step() is not None:
+        trainer.release(saved_parts(state))
         restored, saved = checkpoints.restore("latest", saved_parts(state))
         state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["warm_start"]
         say(f"warm start goes on after update {done} of {section.steps}")

@@ -30,7 +30,7 @@ def test_a_second_iteration_compiles_nothing(tmp_path, compiled, monkeypatch):
     config = parse([f"--config={place.config}", f"--run_dir={tmp_path / 'run'}", "--algorithm.update_ref_every=1"])
     parts = load_parts(config, say=lambda *_: None)
     learner = make_learner(parts)
-    state = run_iteration(parts, learner, learner.state, 0).state
+    state = run_iteration(parts, learner, learner.start(parts.variables), 0).state
     first = len(compiled)
     assert first > 3  # the sampler, the reference, the update
     for iteration in (1, 2):

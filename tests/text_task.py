@@ -178,7 +178,7 @@ def final_state(run: Path, which: int | str = "final"):
 
     parts = load_parts(run_config(run), say=lambda *_: None)
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        state, meta = checkpoints.restore(which, make_learner(parts).state._asdict())
+        state, meta = checkpoints.restore(which, make_learner(parts).start(parts.variables)._asdict())
     progress = meta["progress"]
     del progress["seconds"]
     return state, progress

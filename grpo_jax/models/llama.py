@@ -75,6 +75,7 @@ class Block(nn.Module):
         value = self.v_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
         if c.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
+        assert context.rotation is not None  # the decoder gives it
         cos, sin = (part[:, :, None] for part in context.rotation)
         return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
 

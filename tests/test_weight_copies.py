@@ -1,0 +1,80 @@
+"""How often the weights lie in memory while a run trains: once, twice as moments, and once more as a reference."""
+
+import dataclasses
+import gc
+
+import jax
+import pytest
+
+from grpo_jax import experiment
+from grpo_jax.command_line import parse
+from grpo_jax.config import from_dict
+from grpo_jax.errors import UserError
+from grpo_jax.train import run
+
+
+def copies(shape) -> int:
+    """Places in memory that hold an array of this shape now; what Orbax saves are views of the same places."""
+    gc.collect()
+    return len({array.unsafe_buffer_pointer() for array in jax.live_arrays() if array.shape == shape})
+
+
+class Probe:
+    """A reward that counts, before each update, how often embeddings and head lie in memory; it may fail at one."""
+
+    def __init__(self, fails_at: int = 0):
+        self.counts, self.fails_at = [], fails_at
+        self.before = copies((272, 32))  # of other tests
+
+    def __call__(self, prompts, completions, **columns):
+        if len(completions) == 16:
+            self.counts.append((copies((272, 32)) - self.before) / 2)
+            if len(self.counts) == self.fails_at:
+                raise RuntimeError("the judge is away")
+        return [float(len(text)) for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("kl_coef", "refresh", "expected"),
+    [(0.0, 0, 3), (0.1, 0, 4), (0.1, 1, 4)],
+    ids=["no reference", "reference", "refreshed"],
+)
+def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path, kl_coef, refresh, expected):
+    arguments = [f"--config={place.config}", f"--run_dir={tmp_path / 'run'}", "--evaluation.every=0"]
+    arguments += [f"--algorithm.kl_coef={kl_coef}", f"--algorithm.update_ref_every={refresh}"]
+    config = dataclasses.replace(parse(arguments), rewards=())
+
+    first = Probe(fails_at=3)
+    with pytest.raises(UserError, match="the judge is away"):
+        run(config, rewards=[first])
+    assert first.counts == [expected] * 3
+
+    second = Probe()
+    run(dataclasses.replace(config, resume=True), rewards=[second])
+    assert second.counts == [expected] * 4
+
+
+def test_a_warm_start_leaves_nothing_behind(tmp_path, monkeypatch):
+    counted = []
+    train = experiment.train
+
+    def counting(given, state, progress, stop):
+        counted.append(copies(state.variables["params"]["embed_tokens"].shape))
+        return train(given, state, progress, stop)
+
+    monkeypatch.setattr(experiment, "train", counting)
+    values = {
+        "task": "recommendation",
+        "run_dir": str(tmp_path / "run"),
+        "report_to": [],
+        "policy": {"path": "new", "new": {"width": 24, "layers": 1, "heads": 2, "window": 64}},
+        "recommendation": {"separator": " | ", "dummy_users": 40, "dummy_items": 280},
+        "warm_start": {"steps": 2, "pairs": "hearsay", "batch": 8},
+        "data": {"max_prompt_tokens": 32},
+        "sampling": {"group_size": 4, "max_new_tokens": 5},
+        "training": {"prompts_per_batch": 4, "max_steps": 1},
+        "rewards": [{"name": "ndcg"}],
+        "evaluation": {"prompts": 4, "validation_prompts": 4, "every": 0, "sampled": False},
+    }
+    run(from_dict(values))
+    assert counted == [3]

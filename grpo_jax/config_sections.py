@@ -389,11 +389,8 @@ class DeviceSection:
         policy: "auto", "cpu", "gpu:N", or the cards of a mesh as "gpu:0,gpu:1" ("auto": the first ones).
         renderer: "auto", "cpu" or "gpu:N".
         scorer: "auto", "cpu" or "gpu:N".
-        keep_freed_memory: With the policy on a CPU: memory that a step frees stays with the process for the next one,
-            which is faster and takes more of it (docs/memory.md).
     """
 
     policy: str = "auto"
     renderer: str = "auto"
     scorer: str = "auto"
-    keep_freed_memory: bool = True

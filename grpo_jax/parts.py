@@ -16,7 +16,6 @@ import numpy as np
 from grpo_jax.adapters import first_adapters, lora_config
 from grpo_jax.config import Config, MeshSection, RewardSection, from_dict
 from grpo_jax.errors import UserError
-from grpo_jax.host_memory import keep_freed_memory
 from grpo_jax.judges import make_environment
 from grpo_jax.models.sharding import gather, make_mesh, over_prompts, place, shard_policy
 from grpo_jax.pipeline import StageError
@@ -142,8 +141,6 @@ def load_parts(
         _ask_for_determinism(torch_too=config.task == "prompt_enhancement")
     placement = _place(config, say)
     devices = _policy_devices(placement, config.policy.mesh)
-    if config.devices.keep_freed_memory and devices[0].platform == "cpu":
-        keep_freed_memory()
     task = _load_task(config, prompts, say)
     loaded, policy, lora, variables, mesh = _load_policy(config, devices, say)
     if task is None:

@@ -36,6 +36,7 @@ VARIANTS = {"ours": ("", "layer"), "trl": ("plain", "checkpointing"), "tunix": (
 # Rounds and timed iterations of each case: the whole takes about half an hour on two cores.
 PLAN = {"small": (2, 3), "large-vocab": (1, 1), "long-prompt": (2, 2), "group": (1, 1), "tiny": (1, 1)}
 PEERS = ("trl", "tunix")
+TUNABLES = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # of every worker
 
 
 def make_folder(case: work.Case, root: Path) -> Path:
@@ -80,7 +81,7 @@ def environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": count,
         "JAX_PLATFORMS": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "GLIBC_TUNABLES": TUNABLES,
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": str(ROOT),
@@ -242,7 +243,7 @@ def main() -> int:
     chosen = options()
     pythons = {"ours": chosen.python, "trl": chosen.trl_python, "tunix": chosen.tunix_python}
     libraries = {name: pythons[name] for name in chosen.libraries}
-    outcome = {"machine": machine(), "clock": chosen.clock, "results": []}
+    outcome = {"machine": machine(), "clock": chosen.clock, "tunables": TUNABLES, "results": []}
     with tempfile.TemporaryDirectory() as root:
         for name in chosen.cases:
             rounds, iterations, threads = plan(name, chosen.threads)

@@ -33,7 +33,7 @@ import iteration_work as work
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 VARIANTS = {"ours": ("", "layer"), "trl": ("plain", "checkpointing"), "tunix": ("",)}
-# Rounds and timed iterations of each case: the whole takes about half an hour on two cores.
+# Rounds and timed iterations of each case: the whole takes some 40 minutes on two cores.
 PLAN = {"small": (2, 3), "large-vocab": (1, 1), "long-prompt": (2, 2), "group": (1, 1), "tiny": (1, 1)}
 PEERS = ("trl", "tunix")
 TUNABLES = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # of every worker

@@ -25,9 +25,9 @@ import jax
 import numpy as np
 import torch
 
-from grpo_jax.cartpole.config import CartPoleConfig
-from grpo_jax.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
-from grpo_jax.cartpole.training import make_train
+from grpo_jax.tasks.cartpole.config import CartPoleConfig
+from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.tasks.cartpole.training import make_train
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "gymnax", "torch", "gymnasium", "numpy")

@@ -24,7 +24,7 @@ import yaml
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from torch import Tensor, nn
 
-from grpo_jax.cartpole.config import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, cartpole_from_dict
+from grpo_jax.tasks.cartpole.config import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, cartpole_from_dict
 
 LIMIT = 500  # steps of CartPole-v1
 START = 0.05  # each number of a start is uniform in ±0.05

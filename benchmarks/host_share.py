@@ -77,9 +77,9 @@ def iterate(clock, step, iterations):
 
 def miniature(clock, iterations):
     from bridges import clip
-    from grpo_jax.command_line import parse
-    from grpo_jax.loop import make_learner, run_iteration
-    from grpo_jax.parts import load_parts
+    from grpo_jax.config.command_line import parse
+    from grpo_jax.runs.loop import make_learner, run_iteration
+    from grpo_jax.runs.parts import load_parts
 
     config = parse(["--config=prompt_enhancement_miniature", "--run_dir=unused"])
     parts = load_parts(config, say=lambda *_: None)
@@ -99,8 +99,8 @@ def miniature(clock, iterations):
 
 
 def cartpole(clock, iterations):
-    from grpo_jax.cartpole.training import make_train
-    from grpo_jax.command_line import parse
+    from grpo_jax.config.command_line import parse
+    from grpo_jax.tasks.cartpole.training import make_train
 
     config = parse(["--config=cartpole_grpo", "--run_dir=unused"])
     training = make_train(config)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerFast
 
-from grpo_jax import trainer
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
-from grpo_jax.estimators import estimate_advantages
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
-from grpo_jax.objectives import Batch, make_forward
-from grpo_jax.sampling import SamplingParams, make_sampler
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler
+from grpo_jax.training import trainer
+from grpo_jax.training.estimators import estimate_advantages
+from grpo_jax.training.objectives import Batch, make_forward
 
 ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.logprobs import token_logprobs
+from grpo_jax.core.logprobs import token_logprobs
 
 VOCABULARY, WIDTH, LENGTHS, CHUNKS = 151_936, 896, (64, 128, 256, 512, 1024), (64, 256, 1024)
 FROZEN_CHUNK = 64

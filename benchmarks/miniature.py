@@ -43,13 +43,13 @@ def shuffled(score, seed: int):
 
 def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     """A single run in this process."""
-    from grpo_jax.checkpoint import Checkpoints
-    from grpo_jax.command_line import arguments_with_defaults, parse
-    from grpo_jax.experiment import Run, execute
-    from grpo_jax.loop import make_learner
-    from grpo_jax.parts import load_parts
-    from grpo_jax.reporting import RunOutput
-    from grpo_jax.signals import stop_requests
+    from grpo_jax.config.command_line import arguments_with_defaults, parse
+    from grpo_jax.reports.console import RunOutput
+    from grpo_jax.runs.checkpoint import Checkpoints
+    from grpo_jax.runs.experiment import Run, execute
+    from grpo_jax.runs.loop import make_learner
+    from grpo_jax.runs.parts import load_parts
+    from grpo_jax.runs.signals import stop_requests
 
     arguments = ["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra]
     config = parse(arguments_with_defaults(arguments))

@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from grpo_jax.pipeline import Stage, run_pipeline
+from grpo_jax.rollout.pipeline import Stage, run_pipeline
 
 
 def waiting_stages(parts, unit, finished):
@@ -64,9 +64,9 @@ def measure_miniature(repeats):
     import jax
     import numpy as np
 
-    from grpo_jax.command_line import parse
-    from grpo_jax.parts import load_parts
-    from grpo_jax.rollout import collect
+    from grpo_jax.config.command_line import parse
+    from grpo_jax.rollout.rollout import collect
+    from grpo_jax.runs.parts import load_parts
 
     config = parse(["--config=prompt_enhancement_miniature", "--run_dir=unused", "--renderer.batch_size=32"])
     parts = load_parts(config, say=lambda *_: None)

@@ -28,19 +28,19 @@ import yaml
 from comparison_figures import draw_language, draw_learning, draw_objectives, draw_signal
 from comparison_page import write_page
 
-from grpo_jax.advantages import (
+from grpo_jax.core.advantages import (
     distinct_advantages,
     gdpo_advantages,
     group_advantages,
     groups_without_signal,
     sum_rewards,
 )
-from grpo_jax.cartpole.config import CartPoleConfig, cartpole_from_dict
-from grpo_jax.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
-from grpo_jax.cartpole.training import make_train
-from grpo_jax.cartpole.updates import episode_rewards
 from grpo_jax.models.mlp import make_mlp
-from grpo_jax.tasks import cartpole as task
+from grpo_jax.tasks.cartpole import environment as task
+from grpo_jax.tasks.cartpole.config import CartPoleConfig, cartpole_from_dict
+from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.tasks.cartpole.training import make_train
+from grpo_jax.tasks.cartpole.updates import episode_rewards
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 # One group of each seed of this run is played at every measurement, to look at what its rewards turn into.

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.rollout import Environment, Judgement, Rollout, collect, judge
+from grpo_jax.rollout.rollout import Environment, Judgement, Rollout, collect, judge
 
 if TYPE_CHECKING:
-    from grpo_jax.parts import Parts
+    from grpo_jax.runs.parts import Parts
 
 EVALUATION_CHUNK = 32
 """Prompts that travel together: bounds the pictures held at once, and lets judges work while the policy writes."""
@@ -107,7 +107,7 @@ def oracle_texts(rows: Sequence[Any]) -> list[str] | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    from grpo_jax.parts import guarded
+    from grpo_jax.runs.parts import guarded
 
     parser = argparse.ArgumentParser(
         prog="python -m grpo_jax.evaluate",
@@ -127,10 +127,10 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     import dataclasses
 
     from grpo_jax.config import MeshSection
-    from grpo_jax.parts import load_parts, own_bridges, restore_variables, run_config
-    from grpo_jax.recommendation_parts import require_same_retrieval
-    from grpo_jax.recommendation_report import policy_ranks, results_table
-    from grpo_jax.run_directory import finite
+    from grpo_jax.runs.directory import finite
+    from grpo_jax.runs.parts import load_parts, own_bridges, restore_variables, run_config
+    from grpo_jax.tasks.recommendation.parts import require_same_retrieval
+    from grpo_jax.tasks.recommendation.report import policy_ranks, results_table
     from grpo_jax.tasks.recommendation.table import format_table, table_records
 
     config = run_config(options.run)

@@ -62,7 +62,7 @@ def export_adapters(folder: str | Path, loaded: Any, variables: dict[str, Any], 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    from grpo_jax.parts import guarded
+    from grpo_jax.runs.parts import guarded
 
     parser = argparse.ArgumentParser(
         prog="python -m grpo_jax.export",
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export_run(options: argparse.Namespace) -> None:
-    from grpo_jax.parts import restore_policy
+    from grpo_jax.runs.parts import restore_policy
 
     if options.adapters and options.dtype:
         raise UserError("--adapters: adapters are float32, --dtype is for the whole policy")

@@ -26,9 +26,9 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[[s
     Raises:
         UserError: There is no such run or checkpoint.
     """
-    from grpo_jax.judges import make_decode, make_encode
-    from grpo_jax.parts import allowed_tokens, restore_policy, run_config
-    from grpo_jax.sampling import SamplingParams, make_sampler
+    from grpo_jax.rollout.environment import make_decode, make_encode
+    from grpo_jax.runs.parts import allowed_tokens, restore_policy, run_config
+    from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
     config = run_config(run_dir)
     loaded, policy, _, variables, _ = restore_policy(run_dir, checkpoint)

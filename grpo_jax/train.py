@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_jax.cartpole.config import CartPoleConfig
-from grpo_jax.command_line import arguments_with_defaults, parse, take_request
 from grpo_jax.config import Config
-from grpo_jax.distributed import refuse_several
+from grpo_jax.config.command_line import arguments_with_defaults, parse, take_request
 from grpo_jax.errors import UserError
+from grpo_jax.runs.processes import refuse_several
+from grpo_jax.tasks.cartpole.config import CartPoleConfig
 
 
 def run(
@@ -43,16 +43,16 @@ def run(
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
     if isinstance(config, CartPoleConfig):
-        from grpo_jax.cartpole.command import run_cartpole
+        from grpo_jax.tasks.cartpole.command import run_cartpole
 
         return run_cartpole(config)
-    from grpo_jax.checkpoint import Checkpoints
-    from grpo_jax.experiment import Run, execute
-    from grpo_jax.loop import make_learner
-    from grpo_jax.memory_budget import within_budget
-    from grpo_jax.parts import load_parts
-    from grpo_jax.reporting import RunOutput
-    from grpo_jax.signals import stop_requests
+    from grpo_jax.reports.console import RunOutput
+    from grpo_jax.runs.checkpoint import Checkpoints
+    from grpo_jax.runs.experiment import Run, execute
+    from grpo_jax.runs.loop import make_learner
+    from grpo_jax.runs.parts import load_parts
+    from grpo_jax.runs.signals import stop_requests
+    from grpo_jax.training.memory_budget import within_budget
 
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     With --plan 0 says that the run fits, 1 that it does not.
     """
-    from grpo_jax.parts import guarded
+    from grpo_jax.runs.parts import guarded
 
     given = list(sys.argv[1:] if arguments is None else arguments)
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         planned, rest = take_request(given)
         config = parse(arguments_with_defaults(rest))
         if planned is not None:
-            from grpo_jax.plan_command import show_plan
+            from grpo_jax.planning.command import show_plan
 
             return show_plan(config, planned)
         refuse_several()

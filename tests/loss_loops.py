@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax.losses import CappedWeight, Clip, FixedLength, KLPenalty, SoftGate, grpo_loss
+from grpo_jax.core.losses import CappedWeight, Clip, FixedLength, KLPenalty, SoftGate, grpo_loss
 
 ROWS, LENGTH = 6, 5
 SURROGATES = {

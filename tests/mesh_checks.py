@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import tiny_update
 
-from grpo_jax import trainer
 from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.gpt2 import GPT2Config
@@ -23,6 +22,7 @@ from grpo_jax.models.sharding import (
     shard_policy,
     shardings,
 )
+from grpo_jax.training import trainer
 
 MESHES = ((8, 1), (4, 2), (2, 4))
 PROMPTS = 2 * tiny_update.PROMPTS

@@ -7,11 +7,11 @@ from test_advantages import loop_gdpo, loop_group
 from test_returns import episodes, loop_gae, loop_returns
 from test_shaping import loop_rewards
 
-from grpo_jax.advantages import Condition, condition_rewards, gdpo_advantages, group_advantages, sum_rewards
-from grpo_jax.losses import grpo_loss
-from grpo_jax.returns import discounted_returns, gae_advantages
-from grpo_jax.selection import truncated_importance_weights
-from grpo_jax.shaping import AdaptiveKL, kl_penalised_rewards
+from grpo_jax.core.advantages import Condition, condition_rewards, gdpo_advantages, group_advantages, sum_rewards
+from grpo_jax.core.losses import grpo_loss
+from grpo_jax.core.returns import discounted_returns, gae_advantages
+from grpo_jax.core.selection import truncated_importance_weights
+from grpo_jax.core.shaping import AdaptiveKL, kl_penalised_rewards
 
 WEIGHTS = (2.0, -0.5)
 

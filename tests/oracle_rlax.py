@@ -12,11 +12,11 @@ with warnings.catch_warnings():  # its dependencies use names that jax has depre
     warnings.simplefilter("ignore")
     import rlax
 
-from grpo_jax.kl import KLPenalty
-from grpo_jax.losses import grpo_loss, sft_loss
-from grpo_jax.ppo import ppo_loss, value_loss
-from grpo_jax.returns import discounted_returns, gae_advantages
-from grpo_jax.surrogates import CappedWeight
+from grpo_jax.core.kl import KLPenalty
+from grpo_jax.core.losses import grpo_loss, sft_loss
+from grpo_jax.core.ppo import ppo_loss, value_loss
+from grpo_jax.core.returns import discounted_returns, gae_advantages
+from grpo_jax.core.surrogates import CappedWeight
 
 STEPS, ACTIONS, ROWS = 7, 5, 4
 

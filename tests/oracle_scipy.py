@@ -6,18 +6,18 @@ from oracle import Case, Compared, policy_batch
 from scipy import special, stats
 from sklearn.metrics import explained_variance_score
 
-from grpo_jax.advantages import (
+from grpo_jax.core.advantages import (
     batch_whitened_advantages,
     distinct_advantages,
     gdpo_advantages,
     group_advantages,
     groups_without_signal,
 )
-from grpo_jax.kl import kl_divergence
-from grpo_jax.masking import masked_mean, masked_std
-from grpo_jax.ppo import value_loss
-from grpo_jax.returns import normalised_returns
-from grpo_jax.selection import groups_with_signal, high_entropy_mask
+from grpo_jax.core.kl import kl_divergence
+from grpo_jax.core.masking import masked_mean, masked_std
+from grpo_jax.core.ppo import value_loss
+from grpo_jax.core.returns import normalised_returns
+from grpo_jax.core.selection import groups_with_signal, high_entropy_mask
 
 SHAPE = (4, 6)
 

@@ -8,10 +8,10 @@ from oracle_trl import double, tensor, trl_loss, trl_scored
 from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.utils import selective_log_softmax_and_entropy
 
-from grpo_jax.advantages import gdpo_advantages, group_advantages, leave_one_out_advantages, sum_rewards
-from grpo_jax.logprobs import token_logprobs
-from grpo_jax.losses import PRESETS, KLPenalty, grpo_loss, loss_normaliser
-from grpo_jax.surrogates import CappedWeight, Clip, SoftGate
+from grpo_jax.core.advantages import gdpo_advantages, group_advantages, leave_one_out_advantages, sum_rewards
+from grpo_jax.core.logprobs import token_logprobs
+from grpo_jax.core.losses import PRESETS, KLPenalty, grpo_loss, loss_normaliser
+from grpo_jax.core.surrogates import CappedWeight, Clip, SoftGate
 
 # How TRL is told to do what our presets do.
 TRL_PRESETS = {

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from grpo_jax.distributed import join_processes
+from grpo_jax.runs.processes import join_processes
 
 count = join_processes()  # before the imports below touch a device
 

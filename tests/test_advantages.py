@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from grpo_jax.advantages import (
+from grpo_jax.core.advantages import (
     Condition,
     batch_whitened_advantages,
     condition_rewards,

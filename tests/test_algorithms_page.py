@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax import advantages, aggregation, kl, losses, ppo, returns, selection, shaping, surrogates
-from grpo_jax.config_algorithm import AlgorithmSection, PPOSection
+from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
+from grpo_jax.core import advantages, aggregation, kl, losses, ppo, returns, selection, shaping, surrogates
 
 PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

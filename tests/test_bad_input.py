@@ -11,7 +11,7 @@ import yaml
 from text_task import environment, rows
 
 from grpo_jax import evaluate, export
-from grpo_jax.checkpoint import Checkpoints
+from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.train import main
 
 

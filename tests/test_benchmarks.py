@@ -11,10 +11,10 @@ import optax
 import pytest
 import torch
 
-from grpo_jax.cartpole import updates
-from grpo_jax.cartpole.config import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, CartPoleRollout
 from grpo_jax.models.mlp import make_mlp
-from grpo_jax.tasks.cartpole import MAX_STEPS, Steps
+from grpo_jax.tasks.cartpole import updates
+from grpo_jax.tasks.cartpole.config import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, CartPoleRollout
+from grpo_jax.tasks.cartpole.environment import MAX_STEPS, Steps
 
 TOLERANCE = 1e-5
 NETWORK = CartPoleNetwork(hidden=[16])

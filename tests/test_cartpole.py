@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.cartpole import updates
-from grpo_jax.cartpole.config import cartpole_from_dict
-from grpo_jax.tasks import cartpole as task
+from grpo_jax.tasks.cartpole import environment as task
+from grpo_jax.tasks.cartpole import updates
+from grpo_jax.tasks.cartpole.config import cartpole_from_dict
 
 CARTPOLE = task.make_cartpole()
 

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from text_task import ROOT
 
-from grpo_jax.cartpole.config import CartPoleConfig, cartpole_from_dict
-from grpo_jax.checkpoint import restore_params
-from grpo_jax.command_line import arguments_with_defaults, find_config, parse
 from grpo_jax.config import to_dict, to_yaml
+from grpo_jax.config.command_line import arguments_with_defaults, find_config, parse
 from grpo_jax.errors import UserError
-from grpo_jax.parts import run_config
+from grpo_jax.runs.checkpoint import restore_params
+from grpo_jax.runs.parts import run_config
+from grpo_jax.tasks.cartpole.config import CartPoleConfig, cartpole_from_dict
 from grpo_jax.train import main, run
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("cartpole_*.yaml"))
@@ -68,7 +68,7 @@ def test_a_run_directory(finished):
 @pytest.mark.slow
 def test_resumed_is_uninterrupted(finished, tmp_path, capsys):
     """Stopped after the first block, by the event that a signal sets, and continued."""
-    from grpo_jax.cartpole import command
+    from grpo_jax.tasks.cartpole import command
 
     class AfterOne:
         """Set from the second look on."""

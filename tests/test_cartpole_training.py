@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from text_task import ROOT
 
-from grpo_jax.cartpole import updates
-from grpo_jax.cartpole.config import cartpole_from_dict
-from grpo_jax.cartpole.seeds import seed_keys
-from grpo_jax.cartpole.training import make_optimizer, make_train
 from grpo_jax.models.mlp import count_parameters, make_mlp
-from grpo_jax.tasks import cartpole as task
+from grpo_jax.tasks.cartpole import environment as task
+from grpo_jax.tasks.cartpole import updates
+from grpo_jax.tasks.cartpole.config import cartpole_from_dict
+from grpo_jax.tasks.cartpole.seeds import seed_keys
+from grpo_jax.tasks.cartpole.training import make_optimizer, make_train
 
 SMALL = {
     "rollout": {"groups": 2, "group_size": 4, "environments": 4, "steps": 32},
@@ -186,8 +186,8 @@ def test_it_learns(sections):
 SPREAD = """
 import jax, numpy as np
 from test_cartpole_training import small
-from grpo_jax.cartpole.seeds import over_seeds, seed_devices, seed_keys
-from grpo_jax.cartpole.training import make_train
+from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys
+from grpo_jax.tasks.cartpole.training import make_train
 assert len(jax.devices()) == 3
 assert [len(seed_devices(count)) for count in (1, 2, 3, 4, 5, 6, 7)] == [1, 2, 3, 2, 1, 3, 1]
 training = make_train(small("grpo"))

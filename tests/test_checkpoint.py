@@ -15,8 +15,8 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.checkpoint import Checkpoints, restore_params
 from grpo_jax.errors import UserError
+from grpo_jax.runs.checkpoint import Checkpoints, restore_params
 
 
 class Adaptive(NamedTuple):
@@ -273,7 +273,7 @@ def test_arguments_are_checked(folder):
 WRITER = """
 import sys
 import jax, jax.numpy as jnp
-from grpo_jax.checkpoint import Checkpoints
+from grpo_jax.runs.checkpoint import Checkpoints
 
 def state(step):
     return {"variables": {"w": jnp.full((200, 300), step, jnp.float32)}, "count": jnp.int32(step)}

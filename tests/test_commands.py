@@ -10,10 +10,10 @@ from text_task import ROOT, finished_run, rows
 from tiny_models import causal_lm
 
 from grpo_jax import evaluate, export
-from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
 from grpo_jax.predict import load_rewriter
+from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.train import run
 
 PROMPTS = ["a tree", "q", "Seven ducks on a pond!"]
@@ -151,7 +151,7 @@ def test_the_users_own_task_as_the_readme_shows_it(place, tmp_path, monkeypatch,
 
 
 def test_run_from_python_gives_the_summary_and_columns_to_rewards(place, tmp_path):
-    from grpo_jax.parts import run_config
+    from grpo_jax.runs.parts import run_config
 
     seen = []
 

@@ -4,9 +4,9 @@ import jax
 import pytest
 from text_task import make_place
 
-from grpo_jax.command_line import parse
-from grpo_jax.loop import make_learner, run_iteration
-from grpo_jax.parts import load_parts
+from grpo_jax.config.command_line import parse
+from grpo_jax.runs.loop import make_learner, run_iteration
+from grpo_jax.runs.parts import load_parts
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from grpo_jax.advantages import Condition, condition_rewards
+from grpo_jax.core.advantages import Condition, condition_rewards
 
 pytestmark = pytest.mark.usefixtures("strict")
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from text_task import ROOT
 
-from grpo_jax.command_line import arguments_with_defaults, find_config, parse
 from grpo_jax.config import Config, LoraSection, PolicySection, RewardSection, from_dict, to_dict, to_yaml
+from grpo_jax.config.command_line import arguments_with_defaults, find_config, parse
 from grpo_jax.errors import UserError
 from grpo_jax.evaluate import main as evaluate
 from grpo_jax.export import main as export

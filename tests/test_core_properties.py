@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from grpo_jax import advantages, kl, losses, ppo, returns, selection, shaping
-from grpo_jax.advantages import Condition
-from grpo_jax.kl import KLPenalty
-from grpo_jax.losses import PRESETS, FixedLength, grpo_loss, loss_normaliser
+from grpo_jax.core import advantages, kl, losses, ppo, returns, selection, shaping
+from grpo_jax.core.advantages import Condition
+from grpo_jax.core.kl import KLPenalty
+from grpo_jax.core.losses import PRESETS, FixedLength, grpo_loss, loss_normaliser
 
 pytestmark = pytest.mark.usefixtures("strict")
 

@@ -10,11 +10,11 @@ import yaml
 from text_task import assert_same_run, rows
 
 from grpo_jax.config import from_dict
-from grpo_jax.drawing import draw
-from grpo_jax.loop import make_batch
-from grpo_jax.rollout import Environment
-from grpo_jax.sampling import Samples
-from grpo_jax.tasks.prompts import batch_at, further_batch_at
+from grpo_jax.rollout.data import batch_at, further_batch_at
+from grpo_jax.rollout.drawing import draw
+from grpo_jax.rollout.rollout import Environment
+from grpo_jax.runs.loop import make_batch
+from grpo_jax.sampling.sampler import Samples
 from grpo_jax.train import main
 
 SIZE, GROUP, STEPS, ROWS = 4, 3, 5, 14

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tiny_update
 
-from grpo_jax import losses
-from grpo_jax.advantages import Condition, gdpo_advantages, group_advantages, sum_rewards
 from grpo_jax.config import AlgorithmSection, from_dict
+from grpo_jax.core import losses
+from grpo_jax.core.advantages import Condition, gdpo_advantages, group_advantages, sum_rewards
 from grpo_jax.errors import UserError
-from grpo_jax.estimators import (
+from grpo_jax.training.estimators import (
     OVERLONG,
     Objectives,
     estimate_advantages,
@@ -18,8 +18,8 @@ from grpo_jax.estimators import (
     make_objectives,
     signal_metrics,
 )
-from grpo_jax.objectives import Forward, loss_options, policy_loss
-from grpo_jax.trainer import make_token_weights
+from grpo_jax.training.objectives import Forward, loss_options, policy_loss
+from grpo_jax.training.trainer import make_token_weights
 
 MASK = jnp.ones((3, 4, 2), bool)
 WEIGHTS = (1.0, 0.5)

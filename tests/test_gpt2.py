@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
 from grpo_jax import train  # noqa: E402
+from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
-from grpo_jax.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.decoder import init_variables, make_policy  # noqa: E402
 from grpo_jax.models.gpt2 import GPT2Config  # noqa: E402
 from grpo_jax.models.layers import ACTIVATIONS  # noqa: E402
 from grpo_jax.models.lora import GPT2_PROJECTIONS, LoraConfig, init_adapters, merge  # noqa: E402
-from grpo_jax.sampling import SamplingParams, make_sampler  # noqa: E402
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 SMALL = dict(model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
 LORA = LoraConfig(rank=2, alpha=6.0, targets=("c_attn", "attn_c_proj", "mlp_c_proj"))

@@ -41,7 +41,7 @@ def test_same_greedy_text_as_transformers(tmp_path):
 
     from grpo_jax.models import hf
     from grpo_jax.models.decoder import make_policy
-    from grpo_jax.sampling import SamplingParams, make_sampler
+    from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
     gguf = weights_file()
     packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")

@@ -12,17 +12,17 @@ ROOT = Path(__file__).parents[1]
 
 # The pure core, lowest first; a module may import those of lower rank.
 CORE = {
-    "grpo_jax.masking": 0,
-    "grpo_jax.logprobs": 1,
-    "grpo_jax.advantages": 1,
-    "grpo_jax.aggregation": 1,
-    "grpo_jax.surrogates": 1,
-    "grpo_jax.returns": 1,
-    "grpo_jax.kl": 1,
-    "grpo_jax.shaping": 2,
-    "grpo_jax.selection": 2,
-    "grpo_jax.losses": 2,
-    "grpo_jax.ppo": 3,
+    "grpo_jax.core.masking": 0,
+    "grpo_jax.core.logprobs": 1,
+    "grpo_jax.core.advantages": 1,
+    "grpo_jax.core.aggregation": 1,
+    "grpo_jax.core.surrogates": 1,
+    "grpo_jax.core.returns": 1,
+    "grpo_jax.core.kl": 1,
+    "grpo_jax.core.shaping": 2,
+    "grpo_jax.core.selection": 2,
+    "grpo_jax.core.losses": 2,
+    "grpo_jax.core.ppo": 3,
 }
 TORCH = {"torch", "torchvision", "diffusers", "open_clip", "accelerate"}
 # Where everything meets: the commands, and the parts they are put together from.
@@ -200,9 +200,9 @@ def later():
     import_module("transformers")
     importlib.import_module(f"bridges.{name}")
 """
-    found = {(item.module, item.lazy) for item in read_imports(source, "grpo_jax.losses")}
+    found = {(item.module, item.lazy) for item in read_imports(source, "grpo_jax.core.losses")}
     assert ("torch.nn", False) in found
-    assert ("grpo_jax.masking", False) in found
+    assert ("grpo_jax.core.masking", False) in found
     assert ("bridges.clip", False) in found
     assert {("open_clip", True), ("transformers", True), ("bridges", True)} <= found
     assert not any(module == "diffusers" for module, _ in found)
@@ -214,8 +214,9 @@ def later():
 def test_importing_the_package_is_light():
     """Neither torch nor a Hugging Face library, and no backend started: that would take the user's cards."""
     code = (
-        "import sys, grpo_jax, grpo_jax.losses, grpo_jax.advantages, grpo_jax.logprobs, grpo_jax.trainer, "
-        "grpo_jax.sampling, grpo_jax.train\n"
+        "import sys, grpo_jax, grpo_jax.core.losses, grpo_jax.core.advantages, grpo_jax.core.logprobs, "
+        "grpo_jax.training.trainer, "
+        "grpo_jax.sampling.sampler, grpo_jax.train\n"
         "heavy = {'torch', 'transformers', 'diffusers', 'open_clip', 'bridges'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "from jax._src import xla_bridge\n"

@@ -11,11 +11,11 @@ from bridges.clip import load_scorer
 from bridges.diffusion import RenderError, load_renderer
 from grpo_jax.config import Config, RendererSection, RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.judges import make_render, make_score, resolve_conditions
-from grpo_jax.parts import guarded
-from grpo_jax.pipeline import Stage, StageError, run_pipeline
-from grpo_jax.tasks import image_rewards
-from grpo_jax.tasks.prompts import Row
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.environment import make_render, make_score, resolve_conditions
+from grpo_jax.rollout.pipeline import Stage, StageError, run_pipeline
+from grpo_jax.runs.parts import guarded
+from grpo_jax.tasks.prompt_enhancement import rewards as image_rewards
 
 ROWS = [Row(3, "a red dog"), Row(8, "a blue cat")]
 CONFIG = Config(renderer=RendererSection(size=16, steps=2, eval_steps=3, guidance=3.0, batch_size=3))

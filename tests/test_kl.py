@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.losses import KLPenalty, grpo_loss, kl_divergence
+from grpo_jax.core.losses import KLPenalty, grpo_loss, kl_divergence
 
 pytestmark = pytest.mark.usefixtures("strict")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from grpo_jax.logprobs import token_logprobs
+from grpo_jax.core.logprobs import token_logprobs
 
 pytestmark = pytest.mark.usefixtures("strict")
 

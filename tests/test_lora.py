@@ -12,17 +12,18 @@ import tiny_update
 import yaml
 from text_task import rows
 
-from grpo_jax import export, train, trainer
-from grpo_jax.adapters import lora_config
-from grpo_jax.checkpoint import restore_params
+from grpo_jax import export, train
 from grpo_jax.config import AlgorithmSection, Config, LoraSection, OptimizerSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
+from grpo_jax.models.adapters import lora_config
 from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.gpt2 import GPT2Config
 from grpo_jax.models.lora import GPT2_PROJECTIONS, PROJECTIONS, LoraConfig
 from grpo_jax.models.peft import load_adapters, save_adapters
+from grpo_jax.runs.checkpoint import restore_params
+from grpo_jax.training import trainer
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
 
@@ -238,7 +239,7 @@ def test_training_starts_from_a_folder_of_adapters(place, run, tmp_path, capsys)
 def test_a_run_without_adapters_has_none_to_export(place, tmp_path, capsys):
     config = yaml.safe_load(place.config.read_text())
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    from grpo_jax.checkpoint import Checkpoints
+    from grpo_jax.runs.checkpoint import Checkpoints
 
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         params = hf.load_folder(place.policy, tokenizer=False).params

@@ -7,11 +7,12 @@ import optax
 import pytest
 import tiny_update
 
-from grpo_jax import losses, trainer
 from grpo_jax.config import AlgorithmSection
+from grpo_jax.core import losses
 from grpo_jax.models.decoder import make_policy
-from grpo_jax.models.loss_scale import make_loss_scale
-from grpo_jax.objectives import loss_options, make_forward, make_policy_objective
+from grpo_jax.training import trainer
+from grpo_jax.training.loss_scale import make_loss_scale
+from grpo_jax.training.objectives import loss_options, make_forward, make_policy_objective
 
 
 def stepped(batch, dtype, *, scale, accumulation=1, shrink=1.0):

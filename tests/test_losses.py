@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 from loss_loops import CHOICES, EXTRAS, LENGTH, ROWS, batch, evaluate, loop_loss
 
-from grpo_jax.losses import (
+from grpo_jax.core.losses import (
     PRESET_SCALES,
     PRESETS,
     CappedWeight,

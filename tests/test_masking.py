@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.test_util import check_grads
 
-from grpo_jax.masking import as_float, as_mask, masked_mean, masked_std, masked_whiten, safe_divide
+from grpo_jax.core.masking import as_float, as_mask, masked_mean, masked_std, masked_whiten, safe_divide
 
 pytestmark = pytest.mark.usefixtures("strict")
 

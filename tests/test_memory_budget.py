@@ -9,9 +9,9 @@ import tiny_update
 
 from grpo_jax.config import Config, SamplingSection, TrainingSection
 from grpo_jax.errors import UserError
-from grpo_jax.memory_budget import fewest_parts, within_budget
-from grpo_jax.parts import Parts
-from grpo_jax.plan import update_bytes
+from grpo_jax.planning.policy import update_bytes
+from grpo_jax.runs.parts import Parts
+from grpo_jax.training.memory_budget import fewest_parts, within_budget
 
 PROMPTS, LENGTH = 8, 16
 

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch_reference as reference  # noqa: E402
 
-from grpo_jax.logprobs import token_logprobs  # noqa: E402
-from grpo_jax.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
+from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
+from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.decoder import make_policy  # noqa: E402
 from grpo_jax.models.weights import flatten, name_table  # noqa: E402

@@ -8,9 +8,9 @@ import pytest
 from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.gpt2 import GPT2Config
-from grpo_jax.objectives import Batch, make_forward
-from grpo_jax.packing import pack, packed, trimmed, unpacked
-from grpo_jax.value_head import VALUE
+from grpo_jax.models.value_head import VALUE
+from grpo_jax.training.objectives import Batch, make_forward
+from grpo_jax.training.packing import pack, packed, trimmed, unpacked
 
 PROMPTS, GROUP, LENGTH, WIDTH = 2, 4, 5, 8
 LENGTHS = np.array([[3, 8, 1, 4], [2, 0, 5, 1]])

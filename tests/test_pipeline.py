@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpo_jax.pipeline import Stage, StageError, StageTimeout, run_pipeline
+from grpo_jax.rollout.pipeline import Stage, StageError, StageTimeout, run_pipeline
 
 PATIENCE = 30.0  # seconds after which a test that should have gone on fails instead of hanging
 
@@ -235,7 +235,7 @@ def test_an_uncaught_interrupt_ends_a_program():
         "import signal, time\n"
         # A process started in the background of a shell inherits SIGINT ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from grpo_jax.pipeline import Stage, run_pipeline\n"
+        "from grpo_jax.rollout.pipeline import Stage, run_pipeline\n"
         "print('ready', flush=True)\n"
         "run_pipeline(range(10**6), [Stage('a', lambda c: time.sleep(0.01) or c), Stage('b', lambda c: c)])\n"
     )

@@ -9,16 +9,20 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from grpo_jax import plan, plan_advice, plan_command, plan_judges, trainer
-from grpo_jax.command_line import parse
+from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.quantised import quantise
-from grpo_jax.objectives import make_forward
-from grpo_jax.plan import GIB, PolicyMemory, cache_bytes, policy_memory, tree_bytes
-from grpo_jax.sampling import SamplingParams, make_sampler
+from grpo_jax.planning import advice as plan_advice
+from grpo_jax.planning import command as plan_command
+from grpo_jax.planning import judges as plan_judges
+from grpo_jax.planning import policy as plan
+from grpo_jax.planning.policy import GIB, PolicyMemory, cache_bytes, policy_memory, tree_bytes
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
+from grpo_jax.training import trainer
+from grpo_jax.training.objectives import make_forward
 
 TINY = {
     "model_type": "qwen2",

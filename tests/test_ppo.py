@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from grpo_jax.aggregation import Normaliser, loss_normaliser
-from grpo_jax.losses import Clip, grpo_loss
-from grpo_jax.ppo import ppo_loss, value_loss
+from grpo_jax.core.aggregation import Normaliser, loss_normaliser
+from grpo_jax.core.losses import Clip, grpo_loss
+from grpo_jax.core.ppo import ppo_loss, value_loss
 
 pytestmark = pytest.mark.usefixtures("strict")
 

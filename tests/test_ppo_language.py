@@ -9,17 +9,18 @@ import yaml
 from text_task import assert_same_run, final_state, rows
 from tiny_update import CONFIG, GROUP, PROMPTS, STEPS, TEMPERATURE
 
-from grpo_jax import evaluate, trainer
+from grpo_jax import evaluate
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PPOSection
+from grpo_jax.core.ppo import ppo_loss
+from grpo_jax.core.shaping import AdaptiveKL
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.objectives import loss_options, make_forward
-from grpo_jax.ppo import ppo_loss
-from grpo_jax.ppo_trainer import make_estimates, make_kl_control, make_ppo_objective
-from grpo_jax.sampling import SamplingParams, make_sampler
-from grpo_jax.shaping import AdaptiveKL
+from grpo_jax.models.value_head import VALUE, init_value_head, token_values
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
-from grpo_jax.value_head import VALUE, init_value_head, token_values
+from grpo_jax.training import trainer
+from grpo_jax.training.objectives import loss_options, make_forward
+from grpo_jax.training.ppo import make_estimates, make_kl_control, make_ppo_objective
 
 SECTION = AlgorithmSection(preset="bnpo", advantage="gae", entropy_coef=0.05)
 PPO = PPOSection(kl_coef=0.1, value_coef=0.5, kl_target=0.5, kl_horizon=20)

@@ -13,18 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.errors import UserError
-from grpo_jax.tasks import image_rewards
-from grpo_jax.tasks.prompt_enhancement import (
-    INSTRUCTION,
-    allowed_tokens,
-    decode_completion,
-    format_prompt,
-    most_added_words,
-    pad_left,
-    parse_rewrite,
-    rewrite_statistics,
-)
-from grpo_jax.tasks.prompts import (
+from grpo_jax.rollout.data import (
     TIERS,
     Row,
     batch_at,
@@ -36,6 +25,17 @@ from grpo_jax.tasks.prompts import (
     noise_seed,
     repeat_rows,
     split_rows,
+)
+from grpo_jax.tasks.prompt_enhancement import rewards as image_rewards
+from grpo_jax.tasks.prompt_enhancement.rewriting import (
+    INSTRUCTION,
+    allowed_tokens,
+    decode_completion,
+    format_prompt,
+    most_added_words,
+    pad_left,
+    parse_rewrite,
+    rewrite_statistics,
 )
 
 CHAT = (

@@ -10,14 +10,14 @@ import tiny_update
 
 from grpo_jax import train
 from grpo_jax.config import Config, LoraSection, MeshSection, PolicySection
+from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import UserError
-from grpo_jax.logprobs import token_logprobs
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.lora import LoraConfig, merge
 from grpo_jax.models.peft import load_adapters
 from grpo_jax.models.quantised import TILE, count_weights, quantise
-from grpo_jax.sampling import SamplingParams, make_sampler
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "down_proj"))
 

@@ -159,7 +159,7 @@ def test_summary(run):
 
 def merged_weights(run, source: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the adapters of the final checkpoint make of the source's projections, in float64."""
-    from grpo_jax.checkpoint import restore_params
+    from grpo_jax.runs.checkpoint import restore_params
 
     adapters = restore_params(run, "final")[0]["lora"]["layers"]
     merged = {}
@@ -204,7 +204,7 @@ def test_float32_export_keeps_what_bfloat16_would_round_away(run, models, tmp_pa
 
 def test_resumed_run_repeats_what_was_lost(run, models, tmp_path):
     """A run killed in its third iteration: what is on disk then is the second checkpoint and later records."""
-    from grpo_jax.checkpoint import restore_params
+    from grpo_jax.runs.checkpoint import restore_params
 
     again = tmp_path / "again"
     shutil.copytree(run, again)
@@ -239,7 +239,7 @@ def test_append_form_with_english_tokens_quality_and_a_judge_that_may_fail(model
     """The other choices that the config has, in one run."""
     import jax.numpy as jnp
 
-    from grpo_jax.advantages import Condition, condition_rewards, gdpo_advantages
+    from grpo_jax.core.advantages import Condition, condition_rewards, gdpo_advantages
 
     (tmp_path / "judge.py").write_text(FLAKY)
     save_file({"weight": torch.linspace(-1, 1, 16)[None], "bias": torch.zeros(1)}, tmp_path / "head.safetensors")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.command_line import parse
+from grpo_jax.config.command_line import parse
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 
 ROOT = Path(__file__).parents[1]

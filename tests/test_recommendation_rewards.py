@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from grpo_jax.rollout.rewards import RewardError, collect_rewards, load_reward
 from grpo_jax.tasks.recommendation import metrics, rewards
-from grpo_jax.tasks.rewards import RewardError, collect_rewards, load_reward
 
 RANK = np.array([1.0, 2.0, 7.0, np.nan, 12.0, 1000.0])
 PROBABILITY = np.array([0.5, 0.25, 0.125, np.nan, 0.0625, 0.0], np.float32)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import yaml
 
-from grpo_jax.command_line import parse
 from grpo_jax.config import from_dict
+from grpo_jax.config.command_line import parse
 from grpo_jax.errors import StopRun, UserError
-from grpo_jax.judges import make_score
-from grpo_jax.recommendation_parts import _watched, make_measure, words_of
-from grpo_jax.tasks.prompts import Row
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.environment import make_score
 from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.parts import _watched, make_measure, words_of
 from grpo_jax.tasks.recommendation.rewards import make_reward
 from grpo_jax.train import main, run
 
@@ -180,8 +180,8 @@ def test_a_dead_retriever_saves_and_the_run_goes_on_as_if_nothing_had_been(folde
 
 
 def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder, summary, monkeypatch, capsys):
-    from grpo_jax import warm_start
-    from grpo_jax.checkpoint import Checkpoints, restore_params
+    from grpo_jax.runs.checkpoint import Checkpoints, restore_params
+    from grpo_jax.training import supervised as warm_start
 
     place = folder / "interrupted"
     supervised_batch, calls = warm_start.supervised_batch, []

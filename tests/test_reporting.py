@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from grpo_jax import reporting
-from grpo_jax.charts import Series, line_chart, nice_ticks, number, series_of, smoothed
 from grpo_jax.errors import UserError
-from grpo_jax.metric_writers import JsonLines, open_writers, read_metrics, truncate_metrics
-from grpo_jax.report_page import Table, write_report
-from grpo_jax.run_directory import GalleryEntry, RunDirectory, disk_errors, encode_png, write_atomically
+from grpo_jax.reports import console as reporting
+from grpo_jax.reports.charts import Series, line_chart, nice_ticks, number, series_of, smoothed
+from grpo_jax.reports.page import Table, write_report
+from grpo_jax.reports.writers import JsonLines, open_writers, read_metrics, truncate_metrics
+from grpo_jax.runs.directory import GalleryEntry, RunDirectory, disk_errors, encode_png, write_atomically
 
 
 @dataclass(frozen=True)

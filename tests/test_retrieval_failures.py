@@ -7,7 +7,7 @@ from bridges import retrieval
 from bridges.retrieval.local import local_backend
 from bridges.retrieval.retriever import Retriever
 from grpo_jax.errors import StopRun
-from grpo_jax.tasks.rewards import collect_rewards
+from grpo_jax.rollout.rewards import collect_rewards
 
 TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream"]
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from grpo_jax.returns import discounted_returns, gae_advantages, normalised_returns
+from grpo_jax.core.returns import discounted_returns, gae_advantages, normalised_returns
 
 pytestmark = pytest.mark.usefixtures("strict")
 

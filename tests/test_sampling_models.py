@@ -6,11 +6,11 @@ import pytest
 import tiny_models
 import torch
 
-from grpo_jax.logprobs import token_logprobs
+from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
-from grpo_jax.sampling import cache_sizes, make_sampler
-from grpo_jax.token_choice import SamplingParams
+from grpo_jax.sampling.sampler import cache_sizes, make_sampler
+from grpo_jax.sampling.token_choice import SamplingParams
 
 NEW_TOKENS = 10
 UNUSED = tiny_models.VOCAB_SIZE - 1  # an id these greedy completions never reach

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.losses import PRESETS, KLPenalty, grpo_loss
-from grpo_jax.selection import (
+from grpo_jax.core.losses import PRESETS, KLPenalty, grpo_loss
+from grpo_jax.core.selection import (
     groups_with_signal,
     high_entropy_mask,
     truncated_importance_weights,

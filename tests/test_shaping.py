@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.kl import kl_divergence
-from grpo_jax.shaping import AdaptiveKL, kl_penalised_rewards, overlong_penalty
+from grpo_jax.core.kl import kl_divergence
+from grpo_jax.core.shaping import AdaptiveKL, kl_penalised_rewards, overlong_penalty
 
 pytestmark = pytest.mark.usefixtures("strict")
 

@@ -12,8 +12,8 @@ import pytest
 from text_task import finish, finished_run, rows, start, train, wait_for
 
 from grpo_jax.config import from_dict
-from grpo_jax.distributed import Announcement, announced, join_processes, refuse_several
 from grpo_jax.errors import UserError
+from grpo_jax.runs.processes import Announcement, announced, join_processes, refuse_several
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from loss_loops import SURROGATES
 
-from grpo_jax.losses import CappedWeight, Clip, SoftGate, grpo_loss
+from grpo_jax.core.losses import CappedWeight, Clip, SoftGate, grpo_loss
 
 pytestmark = pytest.mark.usefixtures("strict")
 

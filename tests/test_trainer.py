@@ -7,11 +7,11 @@ import pytest
 import tiny_update
 from tiny_update import PROMPTS
 
-from grpo_jax import trainer
 from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.objectives import make_forward
+from grpo_jax.training import trainer
+from grpo_jax.training.objectives import make_forward
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from oracle_trl_cases import BONUS, CASES, TRL_PRESETS, our_loss, per_token_adva
 from oracle_trl_selection import CASES as SELECTION
 from oracle_trl_selection import sampler_options
 
-from grpo_jax.losses import PRESETS, KLPenalty
-from grpo_jax.selection import high_entropy_mask, truncated_importance_weights
-from grpo_jax.surrogates import Clip
+from grpo_jax.core.losses import PRESETS, KLPenalty
+from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
+from grpo_jax.core.surrogates import Clip
 
 TOLERANCE = 1e-6
 

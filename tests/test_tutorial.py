@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.advantages import (
+from grpo_jax.core.advantages import (
     Condition,
     batch_whitened_advantages,
     condition_rewards,
@@ -19,11 +19,11 @@ from grpo_jax.advantages import (
     leave_one_out_advantages,
     sum_rewards,
 )
-from grpo_jax.kl import KLPenalty, kl_divergence
-from grpo_jax.losses import PRESETS, grpo_loss
-from grpo_jax.returns import discounted_returns, gae_advantages
-from grpo_jax.selection import groups_with_signal
-from grpo_jax.surrogates import Clip
+from grpo_jax.core.kl import KLPenalty, kl_divergence
+from grpo_jax.core.losses import PRESETS, grpo_loss
+from grpo_jax.core.returns import discounted_returns, gae_advantages
+from grpo_jax.core.selection import groups_with_signal
+from grpo_jax.core.surrogates import Clip
 
 pytestmark = pytest.mark.usefixtures("strict")
 

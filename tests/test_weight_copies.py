@@ -6,10 +6,10 @@ import gc
 import jax
 import pytest
 
-from grpo_jax import experiment
-from grpo_jax.command_line import parse
 from grpo_jax.config import from_dict
+from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
+from grpo_jax.runs import experiment
 from grpo_jax.train import run
 
 

@@ -172,9 +172,9 @@ def rows(run: Path) -> list[dict]:
 
 def final_state(run: Path, which: int | str = "final"):
     """Everything a checkpoint holds: its state (parameters, optimizer, reference) and progress without timings."""
-    from grpo_jax.checkpoint import Checkpoints
-    from grpo_jax.loop import make_learner
-    from grpo_jax.parts import load_parts, run_config
+    from grpo_jax.runs.checkpoint import Checkpoints
+    from grpo_jax.runs.loop import make_learner
+    from grpo_jax.runs.parts import load_parts, run_config
 
     parts = load_parts(run_config(run), say=lambda *_: None)
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:

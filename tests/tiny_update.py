@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax import trainer
 from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.decoder import init_variables, make_policy
-from grpo_jax.value_head import VALUE
+from grpo_jax.models.value_head import VALUE
+from grpo_jax.training import trainer
 
 CONFIG = DecoderConfig.from_hf(
     {

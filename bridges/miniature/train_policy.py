@@ -20,11 +20,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from bridges.miniature import world
-from grpo_jax import losses
 from grpo_jax.config import OptimizerSection
+from grpo_jax.core import losses
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import Policy, make_policy
-from grpo_jax.trainer import Batch, completion_logprobs, init_state, make_optimizer, make_schedule, make_train_step
+from grpo_jax.training.trainer import (
+    Batch,
+    completion_logprobs,
+    init_state,
+    make_optimizer,
+    make_schedule,
+    make_train_step,
+)
 
 PAD, END, USER, REWRITE = "<|pad|>", "<|end|>", "<|user|>", "<|rewrite|>"
 CHAT_TEMPLATE = (

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from scipy import sparse
 
-from grpo_jax.tasks.prompts import Row
+from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.metrics import RankCounts, TieRule, count_better, rank_of
 from grpo_jax.tasks.recommendation.sequences import UserSequence

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from grpo_jax.errors import UserError
-from grpo_jax.tasks.prompts import PromptSet
+from grpo_jax.rollout.data import PromptSet
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
 from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.tasks.recommendation.examples import HistoryTemplate, by_user, leave_one_out

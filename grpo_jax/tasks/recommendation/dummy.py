@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_jax.tasks.prompts import Row
+from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, make_catalogue
 from grpo_jax.tasks.recommendation.sequences import Sequences, UserSequence
 

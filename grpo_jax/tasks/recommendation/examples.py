@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_jax.errors import UserError
-from grpo_jax.tasks.prompts import PromptSet, Row, split_rows
+from grpo_jax.rollout.data import PromptSet, Row, split_rows
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 

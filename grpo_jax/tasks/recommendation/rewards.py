@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.rollout.rewards import accepted_arguments
 from grpo_jax.tasks.recommendation import metrics
-from grpo_jax.tasks.rewards import accepted_arguments
 
 Reward = Callable[..., list[float | None]]
 

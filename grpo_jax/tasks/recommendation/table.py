@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.tasks.prompts import Row
+from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.metrics import Interval

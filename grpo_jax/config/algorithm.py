@@ -1,0 +1,141 @@
+"""What is learned from a batch: the config's sections `algorithm` and `ppo`.
+
+Every field has its help line in the docstring of its class.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_jax.config.sections import require
+
+
+@dataclass(frozen=True)
+class AlgorithmSection:
+    """Advantages and loss.
+
+    Args:
+        preset: Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo or sapo.
+        advantage: "gdpo" normalises each reward in its group; "grpo" the weighted sum; "rloo" leaves one out;
+            "batch" whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a value head for the sum (ppo).
+        scale: What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the
+            preset's.
+        whiten: What GDPO whitens over the batch: "sequence", "token" or "none".
+        clip_low: Lower clip bound; null takes the preset's.
+        clip_high: Upper clip bound; null takes the preset's.
+        kl_coef: Weight of the KL term of the loss against the reference; with 0 here (and in ppo) it never runs.
+        kl_estimator: KL estimator of the loss.
+        kl_corrected: Weigh the KL term by the policy ratio, which makes its gradient unbiased.
+        kl_straight_through: Give the KL term its estimator's value and the gradient of k2.
+        entropy_coef: Weight of the entropy bonus.
+        entropy_share: Share of the batch's tokens, those of highest entropy, that the policy gradient uses; 1 for all.
+        importance_cap: Weigh each token by the trainer's probability over the sampler's, at most this; 0 for never.
+            For a sampler that top_k, top_p, min_p or another number type sets apart from the trainer.
+        update_ref_every: Refresh the reference every so many iterations; 0 keeps the start.
+        mask_truncated: Leave completions that hit max_new_tokens out of the loss.
+        overlong_buffer: Length of the last stretch of max_new_tokens in which a completion loses up to 1, as an
+            objective of its own called "overlong", of weight 1; 0 for no penalty.
+        dead_groups: Groups that teach nothing (gdpo: no reward varies in them; else: their sum does not): "keep"
+            them as zeros, "drop" them out of the loss and its denominators, or "resample" other prompts for them.
+        resample_rounds: Further draws of one iteration, at most, with dead_groups "resample".
+    """
+
+    preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo"] = "grpo"
+    advantage: Literal["gdpo", "grpo", "rloo", "batch", "gae"] = "gdpo"
+    scale: Literal["group", "batch", "none"] | None = None
+    whiten: Literal["sequence", "token", "none"] = "sequence"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_corrected: bool = False
+    kl_straight_through: bool = False
+    entropy_coef: float = 0.0
+    entropy_share: float = 1.0
+    importance_cap: float = 0.0
+    update_ref_every: int = 0
+    mask_truncated: bool = False
+    overlong_buffer: int = 0
+    dead_groups: Literal["keep", "drop", "resample"] = "keep"
+    resample_rounds: int = 3
+
+    def __post_init__(self) -> None:
+        """Checks the ranges and what does not go together."""
+        for name in ("kl_coef", "entropy_coef", "update_ref_every", "overlong_buffer"):
+            value = getattr(self, name)
+            require(value >= 0, f"algorithm.{name}", "a number >= 0", value)
+        self._check_clip()
+        share, cap = self.entropy_share, self.importance_cap
+        require(0 < share <= 1, "algorithm.entropy_share", "a share in (0, 1]", share)
+        require(cap == 0 or cap >= 1, "algorithm.importance_cap", "0 or a number >= 1", cap)
+        require(self.resample_rounds >= 1, "algorithm.resample_rounds", "a number >= 1", self.resample_rounds)
+        advantage = self.advantage
+        scaled = self.scale is None or advantage == "grpo"
+        require(
+            scaled, "algorithm.scale", f"null with advantage {advantage!r}, which has a scale of its own", self.scale
+        )
+        grouped = self.dead_groups == "keep" or advantage not in ("gae", "batch")
+        require(
+            grouped, "algorithm.dead_groups", "'keep' with advantage 'gae', which compares no groups", self.dead_groups
+        )
+        one_gradient = not (self.kl_corrected and self.kl_straight_through)
+        require(one_gradient, "algorithm.kl_straight_through", "false with kl_corrected", self.kl_straight_through)
+
+    def _check_clip(self) -> None:
+        for name in ("clip_low", "clip_high"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"algorithm.{name}", "null or a number > 0", value)
+            unclipped = self.preset in ("cispo", "sapo")
+            require(
+                value is None or not unclipped,
+                f"algorithm.{name}",
+                f"null with preset {self.preset!r}, which has no clip bounds",
+                value,
+            )
+        low = self.clip_low
+        require(low is None or low <= 1, "algorithm.clip_low", "null or a number <= 1", low)
+
+
+@dataclass(frozen=True)
+class PPOSection:
+    """What algorithm.advantage "gae" adds: a value head, a reward for each token, and the value loss.
+
+    Args:
+        discount: Discount of later rewards (gamma).
+        trace: How far advantages look past the value of the next state (lambda): 0 one token, 1 to the end.
+        whiten: Give the advantages of the batch's tokens mean 0 and deviation 1.
+        value_coef: Weight of the value loss.
+        value_rate: Learning rate of the value head as a multiple of the policy's: it starts at 0 and must be quicker.
+        value_clip: How far a value may move from the old one before its gradient stops; null for never.
+        kl_coef: Weight of the KL against the reference in each token's reward.
+        kl_estimator: KL estimator of the reward.
+        kl_target: KL of one completion, summed over its tokens, that kl_coef is steered to; 0 keeps kl_coef.
+        kl_horizon: Completions in which the steering changes kl_coef by a fifth, at most (smaller is faster).
+    """
+
+    discount: float = 1.0
+    trace: float = 0.95
+    whiten: bool = True
+    value_coef: float = 0.5
+    value_rate: float = 1.0
+    value_clip: float | None = 0.2
+    kl_coef: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_target: float = 0.0
+    kl_horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        for name in ("discount", "trace"):
+            require(0 <= getattr(self, name) <= 1, f"ppo.{name}", "a number in [0, 1]", getattr(self, name))
+        for name in ("value_coef", "kl_coef", "kl_target"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"ppo.{name}", "a finite number >= 0", value)
+        require(0 < self.value_rate < math.inf, "ppo.value_rate", "a finite number > 0", self.value_rate)
+        clip = self.value_clip
+        require(clip is None or clip > 0, "ppo.value_clip", "null or a number > 0", clip)
+        require(self.kl_horizon >= 1, "ppo.kl_horizon", "a number >= 1", self.kl_horizon)
+        steered = self.kl_target == 0 or self.kl_coef > 0
+        require(steered, "ppo.kl_coef", "a number > 0 to start from when there is a kl_target", self.kl_coef)

@@ -1,0 +1,1 @@
+"""Losses, advantages and their kin: pure functions of arrays, on JAX alone."""

@@ -1,0 +1,379 @@
+"""From rewards to advantages: group-relative, leave-one-out, GDPO, REINFORCE++, and conditioned rewards.
+
+Rewards are `[P, G]`, or `[P, G, N]` before the objectives are joined. NaN is a missing reward: it takes part
+in no statistic. A group without signal (all its present rewards equal, or fewer than two present) gives
+exactly 0, not rounding noise divided by eps. Standard deviations are the sample ones; eps is added to them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from grpo_jax.core.masking import as_float, as_mask, count, masked_mean, masked_std, masked_whiten, safe_divide, select
+
+
+class Condition(NamedTuple):
+    """Objective `easy` counts only where objective `hard` reaches `threshold`.
+
+    Attributes:
+        easy: index of the objective that is conditioned.
+        hard: index of the objective it waits for.
+        threshold: the least raw reward of `hard` at which `easy` counts.
+    """
+
+    easy: int
+    hard: int
+    threshold: float
+
+
+def _as_rewards(rewards: ArrayLike, ndim: int) -> jax.Array:
+    rewards = as_float("rewards", rewards, ndim=ndim)
+    if rewards.shape[1] < 2:
+        raise ValueError(
+            f"rewards must hold at least 2 completions per prompt (axis 1), got shape {rewards.shape}: "
+            "a group of one has nothing to be compared with"
+        )
+    return rewards
+
+
+def _check_eps(eps: float) -> None:
+    if not eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")
+
+
+def _signal(rewards: jax.Array) -> jax.Array:
+    """Whether the present rewards of each group differ; `[P, 1]` or `[P, 1, N]`."""
+    present = ~jnp.isnan(rewards)
+    lowest = jnp.min(rewards, axis=1, keepdims=True, where=present, initial=jnp.inf)
+    highest = jnp.max(rewards, axis=1, keepdims=True, where=present, initial=-jnp.inf)
+    return lowest < highest
+
+
+def _centred(rewards: jax.Array) -> jax.Array:
+    """Rewards less their group's mean; 0 where missing and in groups without signal."""
+    present = ~jnp.isnan(rewards) & _signal(rewards)
+    # Differences from the smallest reward are exact where rewards are close; their mean then loses no digits.
+    lowest = jnp.min(rewards, axis=1, keepdims=True, where=present, initial=jnp.inf)
+    shifted = select(present, rewards - lowest)
+    return select(present, shifted - masked_mean(shifted, present, axis=1, keepdims=True))
+
+
+def _group_scaled(rewards: jax.Array, eps: float) -> jax.Array:
+    std = masked_std(rewards, ~jnp.isnan(rewards), axis=1, keepdims=True)
+    return safe_divide(_centred(rewards), jnp.where(std == 0, 0, std + eps))
+
+
+def group_advantages(rewards: ArrayLike, *, scale: str = "group", eps: float = 1e-4) -> jax.Array:
+    """GRPO's group-relative advantages.
+
+        A[p, g] = (r[p, g] - mean_g r[p, :]) / (std + eps)
+
+    From DeepSeekMath (https://arxiv.org/abs/2402.03300); without division it is Dr. GRPO's
+    (https://arxiv.org/abs/2503.20783); with the batch's standard deviation, "Lite PPO"'s
+    (https://arxiv.org/abs/2508.08221).
+
+    Args:
+        rewards: `[P, G]`, floating; NaN is missing.
+        scale: the standard deviation to divide by: "group", "batch" (of all rewards), or "none".
+        eps: added to the standard deviation.
+
+    Returns:
+        `[P, G]`, at least float32.
+
+    Raises:
+        TypeError: rewards are not floating.
+        ValueError: another rank, a group of one, an unknown scale, a negative eps.
+    """
+    rewards = _as_rewards(rewards, 2)
+    _check_eps(eps)
+    if scale == "group":
+        return _group_scaled(rewards, eps)
+    if scale == "batch":
+        std = masked_std(rewards, ~jnp.isnan(rewards))
+        return safe_divide(_centred(rewards), jnp.where(std == 0, 0, std + eps))
+    if scale == "none":
+        return _centred(rewards)
+    raise ValueError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
+
+
+def leave_one_out_advantages(rewards: ArrayLike) -> jax.Array:
+    """RLOO's advantages: each reward less the mean of its group's other rewards.
+
+        A[p, g] = r[p, g] - 1 / (G - 1) · Σ_{h ≠ g} r[p, h]
+
+    From "Back to Basics" (https://arxiv.org/abs/2402.14740).
+
+    Args:
+        rewards: `[P, G]`, floating; NaN is missing.
+
+    Returns:
+        `[P, G]`, at least float32.
+
+    Raises:
+        TypeError: rewards are not floating.
+        ValueError: another rank, or a group of one.
+    """
+    rewards = _as_rewards(rewards, 2)
+    number = count(~jnp.isnan(rewards), axis=1, keepdims=True, dtype=rewards.dtype)
+    # r_g - mean of the others = n / (n - 1) · (r_g - mean of all)
+    return _centred(rewards) * safe_divide(number, jnp.maximum(number - 1, 0))
+
+
+def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps: float = 1e-4) -> jax.Array:
+    """REINFORCE++'s advantages: rewards whitened over the whole batch.
+
+        A[p, g] = (c[p, g] - mean(c)) / (std(c) + eps)
+
+    where c is the reward (`centre="batch"`), or the reward less its group's mean (`"group"`, which the paper calls
+    REINFORCE++-baseline). From https://arxiv.org/abs/2501.03262. Each completion has one vote. Under "group" a
+    group without signal gives exactly 0, and its zeros count in the standard deviation, as in `gdpo_advantages`.
+
+    The paper's reward has a KL penalty at each token; for that form whiten the returns over tokens:
+    `masked_whiten(discounted_returns(kl_penalised_rewards(…), discount=1.0, mask=mask), mask)`.
+
+    Args:
+        rewards: `[P, G]`, floating; NaN is missing. G may be 1 with "batch".
+        centre: "batch" or "group".
+        eps: added to the standard deviation.
+
+    Returns:
+        `[P, G]`, at least float32.
+
+    Raises:
+        TypeError: rewards are not floating.
+        ValueError: another rank, a group of one under "group", an unknown centre, a negative eps.
+    """
+    if centre not in ("batch", "group"):
+        raise ValueError(f"centre must be 'batch' or 'group', got {centre!r}")
+    rewards = _as_rewards(rewards, 2) if centre == "group" else as_float("rewards", rewards, ndim=2)
+    _check_eps(eps)
+    present = ~jnp.isnan(rewards)
+    if centre == "batch":
+        return masked_whiten(rewards, present, eps=eps)
+    return select(present & _signal(rewards), masked_whiten(_centred(rewards), present, eps=eps))
+
+
+def as_objective_weights(weights: Sequence[float] | ArrayLike | None, objectives: int, dtype) -> jax.Array:
+    """Weights of the objectives, `[N]`; ones by default.
+
+    Raises:
+        ValueError: another number of them than there are objectives.
+    """
+    if weights is None:
+        return jnp.ones(objectives, dtype)
+    weights = jnp.asarray(weights, dtype)
+    if weights.shape != (objectives,):
+        raise ValueError(
+            f"weights must have one entry for each of the {objectives} objectives, got shape {weights.shape}"
+        )
+    return weights
+
+
+def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | None = None) -> jax.Array:
+    """Weighted sum over the objectives, as GRPO wants it.
+
+    Args:
+        rewards: `[P, G, N]`, floating; NaN is missing and adds nothing.
+        weights: `[N]`; ones by default.
+
+    Returns:
+        `[P, G]`; NaN where every objective is missing.
+
+    Raises:
+        TypeError: rewards are not floating.
+        ValueError: another rank, or weights of another length.
+    """
+    rewards = as_float("rewards", rewards, ndim=3)
+    present = ~jnp.isnan(rewards)
+    total = jnp.sum(select(present, rewards) * as_objective_weights(weights, rewards.shape[-1], rewards.dtype), axis=-1)
+    return jnp.where(present.any(axis=-1), total, jnp.nan)
+
+
+def gdpo_advantages(
+    rewards: ArrayLike,
+    *,
+    weights: Sequence[float] | ArrayLike | None = None,
+    eps: float = 1e-4,
+    whiten: str | None = "sequence",
+    mask: ArrayLike | None = None,
+) -> jax.Array:
+    """GDPO's advantages: each objective is normalised in its group before the objectives are joined.
+
+        A[p, g] = Σ_n w[n] · (r[p, g, n] - mean_g r[p, :, n]) / (std_g r[p, :, n] + eps)
+
+    and then whitened over the batch, (A - mean) / (std + eps). Different combinations of rewards with the
+    same sum stay different. From "GDPO" (https://arxiv.org/abs/2601.05242). Published implementations differ
+    in what the whitening counts: `whiten="sequence"` gives each completion one vote, `"token"` one for each
+    of its tokens. A row with no reward, and every row of a group without signal in any objective, is 0 and
+    stays 0; the latter's zeros count in the whitening's mean and standard deviation, the former do not.
+
+    Args:
+        rewards: `[P, G, N]`, floating; NaN is missing.
+        weights: `[N]`; ones by default. An objective of weight 0 is as good as absent.
+        eps: added to the standard deviations.
+        whiten: "sequence", "token", or None.
+        mask: bool `[P, G, T]`, the tokens of each completion; needed for "token". Rows without a token take
+            no part in the whitening, and get 0.
+
+    Returns:
+        `[P, G]`, at least float32.
+
+    Raises:
+        TypeError: rewards are not floating or the mask not bool.
+        ValueError: another rank, a group of one, weights of another length, a negative eps, an unknown
+            `whiten`, a mask that is missing or does not fit.
+    """
+    rewards = _as_rewards(rewards, 3)
+    _check_eps(eps)
+    if whiten not in ("sequence", "token", None):
+        raise ValueError(f"whiten must be 'sequence', 'token' or None, got {whiten!r}")
+    if whiten == "token" and mask is None:
+        raise ValueError("mask must be given for whiten='token': it says how many tokens each row has")
+    weights = as_objective_weights(weights, rewards.shape[-1], rewards.dtype)
+    terms = _group_scaled(rewards, eps) * weights
+    counted = weights != 0
+    rows = (~jnp.isnan(rewards) & counted).any(axis=-1)
+    alive = (_signal(rewards) & counted).any(axis=-1)
+    votes = jnp.ones(rows.shape, rewards.dtype)
+    if mask is not None:
+        mask = as_mask("mask", mask)
+        if mask.ndim != 3 or mask.shape[:2] != rows.shape:
+            raise ValueError(f"mask must have shape {(*rows.shape, 'T')}, got {mask.shape}")
+        rows = rows & mask.any(axis=-1)
+        votes = count(mask, axis=-1, dtype=rewards.dtype) if whiten == "token" else votes
+    advantages = select(rows & alive, jnp.sum(terms, axis=-1))
+    if whiten is None:
+        return advantages
+    noise = 8 * jnp.finfo(terms.dtype).eps * jnp.max(jnp.sum(jnp.abs(terms), axis=-1))
+    return select(rows & alive, _whitened(advantages, select(rows, votes), eps, noise))
+
+
+def _whitened(x: jax.Array, votes: jax.Array, eps: float, noise: jax.Array) -> jax.Array:
+    """(x - mean) / (std + eps), each place counted `votes` times; 0 if std is within the rounding `noise`."""
+    number = jnp.sum(votes)
+    centred = x - safe_divide(jnp.sum(votes * x), number)
+    std = jnp.sqrt(safe_divide(jnp.sum(votes * jnp.square(centred)), jnp.maximum(number - 1, 0)))
+    # Objectives that cancel (weights 1 and -1, or opposed rewards) leave rounding; it must not be blown up.
+    return safe_divide(centred, jnp.where(std <= noise, 0, std + eps))
+
+
+def groups_without_signal(rewards: ArrayLike) -> jax.Array:
+    """Which groups teach nothing: all present rewards equal, or fewer than two present.
+
+    Judged per objective: a group whose summed rewards are equal can still teach GDPO something.
+
+    Args:
+        rewards: `[P, G]` or `[P, G, N]`, floating; NaN is missing.
+
+    Returns:
+        bool `[P]` or `[P, N]`.
+
+    Raises:
+        TypeError: rewards are not floating.
+        ValueError: another rank.
+    """
+    rewards = as_float("rewards", rewards)
+    if rewards.ndim not in (2, 3):
+        raise ValueError(f"rewards must be [P, G] or [P, G, N], got shape {rewards.shape}")
+    return ~jnp.squeeze(_signal(rewards), axis=1)
+
+
+def distinct_advantages(
+    advantages: ArrayLike, *, mask: ArrayLike | None = None, axis: int | None = None, tolerance: float = 1e-4
+) -> jax.Array:
+    """How many different values the advantages take: what a learning signal can tell apart.
+
+    Rewards that are summed first and normalised then (GRPO) collapse: (1, 0) and (0, 1) become one value. GDPO
+    keeps them apart (https://arxiv.org/abs/2601.05242, section 3). Each group has its own mean and standard
+    deviation, so compare within groups: `axis=1` of `[P, G]`.
+
+    Args:
+        advantages: floating, any shape.
+        mask: bool of the same shape, the values that count; all by default. NaN never counts.
+        axis: the axis along which values are compared; all of them together by default.
+        tolerance: neighbours closer than this share of the spread (largest less smallest) are one value.
+
+    Returns:
+        int32, one count, or one for each place of the other axes.
+
+    Raises:
+        TypeError: advantages are not floating, or the mask is not bool.
+        ValueError: a mask of another shape, an axis that does not exist, a tolerance outside [0, 1).
+    """
+    advantages = as_float("advantages", advantages)
+    counted = ~jnp.isnan(advantages)
+    if mask is not None:
+        counted &= as_mask("mask", mask, advantages.shape)
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be in [0, 1), got {tolerance}")
+    if axis is None:
+        advantages, counted, axis = advantages.reshape(-1), counted.reshape(-1), 0
+    if not -advantages.ndim <= axis < advantages.ndim:
+        raise ValueError(f"axis must be one of the {advantages.ndim} axes of advantages, got {axis}")
+    some = counted.any(axis=axis, keepdims=True)
+    highest = select(some, jnp.max(advantages, axis=axis, keepdims=True, where=counted, initial=-jnp.inf))
+    lowest = select(some, jnp.min(advantages, axis=axis, keepdims=True, where=counted, initial=jnp.inf))
+    # What does not count takes the largest value that does: it adds no step between neighbours.
+    ordered = jnp.sort(jnp.where(counted, advantages, highest), axis=axis)
+    steps = jnp.diff(ordered, axis=axis) > tolerance * (highest - lowest)
+    return jnp.sum(steps, axis=axis, dtype=jnp.int32) + jnp.squeeze(some, axis).astype(jnp.int32)
+
+
+def _chains(conditions: Sequence[Condition], objectives: int) -> dict[int, set[tuple[int, float]]]:
+    """All (hard, threshold) pairs that each easy objective waits for, its chain followed to the end."""
+    waits: dict[int, set[tuple[int, float]]] = {}
+    for easy, hard, threshold in conditions:
+        for name, index in (("easy", easy), ("hard", hard)):
+            if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
+                raise TypeError(f"conditions: {name} must be the index of an objective, got {index!r}")
+            if not 0 <= index < objectives:
+                raise ValueError(f"conditions: {name} must be in 0..{objectives - 1}, got {index}")
+        if np.isnan(threshold):
+            raise ValueError(f"conditions: threshold must be a number, got {threshold}")
+        waits.setdefault(int(easy), set()).add((int(hard), float(threshold)))
+
+    def follow(easy: int, path: tuple[int, ...]) -> set[tuple[int, float]]:
+        if easy in path:
+            raise ValueError(f"conditions must not form a cycle, got {' -> '.join(map(str, (*path, easy)))}")
+        direct = waits.get(easy, set())
+        return direct.union(*(follow(hard, (*path, easy)) for hard, _ in direct))
+
+    return {easy: follow(easy, ()) for easy in waits}
+
+
+def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> jax.Array:
+    """Lets an easy objective count only where the hard one it waits for reaches its threshold.
+
+        r'[p, g, easy] = r[p, g, easy] if r[p, g, hard] ≥ threshold else 0
+
+    Conditions compare raw rewards. They may form chains: if `a` waits for `b` and `b` for `c`, then `a`
+    counts only where both are reached. An easy objective is missing where it, or any reward its chain asks
+    for, is missing. From "GDPO" (https://arxiv.org/abs/2601.05242).
+
+    Args:
+        rewards: `[P, G, N]`, floating; NaN is missing.
+        conditions: any number of them; several on one easy objective must all hold.
+
+    Returns:
+        `[P, G, N]`, at least float32.
+
+    Raises:
+        TypeError: rewards are not floating, or an index is not an integer.
+        ValueError: another rank, an index out of range, a threshold that is NaN, conditions that form a
+            cycle.
+    """
+    rewards = as_float("rewards", rewards, ndim=3)
+    columns = [rewards[..., n] for n in range(rewards.shape[-1])]
+    for easy, waits in _chains(conditions, rewards.shape[-1]).items():
+        column = rewards[..., easy]
+        missing = jnp.isnan(column)
+        reached = jnp.ones_like(missing)
+        for hard, threshold in sorted(waits):
+            missing = missing | jnp.isnan(rewards[..., hard])
+            reached = reached & (rewards[..., hard] >= threshold)
+        columns[easy] = jnp.where(missing, jnp.nan, jnp.where(reached, column, 0))
+    return jnp.stack(columns, axis=-1)

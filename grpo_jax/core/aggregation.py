@@ -1,0 +1,118 @@
+"""From values per token to a loss: the denominators, and means that survive being split.
+
+A loss is a sum over a denominator that belongs to the whole update. A part of the batch, on one device or in
+one micro-batch, sees part of the sum and is told the denominator; then the parts' losses and gradients add
+up.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from grpo_jax.core.masking import as_mask, count, masked_mean, safe_divide, select
+
+
+class Mean(NamedTuple):
+    """A mean on its way: add the parts, then take the value."""
+
+    total: ArrayLike
+    weight: ArrayLike
+
+    def add(self, other: "Mean") -> "Mean":
+        """The mean over both parts."""
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def value(self) -> jax.Array:
+        """total / weight, and 0 where there is no weight."""
+        return safe_divide(jnp.asarray(self.total), jnp.asarray(self.weight))
+
+
+class Normaliser(NamedTuple):
+    """Denominators of a whole update, of which a loss call may see a part.
+
+    Attributes:
+        loss: what the aggregated policy loss and KL penalty are divided by.
+        tokens: number of tokens, for what is a token mean under every aggregation (the entropy bonus).
+    """
+
+    loss: ArrayLike
+    tokens: ArrayLike
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """Aggregation: sum over all tokens / (rows · length), so that long answers weigh by their length.
+
+    Attributes:
+        length: the token budget. None takes the length of the arrays' last axis, which is the budget as long
+            as they are padded to it.
+    """
+
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        if self.length is not None and self.length < 1:
+            raise ValueError(f"length must be at least 1, got {self.length}")
+
+
+Aggregation = str | FixedLength
+
+
+def check_aggregation(aggregation: Aggregation) -> None:
+    """Raises ValueError for an aggregation that does not exist."""
+    if not isinstance(aggregation, FixedLength) and aggregation not in ("sequence", "token"):
+        raise ValueError(f"aggregation must be 'sequence', 'token' or FixedLength(n), got {aggregation!r}")
+
+
+def loss_normaliser(mask: ArrayLike, aggregation: Aggregation = "sequence", *, dtype=jnp.float32) -> Normaliser:
+    """The denominators of an update, from the mask of all its rows.
+
+    "sequence" counts rows, "token" tokens, `FixedLength(n)` rows times n; a row counts if its mask has a
+    token. Parts of a batch have parts of the denominators: they may also be summed over devices.
+
+    Args:
+        mask: bool `[.., T]`.
+        aggregation: as in `grpo_loss`.
+        dtype: type of the result.
+
+    Raises:
+        TypeError: the mask is not bool.
+        ValueError: an unknown aggregation, or a mask without axes.
+    """
+    mask = as_mask("mask", mask)
+    check_aggregation(aggregation)
+    if mask.ndim < 1:
+        raise ValueError("mask must have a token axis, got a scalar")
+    tokens, rows = count(mask, dtype=dtype), count(mask.any(axis=-1), dtype=dtype)
+    if isinstance(aggregation, FixedLength):
+        return Normaliser(rows * (mask.shape[-1] if aggregation.length is None else aggregation.length), tokens)
+    return Normaliser(rows if aggregation == "sequence" else tokens, tokens)
+
+
+def as_normaliser(normaliser, local: Normaliser, aggregation: Aggregation, bonus: bool) -> Normaliser:
+    """The caller's normaliser, checked; `local` if there is none.
+
+    Raises:
+        ValueError: a scalar where an entropy `bonus` needs the number of tokens too, or an array.
+    """
+    if normaliser is None:
+        return local
+    if isinstance(normaliser, Normaliser):
+        return Normaliser(*(jnp.asarray(x, local.loss.dtype) for x in normaliser))
+    normaliser = jnp.asarray(normaliser, local.loss.dtype)
+    if normaliser.ndim:
+        raise ValueError(f"normaliser must be a Normaliser or a scalar, got shape {normaliser.shape}")
+    if bonus and aggregation != "token":
+        raise ValueError("normaliser must be a Normaliser when there is an entropy bonus, got a scalar")
+    return Normaliser(normaliser, normaliser)
+
+
+def aggregate(values: jax.Array, mask: jax.Array, aggregation: Aggregation) -> jax.Array:
+    """The loss's numerator of `values` `[.., T]`: what is divided by `Normaliser.loss`."""
+    if aggregation == "sequence":
+        return jnp.sum(masked_mean(values, mask, axis=-1))
+    return jnp.sum(select(mask, values))

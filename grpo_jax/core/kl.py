@@ -1,0 +1,93 @@
+"""Distance from a reference policy: estimators of the KL divergence, and the penalty that a loss adds."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from grpo_jax.core.masking import as_float
+
+ESTIMATORS = ("k1", "k2", "k3")
+
+
+def check_estimator(estimator: str) -> None:
+    """Raises ValueError for an estimator that does not exist."""
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """Penalty on the distance from a reference policy, aggregated as the policy loss is.
+
+    Attributes:
+        coef: its weight.
+        estimator: "k1", "k2" or "k3". As a loss, k1's expected gradient is 0 unless it is corrected; k2's is
+            that of the true KL on-policy; k3's is biased.
+        corrected: multiplies by the token's ratio, whose gradient makes the estimate unbiased off-policy too
+            (https://arxiv.org/abs/2512.02556, section 3.1).
+        straight_through: the value of the estimator with the gradient of k2, which is right on-policy (verl's
+            "k1+" and "k3+").
+    """
+
+    coef: float
+    estimator: str = "k3"
+    corrected: bool = False
+    straight_through: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        if not self.coef >= 0:
+            raise ValueError(f"coef must be at least 0, got {self.coef}")
+        check_estimator(self.estimator)
+        if self.corrected and self.straight_through:
+            raise ValueError(
+                "corrected and straight_through must not both be True: each mends the gradient by itself, "
+                "together they count it twice"
+            )
+
+    def per_token(self, logprobs: jax.Array, old_logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+        """What is penalised at each token, without the weight; all arguments of one shape."""
+        estimate = kl_divergence(logprobs, ref_logprobs, estimator=self.estimator)
+        if self.corrected:
+            return estimate * jnp.exp(logprobs - old_logprobs)
+        if self.straight_through:
+            carrier = kl_divergence(logprobs, ref_logprobs, estimator="k2")
+            return jax.lax.stop_gradient(estimate) + (carrier - jax.lax.stop_gradient(carrier))
+        return estimate
+
+
+def kl_divergence(logprobs: ArrayLike, ref_logprobs: ArrayLike, *, estimator: str = "k3") -> jax.Array:
+    """Estimates KL(policy ‖ reference) from the log-probabilities of tokens that the policy drew.
+
+    With d = log π_ref - log π:
+
+        k1 = -d,  k2 = d² / 2,  k3 = exp(d) - d - 1
+
+    k1 and k3 are unbiased values, k3 never negative and, near the reference, with less variance
+    (http://joschu.net/blog/kl-approx.html). Their gradients are another matter: see `KLPenalty`.
+
+    Args:
+        logprobs: any shape, floating.
+        ref_logprobs: the same shape.
+        estimator: "k1", "k2" or "k3".
+
+    Returns:
+        The estimate of each element, at least float32.
+
+    Raises:
+        TypeError: arguments are not floating.
+        ValueError: shapes that differ, or an unknown estimator.
+    """
+    check_estimator(estimator)
+    logprobs, ref_logprobs = as_float("logprobs", logprobs), as_float("ref_logprobs", ref_logprobs)
+    if logprobs.shape != ref_logprobs.shape:
+        raise ValueError(f"ref_logprobs must have logprobs' shape {logprobs.shape}, got {ref_logprobs.shape}")
+    difference = ref_logprobs.astype(logprobs.dtype) - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * jnp.square(difference)
+    value = jnp.expm1(difference) - difference
+    return value - jax.lax.stop_gradient(jnp.minimum(value, 0))  # rounding near 0 may be negative

@@ -1,0 +1,153 @@
+"""Log-probabilities and entropies of tokens from hidden states, never holding all logits.
+
+Logits of a whole batch, `[.., T, V]`, are usually the largest array of a training step. Here a scan takes
+`chunk_size` tokens at a time and a custom gradient computes their logits again, so that memory is that of one
+chunk's logits however many tokens there are.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from grpo_jax.core.masking import as_mask
+
+
+def token_logprobs(
+    hidden: ArrayLike,
+    head: ArrayLike,
+    tokens: ArrayLike,
+    *,
+    temperature: float = 1.0,
+    allowed_tokens: ArrayLike | None = None,
+    chunk_size: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each token, and entropy of the distribution it was drawn from.
+
+        p = softmax(hidden · headᵀ / temperature) over the allowed tokens
+        logprobs = log p[token],  entropy = -Σ_v p[v] log p[v]
+
+    Both are differentiable with respect to `hidden` and `head`. Products are taken in `hidden`'s type and
+    accumulated in at least float32. A token that is not allowed has log-probability -inf. A position whose
+    cotangents are 0 (masked in the loss) adds exactly nothing to the gradients, whatever its state holds.
+
+    Args:
+        hidden: `[.., T, D]`, floating: the states that predict the tokens.
+        head: `[V, D]`, floating: the unembedding.
+        tokens: int `[.., T]`.
+        temperature: divides the logits; 0 (greedy sampling) counts as 1.
+        allowed_tokens: bool `[V]`; all by default.
+        chunk_size: how many tokens' logits are held at once.
+
+    Returns:
+        (logprobs, entropy), both `[.., T]`, float32 (float64 if `hidden` is).
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: shapes that do not fit, a negative or infinite temperature, a chunk size below 1.
+    """
+    hidden, head, tokens = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
+    _check(hidden, head, tokens, temperature, chunk_size)
+    if allowed_tokens is not None:
+        allowed_tokens = as_mask("allowed_tokens", allowed_tokens, head.shape[:1])
+    tokens = tokens.astype(jnp.int32)
+    number = tokens.size
+    chunks = max(1, -(-number // chunk_size))
+    chunk = -(-number // chunks)
+    padding = chunks * chunk - number
+
+    def split(x: jax.Array) -> jax.Array:
+        # A chunk takes every chunks-th token: where prompts lie on several devices, each has its share of every chunk.
+        x = jnp.pad(x.reshape(number, *x.shape[tokens.ndim :]), [(0, padding), *[(0, 0)] * (x.ndim - tokens.ndim)])
+        return x.reshape(chunk, chunks, *x.shape[1:])
+
+    outputs = _chunked(split(hidden), head, split(tokens), allowed_tokens, float(temperature) or 1.0)
+    logprobs, entropy = (x.reshape(-1)[:number].reshape(tokens.shape) for x in outputs)
+    return logprobs, entropy
+
+
+def _check(hidden, head, tokens, temperature, chunk_size) -> None:
+    for name, array in (("hidden", hidden), ("head", head)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must be of a floating type, got {array.dtype}")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens must be of an integer type, got {tokens.dtype}")
+    if hidden.ndim < 2 or hidden.shape[:-1] != tokens.shape:
+        raise ValueError(f"hidden must be [.., T, D] and tokens [.., T] alike, got {hidden.shape} and {tokens.shape}")
+    if head.ndim != 2 or head.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"head must have shape (V, {hidden.shape[-1]}), got {head.shape}")
+    if not isinstance(temperature, (int, float, np.number)):
+        raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
+    if not isinstance(chunk_size, (int, np.integer)) or isinstance(chunk_size, bool):
+        raise TypeError(f"chunk_size must be an integer, got {chunk_size!r}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+
+
+def _wide(dtype):
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def _logits(hidden, head, allowed, temperature):
+    logits = jnp.einsum("cd,vd->cv", hidden, head, preferred_element_type=_wide(hidden.dtype)) / temperature
+    return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked(hidden, head, tokens, allowed, temperature):
+    """hidden [C, n, D], head [V, D], tokens [C, n], allowed [V] or None → logprobs, entropy [C, n]."""
+    return _forward(hidden, head, tokens, allowed, temperature)[0]
+
+
+def _forward(hidden, head, tokens, allowed, temperature):
+    weights = head.astype(hidden.dtype)
+
+    def one(_, index):
+        states, ids = hidden[:, index], tokens[:, index]
+        logits = _logits(states, weights, allowed, temperature)
+        normaliser = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+        probabilities = jnp.exp(logits - normaliser[:, None])
+        finite = logits if allowed is None else jnp.where(allowed, logits, 0)  # 0 · -inf is NaN
+        entropy = normaliser - jnp.sum(probabilities * finite, axis=-1)
+        return None, (chosen - normaliser, entropy, normaliser)
+
+    outputs = jax.lax.scan(one, None, jnp.arange(tokens.shape[1]))[1]
+    logprobs, entropy, normaliser = (x.T for x in outputs)
+    return (logprobs, entropy), (hidden, head, tokens, allowed, normaliser, entropy)
+
+
+def _backward(temperature, residuals, cotangents):
+    hidden, head, tokens, allowed, normaliser, entropy = residuals
+    weights = head.astype(hidden.dtype)
+    accumulate = _wide(hidden.dtype)
+
+    def one(head_gradient, index):
+        per_token = (hidden, tokens, normaliser, entropy, *cotangents)
+        states, ids, log_total, spread, for_logprob, for_entropy = (x[:, index] for x in per_token)
+        alive = ((for_logprob != 0) | (for_entropy != 0))[:, None]
+        states = jnp.where(alive, states, 0)
+        logits = _logits(states, weights, allowed, temperature)
+        logs = logits - jnp.where(alive, log_total[:, None], 0)
+        probabilities = jnp.where(alive, jnp.exp(logs), 0)
+        logs = logs if allowed is None else jnp.where(allowed, logs, 0)
+        # d log p[token] / dz = onehot - p,   d entropy / dz = -p (log p + entropy)
+        onehot = ids[:, None] == jnp.arange(head.shape[0], dtype=ids.dtype)
+        pull = for_logprob[:, None] + for_entropy[:, None] * (logs + jnp.where(alive, spread[:, None], 0))
+        gradient = jnp.where(onehot, for_logprob[:, None], 0) - probabilities * pull
+        gradient = (jnp.where(alive, gradient, 0) / temperature).astype(hidden.dtype)
+        state_gradient = jnp.einsum("cv,vd->cd", gradient, weights, preferred_element_type=accumulate)
+        head_gradient += jnp.einsum("cv,cd->vd", gradient, states, preferred_element_type=accumulate)
+        return head_gradient, state_gradient.astype(hidden.dtype)
+
+    start = jnp.zeros(head.shape, accumulate)
+    head_gradient, hidden_gradient = jax.lax.scan(one, start, jnp.arange(tokens.shape[1]))
+    return hidden_gradient.swapaxes(0, 1), head_gradient.astype(head.dtype), None, None
+
+
+_chunked.defvjp(_forward, _backward)

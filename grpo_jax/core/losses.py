@@ -1,0 +1,287 @@
+"""Policy losses on token log-probabilities, composed of independent choices.
+
+`grpo_loss` takes a surrogate, a ratio level, an aggregation, a KL penalty and an entropy bonus; `PRESETS`
+names the combinations that papers describe. Losses are sums over a denominator that belongs to the whole
+update (`loss_normaliser`), and metrics are `Mean`s that travel as (total, weight): the parts of a batch add
+up to the batch, however it is split.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from grpo_jax.core.aggregation import (
+    Aggregation,
+    FixedLength,
+    Mean,
+    Normaliser,
+    aggregate,
+    as_normaliser,
+    check_aggregation,
+    loss_normaliser,
+)
+from grpo_jax.core.kl import KLPenalty, kl_divergence
+from grpo_jax.core.masking import as_float, as_mask, count, masked_mean, safe_divide, select
+from grpo_jax.core.surrogates import CappedWeight, Clip, SoftGate, Surrogate
+
+
+class GRPOMetrics(NamedTuple):
+    """What one call of `grpo_loss` saw; every member a `Mean`, so that parts of a batch add up.
+
+    Attributes:
+        policy_loss: the aggregated surrogate, without KL and entropy.
+        kl: estimate of the distance from the reference, mean over tokens; weight 0 without a reference.
+        entropy: mean over tokens; weight 0 when not given.
+        ratio: probability under the policy over that of the old one, mean over tokens.
+        old_kl: k3 estimate of the distance from the old policy, mean over tokens.
+        clip_low: share of tokens whose gradient the lower bound stops.
+        clip_high: share of tokens whose gradient (or weight) the upper bound stops.
+        advantage: mean over tokens.
+    """
+
+    policy_loss: Mean
+    kl: Mean
+    entropy: Mean
+    ratio: Mean
+    old_kl: Mean
+    clip_low: Mean
+    clip_high: Mean
+    advantage: Mean
+
+
+class SFTMetrics(NamedTuple):
+    """What one call of `sft_loss` saw.
+
+    Attributes:
+        loss: negative log-likelihood, mean over tokens.
+    """
+
+    loss: Mean
+
+
+# Loss choices by name: grpo_loss(…, **PRESETS["dapo"]). A KL penalty is added apart: kl=KLPenalty(0.04).
+PRESETS: dict[str, dict[str, Any]] = {
+    # DeepSeekMath, https://arxiv.org/abs/2402.03300. Mean over rows of each row's mean over its tokens. Its
+    # experiments add a KL penalty of 0.04 (k3).
+    "grpo": {"surrogate": Clip(0.2, 0.2), "ratio": "token", "aggregation": "sequence"},
+    # Dr. GRPO, https://arxiv.org/abs/2503.20783. Sum over tokens / (rows · token budget), so that neither
+    # length nor a group's spread (advantage scale "none") biases the gradient.
+    "dr_grpo": {"surrogate": Clip(0.2, 0.2), "ratio": "token", "aggregation": FixedLength()},
+    # DAPO, https://arxiv.org/abs/2503.14476. Sum over tokens / tokens of the whole update; the upper bound
+    # higher.
+    "dapo": {"surrogate": Clip(0.2, 0.28), "ratio": "token", "aggregation": "token"},
+    # BNPO, the name TRL gives to a token mean after https://arxiv.org/abs/2506.02864. Its denominator is
+    # there the tokens of one micro-batch; here it is the update's, so only the bounds tell it from DAPO.
+    "bnpo": {"surrogate": Clip(0.2, 0.2), "ratio": "token", "aggregation": "token"},
+    # GSPO, https://arxiv.org/abs/2507.18071. One length-normalised ratio per row; mean over rows.
+    "gspo": {"surrogate": Clip(3e-4, 4e-4), "ratio": "sequence", "aggregation": "sequence"},
+    # CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585. Sum over tokens / tokens of the whole update; the
+    # cap follows ScaleRL, https://arxiv.org/abs/2510.13786.
+    "cispo": {"surrogate": CappedWeight(5.0), "ratio": "token", "aggregation": "token"},
+    # SAPO, https://arxiv.org/abs/2511.20347. Mean over rows of each row's mean over its tokens.
+    "sapo": {"surrogate": SoftGate(1.0, 1.05), "ratio": "token", "aggregation": "sequence"},
+}
+
+# The `scale` of group_advantages that belongs to each preset.
+PRESET_SCALES: dict[str, str] = {name: "none" if name == "dr_grpo" else "group" for name in PRESETS}
+
+
+def _log_ratio(logprobs, old_logprobs, mask, ratio: str, per_token: bool) -> jax.Array:
+    """log π - log π_old: `[.., T]`, or `[.., 1]` for one ratio per row."""
+    log_ratio = select(mask, logprobs - old_logprobs)
+    if ratio == "token":
+        return log_ratio
+    mean = masked_mean(log_ratio, mask, axis=-1, keepdims=True)
+    if not per_token:
+        return mean
+    # GSPO-token: the row's ratio as a value, each token's own gradient, so that its own advantage weighs it.
+    return select(mask, jax.lax.stop_gradient(mean) + logprobs - jax.lax.stop_gradient(logprobs))
+
+
+def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy):
+    """Checks shapes and types, and takes what is masked out of everything."""
+    logprobs = as_float("logprobs", logprobs)
+    if logprobs.ndim < 1:
+        raise ValueError("logprobs must have a token axis, got a scalar")
+    mask = as_mask("mask", mask, logprobs.shape)
+
+    def same(name, value):
+        if value is None:
+            return None
+        value = as_float(name, value).astype(logprobs.dtype)
+        if value.shape != logprobs.shape:
+            raise ValueError(f"{name} must have logprobs' shape {logprobs.shape}, got {value.shape}")
+        return select(mask, value)
+
+    advantages = jax.lax.stop_gradient(as_float("advantages", advantages).astype(logprobs.dtype))
+    if advantages.shape == logprobs.shape[:-1]:
+        advantages = select(mask.any(axis=-1), advantages)[..., None]
+    elif advantages.shape == logprobs.shape:
+        advantages = select(mask, advantages)
+    else:
+        raise ValueError(
+            f"advantages must have shape {logprobs.shape[:-1]} or {logprobs.shape}, got {advantages.shape}"
+        )
+    old_logprobs = jax.lax.stop_gradient(same("old_logprobs", old_logprobs))
+    ref_logprobs = jax.lax.stop_gradient(same("ref_logprobs", ref_logprobs))
+    entropy = same("entropy", entropy)
+    return select(mask, logprobs), old_logprobs, advantages, mask, ref_logprobs, entropy
+
+
+def _as_token_weights(weights, mask, dtype) -> jax.Array:
+    """The weights as constants, 0 or a finite number wherever nothing is to be learnt."""
+    weights = jnp.asarray(weights)
+    if weights.dtype != jnp.bool_:
+        weights = as_float("token_weights", weights)
+    rows = (*mask.shape[:-1], 1)
+    if weights.shape not in (mask.shape, rows):
+        raise ValueError(f"token_weights must have shape {mask.shape} or {rows}, got {weights.shape}")
+    return jax.lax.stop_gradient(select(mask, weights.astype(dtype)))
+
+
+def _check_choices(surrogate, ratio, aggregation, kl, ref_logprobs, entropy, entropy_coef) -> bool:
+    """Refuses what does not fit together; returns whether there is an entropy bonus."""
+    if ratio not in ("token", "sequence"):
+        raise ValueError(f"ratio must be 'token' or 'sequence', got {ratio!r}")
+    check_aggregation(aggregation)
+    if isinstance(surrogate, type) or not (hasattr(surrogate, "objective") and hasattr(surrogate, "clipped")):
+        raise TypeError(f"surrogate must be a Clip, CappedWeight or SoftGate, got {surrogate!r}")
+    if kl is not None and not isinstance(kl, KLPenalty):
+        raise TypeError(f"kl must be a KLPenalty or None, got {kl!r}")
+    if kl is not None and ref_logprobs is None:
+        raise ValueError("ref_logprobs must be given with a KL penalty, got None")
+    bonus = not (isinstance(entropy_coef, (int, float)) and entropy_coef == 0)
+    if bonus and entropy is None:
+        raise ValueError("entropy must be given with an entropy coefficient, got None")
+    return bonus
+
+
+def _metrics(log_ratio, old, logprobs, advantages, mask, surrogate, divergence, entropy) -> GRPOMetrics:
+    """Token means; the policy loss is the caller's to fill in."""
+    tokens = count(mask, dtype=logprobs.dtype)
+    nothing = Mean(jnp.zeros_like(tokens), jnp.zeros_like(tokens))
+
+    def token_mean(values):
+        if values is None:
+            return nothing
+        values = jnp.broadcast_to(values, mask.shape).astype(logprobs.dtype)
+        return Mean(jnp.sum(select(mask, values)), tokens)
+
+    low, high = surrogate.clipped(log_ratio, advantages)
+    return GRPOMetrics(
+        policy_loss=nothing,
+        kl=token_mean(divergence),
+        entropy=token_mean(entropy),
+        ratio=token_mean(jnp.exp(log_ratio)),
+        old_kl=token_mean(kl_divergence(old, logprobs)),
+        clip_low=token_mean(low),
+        clip_high=token_mean(high),
+        advantage=token_mean(advantages),
+    )
+
+
+def grpo_loss(
+    logprobs: ArrayLike,
+    old_logprobs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    *,
+    surrogate: Surrogate = Clip(),
+    ratio: str = "token",
+    aggregation: Aggregation = "sequence",
+    normaliser: Normaliser | ArrayLike | None = None,
+    kl: KLPenalty | None = None,
+    ref_logprobs: ArrayLike | None = None,
+    entropy: ArrayLike | None = None,
+    entropy_coef: float = 0.0,
+    token_weights: ArrayLike | None = None,
+) -> tuple[jax.Array, GRPOMetrics]:
+    """Policy loss of GRPO and its relatives.
+
+        loss = aggregate(-w · surrogate(ρ, A) + kl.coef · KL) - entropy_coef · mean over tokens of the entropy
+
+    with ρ = π / π_old of the token, or its geometric mean over the row (GSPO). Gradients reach `logprobs` and
+    `entropy` alone. A masked token, and a row without tokens, has no influence whatever it holds; with
+    nothing left the loss and its gradient are 0. For a part of an update give the whole update's
+    `normaliser`: the losses and gradients of the parts then add up. (https://arxiv.org/abs/2402.03300; see
+    `PRESETS`.)
+
+    Args:
+        logprobs: `[.., T]`, floating.
+        old_logprobs: `[.., T]`, of the policy that drew the tokens.
+        advantages: `[..]`, or `[.., T]`.
+        mask: bool `[.., T]`.
+        surrogate: `Clip`, `CappedWeight` or `SoftGate`.
+        ratio: "token" or "sequence".
+        aggregation: "sequence" (mean of row means), "token" (mean over tokens) or `FixedLength(n)`.
+        normaliser: `loss_normaliser` of the whole update; that of the given mask by default. A scalar (its
+            `loss`) will do without an entropy bonus.
+        kl: penalty, which needs `ref_logprobs`.
+        ref_logprobs: `[.., T]`; without a penalty they are only measured.
+        entropy: `[.., T]`; without a coefficient it is only measured.
+        entropy_coef: weight of the entropy bonus.
+        token_weights: w, `[.., T]` or `[.., 1]`, floating or bool; ones by default. Multiplies the policy term
+            alone: penalty, bonus, denominators and metrics but `policy_loss` do not see it. For
+            `high_entropy_mask` and `truncated_importance_weights`.
+
+    Returns:
+        (loss, metrics); the loss a scalar of at least float32.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: shapes that do not fit, an unknown choice, a penalty without `ref_logprobs`, a bonus
+            without `entropy`.
+    """
+    bonus = _check_choices(surrogate, ratio, aggregation, kl, ref_logprobs, entropy, entropy_coef)
+    logprobs, old, advantages, mask, ref, entropy = _prepare(
+        logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy
+    )
+    local = loss_normaliser(mask, aggregation, dtype=logprobs.dtype)
+    whole = as_normaliser(normaliser, local, aggregation, bonus)
+    log_ratio = _log_ratio(logprobs, old, mask, ratio, per_token=advantages.shape == mask.shape)
+
+    policy = -jnp.broadcast_to(surrogate.objective(log_ratio, logprobs, advantages), mask.shape)
+    if token_weights is not None:
+        policy *= _as_token_weights(token_weights, mask, policy.dtype)
+    policy_total = aggregate(policy, mask, aggregation)
+    loss = safe_divide(policy_total, whole.loss)
+    divergence = None
+    if ref is not None:
+        divergence = kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3")
+    if kl is not None:
+        penalty = kl.per_token(logprobs, old, ref)
+        loss += kl.coef * safe_divide(aggregate(penalty, mask, aggregation), whole.loss)
+    if bonus:
+        loss -= entropy_coef * safe_divide(jnp.sum(entropy), whole.tokens)
+
+    metrics = _metrics(log_ratio, old, logprobs, advantages, mask, surrogate, divergence, entropy)
+    metrics = metrics._replace(policy_loss=Mean(policy_total, local.loss))
+    return loss, jax.lax.stop_gradient(metrics)
+
+
+def sft_loss(
+    logprobs: ArrayLike, mask: ArrayLike, *, normaliser: Normaliser | ArrayLike | None = None
+) -> tuple[jax.Array, SFTMetrics]:
+    """Supervised loss: -mean over tokens of log π.
+
+    Args:
+        logprobs: `[.., T]`, floating.
+        mask: bool `[.., T]`, the tokens to learn.
+        normaliser: the whole update's number of tokens, or its `loss_normaliser`; that of the mask by
+            default.
+
+    Returns:
+        (loss, metrics); the loss a scalar of at least float32.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: shapes that differ.
+    """
+    logprobs = as_float("logprobs", logprobs)
+    mask = as_mask("mask", mask, logprobs.shape)
+    local = loss_normaliser(mask, "token", dtype=logprobs.dtype)
+    whole = as_normaliser(normaliser, local, "token", bonus=False)
+    total = -jnp.sum(select(mask, logprobs))
+    return safe_divide(total, whole.tokens), SFTMetrics(jax.lax.stop_gradient(Mean(total, local.tokens)))

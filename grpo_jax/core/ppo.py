@@ -1,0 +1,195 @@
+"""PPO's losses: the clipped policy loss with an advantage per step, and the clipped value loss."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from grpo_jax.core.aggregation import Aggregation, Mean, Normaliser, as_normaliser, loss_normaliser
+from grpo_jax.core.losses import GRPOMetrics, grpo_loss
+from grpo_jax.core.masking import as_float, as_mask, count, safe_divide, select
+from grpo_jax.core.surrogates import Clip
+
+
+class ValueMetrics(NamedTuple):
+    """What one call of `value_loss` saw; every member a `Mean` over steps, so that parts of a batch add up.
+
+    Attributes:
+        loss: the value loss.
+        clip_fraction: share of steps at which the clipped error is the larger one, which stops the gradient.
+        value: the predictions.
+        target: the returns.
+        error: return less prediction.
+        squared_target: for the explained variance.
+        squared_error: for the explained variance.
+    """
+
+    loss: Mean
+    clip_fraction: Mean
+    value: Mean
+    target: Mean
+    error: Mean
+    squared_target: Mean
+    squared_error: Mean
+
+    def explained_variance(self) -> jax.Array:
+        """1 - Var(return - prediction) / Var(return): 1 is perfect, 0 no better than a constant.
+
+        0 where the returns do not vary beyond rounding.
+        """
+        error, target = self.error.value(), self.target.value()
+        of_target = self.squared_target.value() - jnp.square(target)
+        of_error = self.squared_error.value() - jnp.square(error)
+        noise = 8 * jnp.finfo(of_target.dtype).eps * self.squared_target.value()
+        varies = ~(of_target <= noise)  # true for a NaN too, which must not become a quiet 0
+        return jnp.where(varies, 1 - safe_divide(of_error, jnp.where(varies, of_target, 0)), 0)
+
+
+def ppo_loss(
+    logprobs: ArrayLike,
+    old_logprobs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    aggregation: Aggregation = "token",
+    normaliser: Normaliser | ArrayLike | None = None,
+    entropy: ArrayLike | None = None,
+    entropy_coef: float = 0.0,
+    token_weights: ArrayLike | None = None,
+) -> tuple[jax.Array, GRPOMetrics]:
+    """PPO's clipped policy loss (https://arxiv.org/abs/1707.06347).
+
+        loss = -mean over steps of min(ρ A, clip(ρ, 1 - low, 1 + high) A) - entropy_coef · mean entropy
+
+    It is `grpo_loss` with a clip, token ratios and a token mean: what makes PPO is where the advantages come
+    from (`gae_advantages`). They are taken as they are: normalise them before, over a batch or a minibatch, with
+    `masking.masked_whiten`. PPO's distance from a reference is in its rewards (`kl_penalised_rewards`).
+
+    Args:
+        logprobs: `[.., T]`, floating.
+        old_logprobs: `[.., T]`, of the policy that acted.
+        advantages: `[.., T]`, or `[..]`.
+        mask: bool `[.., T]`.
+        clip_low: how far below 1 the ratio pays.
+        clip_high: how far above 1.
+        dual_clip: bound of the ratio where the advantage is negative, as in `Clip`.
+        aggregation: as in `grpo_loss`.
+        normaliser: as in `grpo_loss`.
+        entropy: `[.., T]`; without a coefficient it is only measured.
+        entropy_coef: weight of the entropy bonus.
+        token_weights: as in `grpo_loss`.
+
+    Returns:
+        (loss, metrics); the loss a scalar of at least float32. `metrics.old_kl` is what others call approx_kl.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: shapes that do not fit, a bound that is out of range, a bonus without `entropy`.
+    """
+    if not 0 <= clip_low <= 1:
+        raise ValueError(f"clip_low must be in [0, 1], got {clip_low}")
+    if not clip_high >= 0:
+        raise ValueError(f"clip_high must be at least 0, got {clip_high}")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be more than 1, got {dual_clip}")
+    return grpo_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        surrogate=Clip(clip_low, clip_high, dual_clip),
+        ratio="token",
+        aggregation=aggregation,
+        normaliser=normaliser,
+        entropy=entropy,
+        entropy_coef=entropy_coef,
+        token_weights=token_weights,
+    )
+
+
+def value_loss(
+    values: ArrayLike,
+    old_values: ArrayLike | None,
+    returns: ArrayLike,
+    mask: ArrayLike,
+    *,
+    clip: float | None = 0.2,
+    normaliser: Normaliser | ArrayLike | None = None,
+) -> tuple[jax.Array, ValueMetrics]:
+    """PPO's clipped value loss, as in OpenAI's baselines.
+
+        V' = clip(V, V_old - clip, V_old + clip)
+        loss = 1/2 · mean over steps of max((V - R)², (V' - R)²)
+
+    Gradients reach `values` alone. Steps whose clipped error is the larger one get none: the prediction has moved
+    enough. The half is in; multiply by a value coefficient outside.
+
+    Args:
+        values: `[..]`, floating: the predictions.
+        old_values: the same shape, the predictions when the returns were made; None will do without a clip.
+        returns: the same shape, `gae_advantages(…) + values[..., :-1]`.
+        mask: bool of the same shape.
+        clip: how far a prediction may move, in the units of the returns; None does not clip.
+        normaliser: the whole update's number of steps, or its `loss_normaliser`; that of the mask by default.
+
+    Returns:
+        (loss, metrics); the loss a scalar of at least float32.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: shapes that differ, a negative clip, a clip without `old_values`.
+    """
+    values = as_float("values", values)
+    if values.ndim < 1:
+        raise ValueError("values must have a time axis, got a scalar")
+    mask = as_mask("mask", mask, values.shape)
+    if clip is not None and not clip >= 0:
+        raise ValueError(f"clip must be at least 0 or None, got {clip}")
+    if clip is not None and old_values is None:
+        raise ValueError("old_values must be given with a clip, got None")
+
+    def constant(name, value):
+        value = as_float(name, value).astype(values.dtype)
+        if value.shape != values.shape:
+            raise ValueError(f"{name} must have values' shape {values.shape}, got {value.shape}")
+        return jax.lax.stop_gradient(select(mask, value))
+
+    local = loss_normaliser(mask, "token", dtype=values.dtype)
+    whole = as_normaliser(normaliser, local, "token", bonus=False)
+    values, returns = select(mask, values), constant("returns", returns)
+    squared = jnp.square(values - returns)
+    clipped = jnp.zeros_like(mask)
+    if clip is not None:
+        old_values = constant("old_values", old_values)
+        bounded = jnp.square(jnp.clip(values, old_values - clip, old_values + clip) - returns)
+        # Where both are equal the prediction is within its bounds, and so are the gradients.
+        clipped = bounded > squared
+        per_step = 0.5 * jnp.where(clipped, bounded, squared)
+    else:
+        per_step = 0.5 * squared
+    total = jnp.sum(per_step)
+    metrics = _value_metrics(total, clipped, values, returns, mask)
+    return safe_divide(total, whole.tokens), jax.lax.stop_gradient(metrics)
+
+
+def _value_metrics(total, clipped, values, returns, mask) -> ValueMetrics:
+    """Means over steps of arrays that are 0 where the mask is False."""
+    steps = count(mask, dtype=values.dtype)
+
+    def mean(x):
+        return Mean(jnp.sum(x.astype(values.dtype)), steps)
+
+    error = returns - values
+    return ValueMetrics(
+        loss=Mean(total, steps),
+        clip_fraction=mean(clipped),
+        value=mean(values),
+        target=mean(returns),
+        error=mean(error),
+        squared_target=mean(jnp.square(returns)),
+        squared_error=mean(jnp.square(error)),
+    )

@@ -1,0 +1,183 @@
+"""What happens along time: discounted returns, generalised advantage estimation, returns of a group as advantages.
+
+The last axis is time. A step that the mask leaves out does not exist: it is passed over without discount, whatever
+it holds, and its own result is 0. Taking it out of the arrays would give the same numbers.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from grpo_jax.core.masking import as_float, as_mask, masked_whiten, select
+
+
+def _as_fraction(name: str, value: ArrayLike, like: jax.Array) -> jax.Array:
+    """A discount or trace as an array of `like`'s shape; what is known while tracing must lie in [0, 1]."""
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+        if value.ndim == 0 and value.dtype.kind in "iu":
+            value = value.astype(np.float32)
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f"{name} must be of a floating type, got {value.dtype}")
+        undefined = np.isnan(value) & (value.ndim == 0)  # an array may hold anything where it is masked
+        if ((value < 0) | (value > 1) | undefined).any():
+            raise ValueError(f"{name} must be in [0, 1], got {value}")
+    array = as_float(name, value).astype(like.dtype)
+    if array.shape not in ((), like.shape):
+        raise ValueError(f"{name} must be a scalar or have shape {like.shape}, got {array.shape}")
+    return jnp.broadcast_to(array, like.shape)
+
+
+def _as_steps(name: str, value: ArrayLike) -> jax.Array:
+    array = as_float(name, value)
+    if array.ndim < 1:
+        raise ValueError(f"{name} must have a time axis, got a scalar")
+    return array
+
+
+def _as_step_mask(name: str, mask: ArrayLike | None, like: jax.Array, default: bool) -> jax.Array:
+    return jnp.full(like.shape, default) if mask is None else as_mask(name, mask, like.shape)
+
+
+def _backwards(add: jax.Array, carry: jax.Array, start: jax.Array) -> jax.Array:
+    """x[t] = add[t] + carry[t] · x[t + 1] with x[T] = start; a carry of 0 looks at nothing, not even at a NaN."""
+
+    def step(later, now):
+        addend, factor = now
+        value = addend + factor * jnp.where(factor == 0, 0, later)
+        return value, value
+
+    over_time = (jnp.moveaxis(add, -1, 0), jnp.moveaxis(carry, -1, 0))
+    return jnp.moveaxis(jax.lax.scan(step, start, over_time, reverse=True)[1], 0, -1)
+
+
+def discounted_returns(rewards: ArrayLike, *, discount: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
+    """Discounted sums of the rewards to come.
+
+        R[t] = r[t] + γ[t] · R[t + 1],  R[T] = 0
+
+    Args:
+        rewards: `[.., T]`, floating.
+        discount: γ, a scalar or `[.., T]` (0 where an episode ends: rewards after it belong to the next one).
+        mask: bool `[.., T]`, the steps that exist; all by default.
+
+    Returns:
+        `[.., T]`, at least float32; 0 where the mask is False.
+
+    Raises:
+        TypeError: rewards or discount are not floating, or the mask is not bool.
+        ValueError: a shape that does not fit, or a discount outside [0, 1].
+    """
+    rewards = _as_steps("rewards", rewards)
+    discount = _as_fraction("discount", discount, rewards)
+    exists = _as_step_mask("mask", mask, rewards, True)
+    carry = jnp.where(exists, discount, 1)
+    return select(exists, _backwards(select(exists, rewards), carry, jnp.zeros_like(rewards[..., 0])))
+
+
+def gae_advantages(
+    rewards: ArrayLike,
+    values: ArrayLike,
+    *,
+    discount: ArrayLike,
+    trace: ArrayLike,
+    mask: ArrayLike | None = None,
+    boundary: ArrayLike | None = None,
+    next_values: ArrayLike | None = None,
+) -> jax.Array:
+    """Generalised advantage estimation, GAE(γ, λ).
+
+        δ[t] = r[t] + γ[t] · V(s[t + 1]) - V(s[t])
+        A[t] = δ[t] + γ[t] · λ[t] · A[t + 1],  A[T] = 0
+
+    λ = 0 is the one-step residual, λ = 1 the return less the value. The value function's targets are
+    `advantages + values[..., :-1]`. From https://arxiv.org/abs/1506.02438.
+
+    How an episode ends decides what to give:
+
+    - Termination (the pole fell, the text is complete): `discount` 0 at that step. Nothing after it counts.
+    - The arrays end before the episode does: the last step bootstraps from `values[..., T]`.
+    - A time limit inside the arrays: the step keeps its discount, so that δ bootstraps, and `boundary` is True
+      there, so that the sum stops. After an automatic reset `values[..., t + 1]` is of the next episode's first
+      state: give the value of the state that the limit cut off in `next_values`.
+    - Padding (rows of different lengths): `mask` False. A row's last step then bootstraps from
+      `values[..., T]`, which must be 0 for finished texts, or be ignored by a `discount` of 0.
+
+    Args:
+        rewards: `[.., T]`, floating.
+        values: `[.., T + 1]`, V(s) of each step's state and of the state after the last; `[.., T]` will do where
+            `next_values` are given.
+        discount: γ, a scalar or `[.., T]`.
+        trace: λ, a scalar or `[.., T]`.
+        mask: bool `[.., T]`, the steps that exist; all by default.
+        boundary: bool `[.., T]`, steps after which another episode follows; none by default.
+        next_values: `[.., T]`, V(s[t + 1]) of each step; by default the value of the next step that exists.
+
+    Returns:
+        `[.., T]`, at least float32; 0 where the mask is False.
+
+    Raises:
+        TypeError: an argument that is not floating, or a mask or boundary that is not bool.
+        ValueError: a shape that does not fit, or a discount or trace outside [0, 1].
+    """
+    rewards = _as_steps("rewards", rewards)
+    discount = _as_fraction("discount", discount, rewards)
+    trace = _as_fraction("trace", trace, rewards)
+    exists = _as_step_mask("mask", mask, rewards, True)
+    stops = _as_step_mask("boundary", boundary, rewards, False)
+    values, following = _values(values, next_values, rewards, None if mask is None else exists)
+    # What follows a termination is looked at by nobody: it may well be undefined.
+    residual = select(exists, rewards) + select(exists, discount) * select(exists & (discount != 0), following)
+    residual -= select(exists, values)
+    carry = jnp.where(exists, select(~stops, discount * trace), 1)
+    return select(exists, _backwards(residual, carry, jnp.zeros_like(rewards[..., 0])))
+
+
+def _values(values, next_values, rewards, exists) -> tuple[jax.Array, jax.Array]:
+    """V(s[t]) and V(s[t + 1]), both `[.., T]`."""
+    values = as_float("values", values).astype(rewards.dtype)
+    steps = rewards.shape[-1]
+    shapes = [(*rewards.shape[:-1], steps + 1)] + ([rewards.shape] if next_values is not None else [])
+    if values.shape not in shapes:
+        raise ValueError(f"values must have shape {' or '.join(map(str, shapes))}, got {values.shape}")
+    here = values[..., :steps]
+    if next_values is not None:
+        following = as_float("next_values", next_values).astype(rewards.dtype)
+        if following.shape != rewards.shape:
+            raise ValueError(f"next_values must have rewards' shape {rewards.shape}, got {following.shape}")
+        return here, following
+    if exists is None:
+        return here, values[..., 1:]
+    # The next step that exists: each place that does not passes on what follows it.
+    filled = _backwards(select(exists, here), (~exists).astype(rewards.dtype), values[..., steps])
+    return here, jnp.concatenate([filled[..., 1:], values[..., steps:]], axis=-1)
+
+
+def normalised_returns(returns: ArrayLike, *, mask: ArrayLike, eps: float = 1e-4) -> jax.Array:
+    """Advantages of GRPO with a reward at each step: returns, normalised over a whole group set.
+
+        A[.., g, t] = (R[.., g, t] - mean) / (std + eps)
+
+    with one mean and one standard deviation (the sample one) over all existing steps of all G episodes of a
+    group, as in GRPO's "process supervision" (https://arxiv.org/abs/2402.03300, section 4.1.3) and its CartPole
+    implementations. A long episode has more votes than a short one. Returns that are all equal give 0.
+
+    Args:
+        returns: `[.., G, T]`, floating: `discounted_returns` of episodes from the same start.
+        mask: bool `[.., G, T]`, the steps that exist.
+        eps: added to the standard deviation.
+
+    Returns:
+        `[.., G, T]`, at least float32; 0 where the mask is False.
+
+    Raises:
+        TypeError: returns are not floating, or the mask is not bool.
+        ValueError: fewer than two axes, a group of one, a mask of another shape, a negative eps.
+    """
+    returns = as_float("returns", returns)
+    if returns.ndim < 2 or returns.shape[-2] < 2:
+        raise ValueError(f"returns must be [.., G, T] with at least 2 episodes in a group, got shape {returns.shape}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")
+    return masked_whiten(returns, as_mask("mask", mask, returns.shape), axis=(-2, -1), eps=eps)

@@ -1,0 +1,145 @@
+"""What takes part in an update: which tokens, which rows, which groups, and with what weight."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from grpo_jax.core.advantages import as_objective_weights, groups_without_signal
+from grpo_jax.core.masking import as_float, as_mask, count, select
+
+
+def high_entropy_mask(entropy: ArrayLike, mask: ArrayLike, *, share: float) -> jax.Array:
+    """The tokens at which the policy is least certain: those that decide where a text goes.
+
+        entropy[t] ≥ the (1 - share) quantile of all entropies under the mask
+
+    From "Beyond the 80/20 Rule" (https://arxiv.org/abs/2506.01939), which trains on a share of 0.2. Give it to
+    `grpo_loss` as `token_weights`: the other tokens' policy term is 0 and the denominators stay. The quantile is
+    interpolated linearly and tokens equal to it are in, so there may be more than the share. It is that of the
+    arrays given: ask for a whole batch at once if its parts are to agree. The selection is TRL's
+    `get_high_entropy_mask`; an entropy bonus there sees the selected tokens alone, in `grpo_loss` all of them.
+
+    Args:
+        entropy: `[.., T]`, floating.
+        mask: bool `[.., T]`.
+        share: of the tokens, more than 0 and at most 1.
+
+    Returns:
+        bool `[.., T]`.
+
+    Raises:
+        TypeError: entropy is not floating, or the mask is not bool.
+        ValueError: shapes that differ, or a share outside (0, 1].
+    """
+    entropy = jax.lax.stop_gradient(as_float("entropy", entropy))
+    mask = as_mask("mask", mask, entropy.shape)
+    if not 0 < share <= 1:
+        raise ValueError(f"share must be more than 0 and at most 1, got {share}")
+    if not entropy.size:
+        return mask
+    ordered = jnp.sort(jnp.where(mask, entropy, jnp.inf), axis=None)
+    place = (1 - share) * jnp.maximum(count(mask, dtype=entropy.dtype) - 1, 0)
+    lower = jnp.floor(place).astype(jnp.int32)
+    upper = jnp.ceil(place).astype(jnp.int32)
+    below, above = ordered[lower], ordered[upper]
+    step = select(upper > lower, above - below)  # nothing under the mask: inf - inf
+    threshold = below + (place - lower.astype(place.dtype)) * step
+    return mask & (entropy >= threshold)
+
+
+def without_truncated(mask: ArrayLike, truncated: ArrayLike) -> jax.Array:
+    """The mask without the rows that were cut off before they ended.
+
+    Their reward judges a text that the policy did not finish; DAPO's "overlong filtering"
+    (https://arxiv.org/abs/2503.14476, section 3.4). A row without tokens counts in no denominator; TRL leaves it
+    in the number of rows, which makes the other rows' gradients smaller.
+
+    Args:
+        mask: bool `[.., T]`.
+        truncated: bool `[..]`.
+
+    Returns:
+        bool `[.., T]`.
+
+    Raises:
+        TypeError: an argument that is not bool.
+        ValueError: shapes that do not fit.
+    """
+    mask = as_mask("mask", mask)
+    if mask.ndim < 1:
+        raise ValueError("mask must have a token axis, got a scalar")
+    return mask & ~as_mask("truncated", truncated, mask.shape[:-1])[..., None]
+
+
+def groups_with_signal(rewards: ArrayLike, *, weights: ArrayLike | None = None) -> jax.Array:
+    """The groups that teach something: in at least one objective two present rewards differ.
+
+    What dynamic sampling keeps (DAPO, https://arxiv.org/abs/2503.14476). With `[P, G, N]` it is judged per
+    objective, as GDPO learns: a group whose sums are equal is kept. For GRPO give the sums, `[P, G]`.
+
+    Args:
+        rewards: `[P, G]` or `[P, G, N]`, floating; NaN is missing.
+        weights: `[N]`; an objective of weight 0 is as good as absent.
+
+    Returns:
+        bool `[P]`.
+
+    Raises:
+        TypeError: rewards are not floating.
+        ValueError: another rank, or weights that do not fit.
+    """
+    signal = ~groups_without_signal(rewards)
+    if signal.ndim == 1:
+        if weights is not None:
+            raise ValueError("weights must be None for rewards [P, G]: there is one objective")
+        return signal
+    return (signal & (as_objective_weights(weights, signal.shape[-1], jnp.float32) != 0)).any(axis=-1)
+
+
+def truncated_importance_weights(
+    old_logprobs: ArrayLike,
+    sampler_logprobs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    cap: float,
+    level: str = "token",
+) -> jax.Array:
+    """Weights that correct for a sampler whose probabilities are not the trainer's.
+
+        w = min(π_old / π_sampler, cap)
+
+    of each token, or of the whole row: the product of its tokens' ratios. An inference engine in another
+    precision draws from a slightly different policy. From "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training" (https://fengyao.notion.site/off-policy-rl). Give them to `grpo_loss` as
+    `token_weights`. They are constants to gradients. The same as TRL's "token_truncate" and "sequence_truncate",
+    save that a NaN from the sampler stays one; TRL takes such a token for right.
+
+    Args:
+        old_logprobs: `[.., T]`, floating: the trainer's, of the policy that drew the tokens.
+        sampler_logprobs: `[.., T]`, of the same tokens as the sampler reports them.
+        mask: bool `[.., T]`.
+        cap: the largest weight, at least 1.
+        level: "token" or "sequence".
+
+    Returns:
+        `[.., T]` (1 where the mask is False), or `[.., 1]` for "sequence"; at least float32.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: shapes that differ, a cap below 1, an unknown level.
+    """
+    old = as_float("old_logprobs", old_logprobs)
+    if old.ndim < 1:
+        raise ValueError("old_logprobs must have a token axis, got a scalar")
+    mask = as_mask("mask", mask, old.shape)
+    sampler = as_float("sampler_logprobs", sampler_logprobs).astype(old.dtype)
+    if sampler.shape != old.shape:
+        raise ValueError(f"sampler_logprobs must have old_logprobs' shape {old.shape}, got {sampler.shape}")
+    if not cap >= 1:
+        raise ValueError(f"cap must be at least 1, got {cap}")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
+    difference = select(mask, old) - select(mask, sampler)
+    if level == "sequence":
+        difference = jnp.sum(difference, axis=-1, keepdims=True)
+    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(difference), cap))

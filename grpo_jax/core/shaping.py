@@ -1,0 +1,138 @@
+"""Rewards before they become advantages: a KL penalty per token, its adaptive weight, a penalty on length."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from grpo_jax.core.kl import kl_divergence
+from grpo_jax.core.masking import as_float, as_mask, select
+
+
+def kl_penalised_rewards(
+    scores: ArrayLike,
+    logprobs: ArrayLike,
+    ref_logprobs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    kl_coef: ArrayLike,
+    estimator: str = "k1",
+) -> jax.Array:
+    """PPO's reward per token: the distance from the reference costs at each token, the score comes at the last.
+
+        r[t] = -kl_coef · KL[t] + (score if t is the row's last token else 0)
+
+    From InstructGPT (https://arxiv.org/abs/2203.02155) and Ziegler et al. (https://arxiv.org/abs/1909.08593).
+    The result is a constant to gradients. A row without tokens has no place for its score and is all 0.
+
+    Args:
+        scores: `[..]`, floating: one score for each row.
+        logprobs: `[.., T]`, floating, of the policy that drew the tokens.
+        ref_logprobs: `[.., T]`, of the reference policy.
+        mask: bool `[.., T]`.
+        kl_coef: the penalty's weight, a scalar; it may be traced, as an adaptive one is.
+        estimator: of the divergence, as in `kl_divergence`; with k1 the penalties of a row add up to its log
+            probability ratio, and the expected return is the score less kl_coef times the true divergence.
+
+    Returns:
+        `[.., T]`, at least float32; 0 where the mask is False.
+
+    Raises:
+        TypeError: an argument that is not floating, or a mask that is not bool.
+        ValueError: shapes that do not fit, an unknown estimator, a negative weight.
+    """
+    logprobs = as_float("logprobs", logprobs)
+    if logprobs.ndim < 1:
+        raise ValueError("logprobs must have a token axis, got a scalar")
+    mask = as_mask("mask", mask, logprobs.shape)
+    ref_logprobs = as_float("ref_logprobs", ref_logprobs).astype(logprobs.dtype)
+    if ref_logprobs.shape != logprobs.shape:
+        raise ValueError(f"ref_logprobs must have logprobs' shape {logprobs.shape}, got {ref_logprobs.shape}")
+    scores = as_float("scores", scores).astype(logprobs.dtype)
+    if scores.shape != logprobs.shape[:-1]:
+        raise ValueError(f"scores must have shape {logprobs.shape[:-1]}, got {scores.shape}")
+    if isinstance(kl_coef, (int, float, np.number)) and not kl_coef >= 0:
+        raise ValueError(f"kl_coef must be at least 0, got {kl_coef}")
+    kl_coef = jnp.asarray(kl_coef, logprobs.dtype)
+    if kl_coef.ndim:
+        raise ValueError(f"kl_coef must be a scalar, got shape {kl_coef.shape}")
+    penalty = kl_divergence(select(mask, logprobs), select(mask, ref_logprobs), estimator=estimator)
+    places = jnp.arange(mask.shape[-1])
+    last = mask & (places == jnp.max(jnp.where(mask, places, -1), axis=-1, keepdims=True))
+    return jax.lax.stop_gradient(select(mask, -kl_coef * penalty) + select(last, scores[..., None]))
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """Keeps the measured divergence near a target by moving the penalty's weight.
+
+        error = clip(KL / target - 1, -limit, limit)
+        coef' = coef · (1 + error · samples / horizon)
+
+    From Ziegler et al., section 2.2 (https://arxiv.org/abs/1909.08593).
+
+    Attributes:
+        target: the divergence to keep, in the measure that `update` is given: there the mean over rows of a row's
+            summed k1.
+        horizon: how many samples it takes to change the weight by the factor `1 + error`.
+        limit: bound of the relative error.
+    """
+
+    target: float
+    horizon: float
+    limit: float = 0.2
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        for name in ("target", "horizon", "limit"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
+
+    def update(self, coef: ArrayLike, observed_kl: ArrayLike, samples: int) -> jax.Array:
+        """The weight after `samples` more samples whose divergence was `observed_kl`.
+
+        Args:
+            coef: the weight until now, a scalar.
+            observed_kl: the divergence that was measured with it, a scalar.
+            samples: number of rows that it was measured on.
+
+        Raises:
+            ValueError: so many samples that the weight could become 0 or negative.
+        """
+        if not 0 <= samples * self.limit < self.horizon:
+            raise ValueError(
+                f"samples must be at least 0 and less than horizon / limit = {self.horizon / self.limit:g}, "
+                f"got {samples}: the weight could become negative"
+            )
+        coef, observed_kl = jnp.asarray(coef, float), jnp.asarray(observed_kl, float)
+        error = jnp.clip(observed_kl / self.target - 1, -self.limit, self.limit)
+        return coef * (1 + error * (samples / self.horizon))
+
+
+def overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> jax.Array:
+    """DAPO's soft punishment of long answers, counted in tokens.
+
+        0 up to limit - buffer tokens, then down in a straight line, -1 from the limit on
+
+    From DAPO, equation 13 (https://arxiv.org/abs/2503.14476). It is added to the reward.
+
+    Args:
+        lengths: int `[..]`, tokens of each completion, its end token included.
+        limit: tokens at which the punishment is full.
+        buffer: over how many tokens it grows.
+
+    Returns:
+        `[..]`, float32, from -1 to 0.
+
+    Raises:
+        TypeError: lengths are not integers.
+        ValueError: a buffer that is not in 1..limit.
+    """
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"lengths must be of an integer type, got {lengths.dtype}")
+    if not 1 <= buffer <= limit:
+        raise ValueError(f"buffer must be in 1..limit = {limit}, got {buffer}")
+    return jnp.clip((limit - buffer - lengths.astype(jnp.float32)) / buffer, -1.0, 0.0)

@@ -1,0 +1,290 @@
+"""report.html: one self-contained page that shows what a run learned. No scripts, nothing fetched."""
+
+import base64
+import html
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.reports.charts import is_ranking, line_chart, number, series_of
+from grpo_jax.reports.style import STYLE
+from grpo_jax.runs.directory import GalleryEntry, encode_png, write_atomically
+
+_SHOWN_SIZE = 128  # pictures are shown about this wide: small ones enlarged by whole factors
+_ROWS_SHOWN = 200
+
+
+class Table(NamedTuple):
+    """Rows under column names; the note stands above."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+
+
+def write_report(
+    path: str | Path,
+    *,
+    title: str,
+    summary: Mapping[str, Any],
+    metrics_rows: Sequence[Mapping[str, Any]] = (),
+    gallery: Sequence[GalleryEntry] = (),
+    tables: Sequence[Table] = (),
+    config_text: str = "",
+) -> None:
+    """Writes the page of a run.
+
+    Args:
+      path: of the HTML file.
+      title: the run's name.
+      summary: what summary.json holds; `evaluation.<measure>.{before, after, oracle}` makes the headline.
+      metrics_rows: rows of metrics.jsonl, for the curves.
+      gallery: pairs of pictures.
+      tables: rewards per prompt, most added words, …
+      config_text: the configuration as YAML.
+
+    Raises:
+      UserError: the disk is full or the place is not writable.
+    """
+    sections = [
+        _headline(title, summary),
+        _gallery(gallery),
+        _curves(metrics_rows),
+        *(_table(table) for table in tables),
+        _facts(summary, config_text),
+    ]
+    page = (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body><main>{''.join(sections)}</main></body></html>\n"
+    )
+    write_atomically(path, page)
+
+
+def _headline(title, summary):
+    evaluation = dict(summary.get("evaluation", {}))
+    main = next((name for name in ("pixel_accuracy", "ndcg@10") if name in evaluation), next(iter(evaluation), None))
+    parts = [f"<header><p class='over'>grpo_jax run</p><h1>{html.escape(title)}</h1>"]
+    if main is not None:
+        parts.append(f"<p class='claim'>{_claim(main, evaluation[main], summary.get('prompts'))}</p>")
+    parts.append("</header>")
+    if main is not None:
+        names = [main, *(name for name in evaluation if name != main)]
+        cards = "".join(_card(name, evaluation[name], first=name == main) for name in names)
+        parts.append(f"<section class='cards'>{cards}</section>")
+    return "".join(parts)
+
+
+def _claim(name, values, prompts):
+    before, after, oracle = (values.get(kind) for kind in ("before", "after", "oracle"))
+    told = f"{_label(name)} {_value(name, before)} → <strong>{_value(name, after)}</strong>"
+    if prompts:
+        told += f" on {prompts} held-out prompts"
+    gap = _gap_closed(before, after, oracle)
+    if gap is not None:
+        best = "the best possible" if is_ranking(name) or not prompts else "the best possible rewrite"
+        told += f", {gap:.0%} of the way to {best} ({_value(name, oracle)})"
+    return told + "."
+
+
+def _gap_closed(before, after, oracle):
+    if None in (before, after, oracle) or abs(oracle - before) < 1e-9:
+        return None
+    return (after - before) / (oracle - before)
+
+
+def _card(name, values, first):
+    before, after, oracle = (values.get(kind) for kind in ("before", "after", "oracle"))
+    known = [value for value in (before, after, oracle) if value is not None]
+    low, high = min([0.0, *known]), max([1e-9, *known])
+    bars = "".join(
+        f"<div class='bar {kind}'><span>{kind}</span>{_bar(value, low, high)}<b>{_value(name, value)}</b></div>"
+        for kind, value in (("before", before), ("after", after), ("oracle", oracle))
+        if value is not None
+    )
+    change = _change(name, before, after) if before is not None and after is not None else ""
+    return f"<article class='card{' first' if first else ''}'><h3>{_label(name)}{change}</h3>{bars}</article>"
+
+
+def _bar(value, low, high):
+    zero, end = (-low) / (high - low), (value - low) / (high - low)
+    left, width = min(zero, end), abs(end - zero)
+    return f"<div class='track'><div style='left: {left:.1%}; width: {width:.1%}'></div></div>"
+
+
+def _label(name):
+    return html.escape(name.replace("_", " ").replace("/", " · "))
+
+
+def _is_share(name):
+    return any(word in name for word in ("accuracy", "usable", "share"))
+
+
+def _value(name, value):
+    if value is None or not math.isfinite(value):
+        return "–"
+    if _is_share(name):
+        return f"{value:.1%}"
+    if is_ranking(name):
+        return f"{value:.4f}"
+    value = round(value, 2) + 0.0  # no "-0.00"
+    return (f"{value:.2f}" if abs(value) < 100 else number(value)).replace("-", "−")
+
+
+def _change(name, before, after):
+    sign = "+" if after >= before else "−"
+    size = f"{abs(after - before) * 100:.1f} points" if _is_share(name) else _value(name, abs(after - before))
+    return f"<em>{sign}{size}</em>"
+
+
+def _gallery(gallery):
+    if not gallery:
+        return ""
+    items = "".join(_pair(entry) for entry in gallery)
+    note = "Left: the prompt as it was typed. Right: as the trained policy rewrote it. Both from the same noise."
+    if all(entry.before is None and entry.after is None for entry in gallery):
+        note = "Grey: the prompt. Black: what the trained policy made of it."
+    return f"<section><h2>Before and after</h2><p class='note'>{note}</p><div class='gallery'>{items}</div></section>"
+
+
+def _pair(entry):
+    pictures = ""
+    if entry.before is not None or entry.after is not None:
+        before, after = _picture(entry.before, "before"), _picture(entry.after, "after")
+        pictures = f"<div class='pair'>{before}<span class='arrow'>→</span>{after}</div>"
+    scores = "".join(
+        f"<tr><td>{_label(name)}</td><td>{_value(name, before)}</td><td>→</td>"
+        f"<td class='{_trend(before, after)}'>{_value(name, after)}</td></tr>"
+        for name, (before, after) in entry.scores.items()
+    )
+    return (
+        f"<article class='entry'>{pictures}<p class='prompt'>{html.escape(entry.prompt)}</p>"
+        f"<p class='rewrite'>{html.escape(entry.rewrite)}</p><table class='scores'>{scores}</table></article>"
+    )
+
+
+def _trend(before, after):
+    if before is None or after is None or before == after:
+        return "same"
+    return "better" if after > before else "worse"
+
+
+def _picture(image: np.ndarray | None, kind: str) -> str:
+    if image is None:
+        return "<div class='missing'>no picture</div>"
+    height, width = image.shape[:2]
+    factor = max(1, _SHOWN_SIZE // width) if width < _SHOWN_SIZE else _SHOWN_SIZE / width
+    data = base64.b64encode(encode_png(image)).decode()
+    crisp = " class='crisp'" if width < _SHOWN_SIZE else ""
+    size = f"width='{round(width * factor)}' height='{round(height * factor)}'"
+    return f"<img{crisp} {size} alt='{kind}' src='data:image/png;base64,{data}'>"
+
+
+def _curves(rows):
+    charts = "".join(_chart_list(rows))
+    if not charts:
+        return ""
+    note = "Faint: each iteration. Bold: smoothed. Figures beside the names are the last ones."
+    return f"<section><h2>Training</h2><p class='note'>{note}</p><div class='charts'>{charts}</div></section>"
+
+
+def _chart_list(rows):
+    names = list(dict.fromkeys(key for row in rows for key in row))
+
+    def group(prefix, suffix=""):
+        chosen = [name for name in names if name.startswith(prefix) and name.endswith(suffix)]
+        return [(name, name.removeprefix(prefix).removesuffix(suffix).replace("_", " ")) for name in chosen]
+
+    def chart(title, keys, *, sparse=False, note=""):
+        return line_chart(title, [series_of(rows, key, name, sparse=sparse) for key, name in keys], note=note)
+
+    rewards = group("reward/", "/mean")
+    rewards.sort(key=lambda pair: pair[1] != "total")
+    if len(rewards) == 2 and rewards[0][1] == "total":
+        rewards = rewards[1:]  # a single objective is its own total, up to its weight
+    watched = [(k, n) for k, n in group("watch/", "/mean") if "pixel_accuracy" not in k and n != "rank"]
+    validated = [(k, n) for k, n in group("validation/") if n not in ("rank", "completion tokens", "usable")]
+    pixels = [("watch/pixel_accuracy/mean", "training batch")]
+    returns = [
+        series_of(rows, "episode_return", "training, sampled"),
+        series_of(rows, "evaluation/episode_return", "evaluation, greedy", sparse=True),
+        series_of(rows, "evaluation/lowest", "worst seed", sparse=True),
+    ]
+    return [
+        line_chart("Episode return", returns, note="Mean over the seeds; 500 is the longest episode."),
+        chart("Seeds solved", [("solved", "seeds")], sparse=True),
+        chart("Pixel accuracy", pixels, note="Read from the picture by rule; never trained on."),
+        chart("Rewards", rewards),
+        chart("Watched, never trained on", watched),
+        chart("Validation", validated, sparse=True),
+        chart("KL to the reference", [("kl", "kl")]),
+        chart("Explained variance of the values", [("value/explained_variance", "explained")]),
+        chart("Values", [("value/mean", "value"), ("value/return", "return")]),
+        chart("Groups that teach, of dynamic sampling", [("groups_kept", "kept"), ("draws", "draws")]),
+        chart("Entropy of the policy", [("entropy", "entropy")]),
+        chart("Completion length, tokens", [("completion_tokens", "mean"), ("completion_tokens_max", "longest")]),
+        chart("Groups without signal", group("dead_groups/")),
+        chart(
+            "Different advantages in a group",
+            [("distinct_advantages/grpo", "rewards summed (GRPO)"), ("distinct_advantages/gdpo", "kept apart (GDPO)")],
+            note="What each estimator can tell apart in the same rewards, whichever is used.",
+        ),
+        chart(
+            "Shares",
+            [
+                ("truncated", "truncated"),
+                ("unusable", "unusable"),
+                ("duplicates", "duplicates in group"),
+                ("unchanged", "unchanged prompts"),
+            ],
+        ),
+        chart("Gradient norm", [("grad_norm", "norm")]),
+        chart("Clipped tokens", [("clip_low", "below"), ("clip_high", "above")]),
+        chart("Seconds per iteration", [(k, n) for k, n in group("seconds/") if n != "total"]),
+    ]
+
+
+def _table(table):
+    def cell(value):
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        return f"<td class='number'>{number(value)}</td>" if numeric else f"<td>{html.escape(str(value))}</td>"
+
+    head = "".join(f"<th>{_label(str(column))}</th>" for column in table.columns)
+    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in table.rows[:_ROWS_SHOWN])
+    left = len(table.rows) - _ROWS_SHOWN
+    more = f"<p class='note'>and {left} more</p>" if left > 0 else ""
+    note = f"<p class='note'>{html.escape(table.note)}</p>" if table.note else ""
+    return (
+        f"<section><h2>{html.escape(table.title)}</h2>{note}<div class='scroll'><table class='data'><thead>"
+        f"<tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}</section>"
+    )
+
+
+def _facts(summary, config_text):
+    groups = []
+    for name in ("seconds", "versions", "devices"):
+        values = summary.get(name)
+        if isinstance(values, Mapping):
+            groups.append((name, [(key, values[key]) for key in values]))
+    plain = [(k, v) for k, v in summary.items() if k != "evaluation" and not isinstance(v, Mapping | list | tuple)]
+    lists = "".join(
+        f"<div><h3>{_label(name)}</h3><dl>"
+        + "".join(f"<dt>{_label(key)}</dt><dd>{_fact(value)}</dd>" for key, value in pairs)
+        + "</dl></div>"
+        for name, pairs in [("run", plain), *groups]
+    )
+    config = ""
+    if config_text:
+        config = f"<details><summary>Configuration</summary><pre>{html.escape(config_text)}</pre></details>"
+    return f"<section><h2>How it was run</h2><div class='facts'>{lists}</div>{config}</section>"
+
+
+def _fact(value):
+    if isinstance(value, float):
+        return number(value)
+    return html.escape(str(value))

@@ -1,0 +1,215 @@
+"""Where the numbers of each step go: metrics.jsonl always, TensorBoard and Weights & Biases when asked."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_jax.errors import UserError
+from grpo_jax.runs.directory import AppendedFile, RunDirectory, disk_errors, finite, write_atomically
+
+
+class MetricWriter(Protocol):
+    """Takes the numbers of one step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one row."""
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
+        """Takes what summary.json holds and the `report_page.Table`s of a finished run, if it has a place for them."""
+
+    def close(self) -> None:
+        """Flushes."""
+
+
+class JsonLines:
+    """metrics.jsonl: one object per row, on disk when `write` returns."""
+
+    def __init__(self, path: str | Path):
+        """Opens the file to append."""
+        self._file = AppendedFile(path)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one row; what is not finite becomes null.
+
+        Raises:
+          UserError: the disk is full.
+        """
+        self._file.write(json.dumps(finite({"step": step, **metrics})) + "\n")
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
+        """Nothing: summary.json and report.html lie beside."""
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files, through the tensorboard package alone."""
+
+    def __init__(self, folder: str | Path, *, resume_step: int | None = None):
+        """Opens a new event file; `resume_step` makes TensorBoard forget what came after that step."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._folder = folder
+        with disk_errors(folder):
+            self._writer = EventFileWriter(str(folder))
+            if resume_step is not None:
+                start = SessionLog(status=SessionLog.START)
+                self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the numbers as scalars."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items() if _is_number(value)
+        ]
+        with disk_errors(self._folder):
+            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            self._writer.flush()
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
+        """Nothing: TensorBoard has no place for them."""
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        with disk_errors(self._folder):
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run on Weights & Biases; the same one again on resume."""
+
+    def __init__(self, run: RunDirectory, config: Mapping[str, Any]):
+        """Starts or continues the run.
+
+        Raises:
+          UserError: wandb is not installed, or refuses to start.
+        """
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "report_to: wandb is not installed; pip install wandb, or leave it out of report_to"
+            ) from error
+        self._id_file = run.path / "wandb_id"
+        identity = self._id_file.read_text().strip() if self._id_file.is_file() else f"{time.time_ns():x}"
+        try:
+            self._run = wandb.init(
+                project="grpo_jax", name=run.path.name, dir=str(run.path), id=identity, resume="allow",
+                config=dict(config),
+            )  # fmt: skip
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"report_to: wandb does not start ({reason}); run `wandb login`, or set WANDB_MODE=offline"
+            ) from error
+        write_atomically(self._id_file, identity)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs one row."""
+        self._run.log({name: value for name, value in metrics.items() if _is_number(value)}, step=step)
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
+        """Puts the summary into the run's and logs each table under its title."""
+        import wandb
+
+        self._run.summary.update(finite(summary))
+        for table in tables:
+            rows = [list(row) for row in table.rows]
+            name = re.sub(r"\W+", "_", table.title)  # part of a file's name
+            self._run.log({f"table/{name}": wandb.Table(columns=list(table.columns), data=rows)})
+
+    def close(self) -> None:
+        """Finishes the run."""
+        self._run.finish()
+
+
+def open_writers(
+    run: RunDirectory,
+    report_to: Sequence[str] = (),
+    *,
+    resume_step: int | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> tuple[list[MetricWriter], list[str]]:
+    """Opens metrics.jsonl and the writers asked for.
+
+    Args:
+      run: where they write; on resume, rewound to `resume_step`.
+      report_to: any of "tensorboard", "wandb".
+      resume_step: the step that the run continues after; None for a new run.
+      config: shown by Weights & Biases.
+
+    Returns:
+      The writers, and notes for the user about those left out.
+
+    Raises:
+      UserError: a writer is unknown, cannot write, or wandb was asked for and is missing.
+    """
+    unknown = sorted(set(report_to) - {"tensorboard", "wandb"})
+    if unknown:
+        raise UserError(f"report_to: expected tensorboard or wandb, got {', '.join(unknown)}")
+    if resume_step is not None:
+        run.rewind(resume_step)
+    writers: list[MetricWriter] = [JsonLines(run.metrics)]
+    notes = []
+    try:
+        if "tensorboard" in report_to:
+            try:
+                writers.append(TensorBoard(run.tensorboard, resume_step=resume_step))
+            except ImportError:
+                notes.append("no TensorBoard events: pip install tensorboard adds them")
+        if "wandb" in report_to:
+            writers.append(WeightsAndBiases(run, config or {}))
+    except BaseException:
+        for writer in writers:
+            writer.close()
+        raise
+    return writers, notes
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl; a last line that a kill cut short is left out.
+
+    Raises:
+      UserError: a line before the last is not JSON.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return []
+    rows = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("no step")
+        except ValueError as error:
+            if number == len(lines) - 1:
+                break
+            raise UserError(f"{path}, line {number + 1}: not a row of metrics; mend or delete the line") from error
+        rows.append(row)
+    return rows
+
+
+def truncate_metrics(path: str | Path, step: int) -> None:
+    """Cuts a metrics.jsonl back to the rows up to a step; the rest is kept byte for byte."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    kept = sum(row["step"] <= step for row in read_metrics(path))
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    write_atomically(path, b"".join(line + b"\n" for line in lines[:kept]))
+
+
+def _is_number(value) -> bool:
+    return value is not None and not isinstance(value, str) and math.isfinite(float(value))

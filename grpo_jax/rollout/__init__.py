@@ -1,0 +1,1 @@
+"""What is between a prompt and its reward."""

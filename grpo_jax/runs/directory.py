@@ -1,0 +1,232 @@
+"""The folder of a run: what lies where, made once, written so that a full disk or a kill loses nothing."""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.errors import UserError
+
+
+@contextmanager
+def disk_errors(path: str | Path) -> Iterator[None]:
+    """Turns an operating system's refusal to write into a UserError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(
+            f"cannot write {path} ({reason}): make room or mend the permissions, then continue with --resume"
+        ) from error
+
+
+def write_atomically(path: str | Path, data: bytes | str) -> None:
+    """Writes a whole file or none of it: into a temporary one beside it, then a rename.
+
+    Raises:
+      UserError: the disk is full or the place is not writable; the old file, if any, is still there.
+    """
+    path = Path(path)
+    data = data.encode() if isinstance(data, str) else data
+    with disk_errors(path):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+class AppendedFile:
+    """Text appended straight to a file: nothing stays in a buffer that a kill would lose or a close would repeat."""
+
+    def __init__(self, path: str | Path):
+        """Opens or makes the file.
+
+        Raises:
+          UserError: it cannot be opened for writing.
+        """
+        self._path = path
+        with disk_errors(path):
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 closed by close()
+
+    def write(self, text: str) -> None:
+        """Appends text. Raises UserError on a full disk."""
+        data = memoryview(text.encode())
+        with disk_errors(self._path):
+            while data:
+                data = data[self._file.write(data) :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """PNG bytes of a picture: uint8 [H, W, 3]."""
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
+        raise ValueError(f"image: expected uint8 [H, W, 3], got {image.dtype} {list(image.shape)}")
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(image)).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+class GalleryEntry(NamedTuple):
+    """One prompt before and after training; pictures are uint8 [H, W, 3] or None."""
+
+    prompt: str
+    rewrite: str
+    before: np.ndarray | None = None
+    after: np.ndarray | None = None
+    scores: Mapping[str, tuple[float | None, float | None]] = {}  # name → (before, after)
+    seed: int | None = None  # of the noise that both pictures were drawn from
+
+
+class RunDirectory:
+    """Paths of a run, and the files in it that are written whole."""
+
+    def __init__(self, path: str | Path):
+        """Names the paths; touches nothing."""
+        self.path = Path(path).absolute()
+        self.config = self.path / "config.yaml"
+        self.log = self.path / "train.log"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.completions = self.path / "completions"
+        self.images = self.path / "images"
+        self.report = self.path / "report.html"
+        self.checkpoints = self.path / "checkpoints"
+        self.warm_start = self.path / "warm_start"  # its checkpoints, until the first of the run itself
+        self.policy = self.path / "policy"
+        self.adapter = self.path / "adapter"  # PEFT's format; where adapters are trained
+        self.start = self.path / "policy_start"  # a new policy, as it was before any training
+        self.summary = self.path / "summary.json"
+
+    @classmethod
+    def open(
+        cls, path: str | Path, *, resume: bool = False, folders: Sequence[str] = ("completions", "images")
+    ) -> "RunDirectory":
+        """Makes the folder, or opens an earlier run's with `resume`.
+
+        Args:
+          path: of the run.
+          resume: it must hold a run already.
+          folders: made inside it.
+
+        Raises:
+          UserError: it holds a run already, there is none to resume, or it is not writable.
+        """
+        run = cls(path)
+        if run.path.exists() and not run.path.is_dir():
+            raise UserError(f"{run.path} is a file; choose another --run_dir")
+        if run.path.is_dir() and not resume and run._holds_something():
+            raise UserError(f"{run.path} is not empty; continue it with --resume or choose another --run_dir")
+        if resume and not run.config.is_file():
+            raise UserError(f"{run.path} holds no run to resume (no config.yaml); start it without --resume")
+        with disk_errors(run.path):
+            if not resume and run.log.is_file():
+                shutil.rmtree(run.start, ignore_errors=True)  # of a run that failed while loading
+            for folder in ("", *folders):
+                (run.path / folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=run.path) as file:
+                file.write(b"x")
+        return run
+
+    def _holds_something(self) -> bool:
+        """Whether anything would be lost; what a run leaves that failed while loading may be used again."""
+        failed = self.log.is_file()
+        of_failed_run = {self.config, self.log} if failed else set()
+        return any(
+            path.is_file()
+            and path.stat().st_size
+            and path not in of_failed_run
+            and self.tensorboard not in path.parents
+            and not (failed and self.start in path.parents)
+            for path in self.path.rglob("*")
+        )
+
+    def write_config(self, text: str) -> None:
+        """Writes config.yaml."""
+        write_atomically(self.config, text)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes summary.json; numbers that are not finite become null."""
+        write_atomically(self.summary, json.dumps(finite(summary), indent=2) + "\n")
+
+    def write_images(self, gallery: Sequence[GalleryEntry]) -> None:
+        """Writes images/000_before.png, 000_after.png, … of a gallery, and their texts and scores in gallery.json."""
+        texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
+        if gallery:
+            write_atomically(self.images / "gallery.json", json.dumps(texts, indent=1).encode())
+        for index, entry in enumerate(gallery):
+            for name, image in (("before", entry.before), ("after", entry.after)):
+                if image is not None:
+                    write_atomically(self.images / f"{index:03d}_{name}.png", encode_png(image))
+
+    def write_completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
+        """Writes completions/step_00000N.parquet, one row per completion.
+
+        Args:
+          step: the iteration; becomes the first column.
+          columns: equally long; prompt, completion, each reward, advantage, length, truncated.
+        """
+        import pyarrow
+        import pyarrow.parquet
+
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns: expected equal lengths, got {lengths}")
+        rows = next(iter(lengths.values()), 0)
+        arrays = {"step": np.full(rows, step, np.int64)} | {name: _column(c) for name, c in columns.items()}
+        sink = pyarrow.BufferOutputStream()
+        pyarrow.parquet.write_table(pyarrow.table(arrays), sink)
+        path = self.completions / f"step_{step:06d}.parquet"
+        write_atomically(path, sink.getvalue().to_pybytes())
+        return path
+
+    def rewind(self, step: int) -> None:
+        """Cuts metrics.jsonl and completions/ back to what had been written at a step (a checkpoint's)."""
+        from grpo_jax.reports.writers import truncate_metrics
+
+        truncate_metrics(self.metrics, step)
+        with disk_errors(self.completions):
+            for path in self.completions.glob("step_*.parquet"):
+                if int(path.stem.removeprefix("step_")) > step:
+                    path.unlink()
+
+
+def finite(value: Any) -> Any:
+    """A copy that strict JSON can hold: plain numbers and lists, null for NaN and the infinities."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # NumPy and JAX, numbers and arrays
+        return finite(np.asarray(value).tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    raise TypeError(f"summary: {type(value).__name__} cannot be written as JSON")
+
+
+def _column(values):
+    if isinstance(values, np.ndarray):
+        return values
+    return [value.item() if isinstance(value, np.generic) else value for value in values]

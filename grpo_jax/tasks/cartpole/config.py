@@ -1,0 +1,263 @@
+"""What a CartPole run is made of: frozen dataclasses and their checks.
+
+Every field has its help line in the docstring of its class; `python -m grpo_jax.train --task cartpole --help` prints
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from grpo_jax.config.sections import require
+
+
+@dataclass(frozen=True)
+class CartPoleAlgorithm:
+    """Advantages and loss.
+
+    Args:
+        name: "grpo" normalises the returns of the summed objectives in their group, "gdpo" those of each objective;
+            "ppo" has a value network instead.
+        objectives: What a step is rewarded for: "upright" (1 for each step) and "centred" (near the middle).
+        weights: Weight of each objective; empty for ones.
+        width: Distance from the middle at which "centred" gives nothing any more.
+        condition: Count "centred" only in episodes that stay upright for at least this many steps; 0 for always.
+        discount: Discount γ of the returns.
+        trace: λ of PPO's advantages (GAE).
+        clip_low: Lower clip bound of the policy ratio.
+        clip_high: Upper clip bound of the policy ratio.
+        kl_coef: Weight of the KL term (k3) against the reference, which is the policy at the iteration's start.
+        entropy_coef: Weight of the entropy bonus.
+        value_coef: Weight of PPO's value loss.
+        value_clip: How far PPO's values may move in one iteration; null for any.
+        epochs: Passes over one iteration's steps.
+        minibatches: Updates per pass (PPO; GRPO and GDPO update once per pass).
+    """
+
+    name: Literal["grpo", "gdpo", "ppo"] = "grpo"
+    objectives: list[Literal["upright", "centred"]] = field(default_factory=lambda: ["upright"])
+    weights: list[float] = field(default_factory=list)
+    width: float = 0.5
+    condition: int = 0
+    discount: float = 0.994
+    trace: float = 0.95
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.01
+    entropy_coef: float = 0.01
+    value_coef: float = 0.5
+    value_clip: float | None = None
+    epochs: int = 10
+    minibatches: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the ranges and what does not go together."""
+        for name in ("discount", "trace"):
+            require(0 <= getattr(self, name) <= 1, f"algorithm.{name}", "a number in [0, 1]", getattr(self, name))
+        for name in ("kl_coef", "entropy_coef", "value_coef", "condition"):
+            require(getattr(self, name) >= 0, f"algorithm.{name}", "a number >= 0", getattr(self, name))
+        for name in ("epochs", "minibatches"):
+            require(getattr(self, name) >= 1, f"algorithm.{name}", "a number >= 1", getattr(self, name))
+        require(0 < self.clip_low <= 1, "algorithm.clip_low", "a number in (0, 1]", self.clip_low)
+        require(self.clip_high > 0, "algorithm.clip_high", "a number > 0", self.clip_high)
+        require(self.value_clip is None or self.value_clip > 0, "algorithm.value_clip", "null or > 0", self.value_clip)
+        require(self.width > 0, "algorithm.width", "a number > 0", self.width)
+        unique = len(set(self.objectives)) == len(self.objectives)
+        require(bool(self.objectives) and unique, "algorithm.objectives", "one or more, each once", self.objectives)
+        fits = len(self.weights) in (0, len(self.objectives)) and all(map(math.isfinite, self.weights))
+        require(fits, "algorithm.weights", f"none or {len(self.objectives)} finite numbers", self.weights)
+        both = set(self.objectives) == {"upright", "centred"}
+        require(both or not self.condition, "algorithm.condition", "0 without both objectives", self.condition)
+        grouped = self.name != "ppo"
+        require(not (grouped and self.minibatches > 1), "algorithm.minibatches", "1 but with ppo", self.minibatches)
+        require(grouped or not self.kl_coef, "algorithm.kl_coef", "0 with ppo", self.kl_coef)
+        require(grouped or not self.condition, "algorithm.condition", "0 with ppo", self.condition)
+
+
+@dataclass(frozen=True)
+class CartPoleRollout:
+    """What one iteration plays.
+
+    Args:
+        groups: Starts (P) of one iteration; with ppo unused.
+        group_size: Episodes from each start (G), up to 500 steps each; with ppo unused.
+        environments: Carts that ppo plays on side by side.
+        steps: Steps of each of them per iteration.
+    """
+
+    groups: int = 1
+    group_size: int = 16
+    environments: int = 32
+    steps: int = 128
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        require(self.group_size >= 2, "rollout.group_size", "at least 2 (a group is compared)", self.group_size)
+        for name in ("groups", "environments", "steps"):
+            require(getattr(self, name) >= 1, f"rollout.{name}", "a number >= 1", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class CartPoleNetwork:
+    """The policy's perceptron; ppo's value network is another one of the same shape.
+
+    Args:
+        hidden: Width of each hidden layer.
+        activation: Between the layers.
+    """
+
+    hidden: list[int] = field(default_factory=lambda: [64])
+    activation: Literal["tanh", "relu"] = "tanh"
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        require(all(width >= 1 for width in self.hidden), "network.hidden", "widths >= 1", self.hidden)
+
+
+@dataclass(frozen=True)
+class CartPoleOptimizer:
+    """Adam and its schedule.
+
+    Args:
+        learning_rate: Peak learning rate.
+        schedule: Learning rate over the run.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        max_grad_norm: Gradients are scaled down to this global norm; 0 for never.
+    """
+
+    learning_rate: float = 3e-4
+    schedule: Literal["constant", "linear"] = "constant"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    max_grad_norm: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        require(self.learning_rate > 0, "optimizer.learning_rate", "a number > 0", self.learning_rate)
+        require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "a number >= 0", self.max_grad_norm)
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name}", "a number in [0, 1)", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class CartPoleTraining:
+    """The loop.
+
+    Args:
+        iterations: Iterations in all.
+        save_every: Iterations between checkpoints; 0 for the end only.
+        keep_checkpoints: Checkpoints kept beside final.
+    """
+
+    iterations: int = 100
+    save_every: int = 0
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        require(self.iterations >= 1, "training.iterations", "a number >= 1", self.iterations)
+        require(self.save_every >= 0, "training.save_every", "a number >= 0", self.save_every)
+        require(self.keep_checkpoints >= 1, "training.keep_checkpoints", "a number >= 1", self.keep_checkpoints)
+
+
+@dataclass(frozen=True)
+class CartPoleEvaluation:
+    """Measurement on fresh starts with the likelier action.
+
+    Args:
+        episodes: Episodes of one measurement.
+        every: Iterations between measurements, which are also the compiled block between two looks from outside.
+        solved: Mean return from which CartPole counts as solved.
+    """
+
+    episodes: int = 100
+    every: int = 10
+    solved: float = 475.0
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        require(self.episodes >= 1, "evaluation.episodes", "a number >= 1", self.episodes)
+        require(self.every >= 1, "evaluation.every", "a number >= 1", self.every)
+        require(0 < self.solved <= 500, "evaluation.solved", "a number in (0, 500]", self.solved)
+
+
+@dataclass(frozen=True)
+class CartPoleConfig:
+    """A CartPole run of grpo_jax, entirely in JAX.
+
+    Args:
+        task: "cartpole".
+        seed: Seed of everything random; seeds seed, seed + 1, … are trained.
+        num_seeds: How many seeds are trained side by side.
+        run_dir: Folder of the run; null makes runs/TASK-TIME.
+        resume: Continue the run in run_dir from its last checkpoint.
+        debug: Show tracebacks of user errors.
+        report_to: Metric writers beside metrics.jsonl.
+        algorithm: Advantages and loss.
+        rollout: What one iteration plays.
+        network: The policy.
+        optimizer: Adam and its schedule.
+        training: The loop.
+        evaluation: Measurement.
+    """
+
+    task: Literal["cartpole"] = "cartpole"
+    seed: int = 0
+    num_seeds: int = 1
+    run_dir: str | None = None
+    resume: bool = False
+    debug: bool = False
+    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=lambda: ["tensorboard"])
+    algorithm: CartPoleAlgorithm = field(default_factory=CartPoleAlgorithm)
+    rollout: CartPoleRollout = field(default_factory=CartPoleRollout)
+    network: CartPoleNetwork = field(default_factory=CartPoleNetwork)
+    optimizer: CartPoleOptimizer = field(default_factory=CartPoleOptimizer)
+    training: CartPoleTraining = field(default_factory=CartPoleTraining)
+    evaluation: CartPoleEvaluation = field(default_factory=CartPoleEvaluation)
+
+    def __post_init__(self) -> None:
+        """Checks what no section can check alone."""
+        require(self.num_seeds >= 1, "num_seeds", "a number >= 1", self.num_seeds)
+        require(0 <= self.seed < 2**31, "seed", "a number in [0, 2^31)", self.seed)
+        every, training = self.evaluation.every, self.training
+        expected = f"a multiple of evaluation.every = {every}"
+        for name in ("iterations", "save_every"):
+            value = getattr(training, name)
+            require(value % every == 0, f"training.{name}", expected, value)
+        steps = self.rollout.steps
+        require(
+            self.algorithm.name != "ppo" or steps % self.algorithm.minibatches == 0,
+            "algorithm.minibatches",
+            f"a divisor of rollout.steps = {steps}",
+            self.algorithm.minibatches,
+        )
+
+
+SECTIONS: dict[str, type] = {
+    "algorithm": CartPoleAlgorithm,
+    "rollout": CartPoleRollout,
+    "network": CartPoleNetwork,
+    "optimizer": CartPoleOptimizer,
+    "training": CartPoleTraining,
+    "evaluation": CartPoleEvaluation,
+}
+
+
+def cartpole_from_dict(values: dict[str, Any]) -> CartPoleConfig:
+    """Builds a `CartPoleConfig` from nested plain values; unknown fields are errors."""
+    built = dict(values)
+    for name, kind in SECTIONS.items():
+        if not dataclasses.is_dataclass(values.get(name, {})):
+            built[name] = _build(kind, values.get(name) or {}, f"{name}.")
+    return _build(CartPoleConfig, built, "")
+
+
+def _build(kind: type, values: dict[str, Any], prefix: str) -> Any:
+    known = sorted(member.name for member in dataclasses.fields(kind))
+    for name in values:
+        require(name in known, f"{prefix}{name}", f"one of {known}", name)
+    return kind(**values)

@@ -1,0 +1,1 @@
+"""Prompt enhancement: rewriting what people type for a text-to-image model."""

@@ -1,0 +1,1 @@
+"""From a judged batch to a better policy."""

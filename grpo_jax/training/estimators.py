@@ -1,0 +1,126 @@
+"""From judged rewards to what the estimator that a config names learns from, and what its signal is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.config import AlgorithmSection
+from grpo_jax.core import losses
+from grpo_jax.core.advantages import (
+    Condition,
+    batch_whitened_advantages,
+    condition_rewards,
+    distinct_advantages,
+    gdpo_advantages,
+    group_advantages,
+    groups_without_signal,
+    leave_one_out_advantages,
+    sum_rewards,
+)
+from grpo_jax.core.selection import groups_with_signal
+from grpo_jax.core.shaping import overlong_penalty
+
+OVERLONG = "overlong"
+"""Name of the objective that the soft penalty on length is."""
+
+
+class Objectives(NamedTuple):
+    """Rewards f32 [P, G, N] as an estimator takes them (NaN: missing), with the name and weight of each."""
+
+    rewards: jax.Array
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+
+
+def make_objectives(
+    judged: jax.Array,
+    lengths: jax.Array,
+    *,
+    weights: dict[str, float],
+    conditions: Sequence[Condition] = (),
+    overlong_buffer: int = 0,
+    max_new_tokens: int,
+) -> Objectives:
+    """Judged rewards with their conditions applied, and the penalty on length as an objective more.
+
+    The penalty is an objective and not part of another one's reward: GDPO normalises it by itself, every other
+    estimator adds it to the sum. It is missing where every judged reward is.
+
+    Args:
+        judged: f32 [P, G, N], NaN where missing.
+        lengths: i32 [P, G], tokens of each completion.
+        weights: Weight of each reward by name, in order.
+        conditions: Between rewards, by index.
+        overlong_buffer: Tokens over which the penalty grows to 1 at `max_new_tokens`; 0 for none.
+        max_new_tokens: T.
+    """
+    rewards = condition_rewards(judged, conditions)
+    names, factors = tuple(weights), tuple(weights.values())
+    if overlong_buffer == 0:
+        return Objectives(rewards, names, factors)
+    penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=overlong_buffer)
+    penalty = jnp.where(jnp.isnan(judged).all(axis=-1), jnp.nan, penalty)
+    return Objectives(jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, 1.0))
+
+
+@partial(jax.jit, static_argnames=("weights", "section"))
+def learning_groups(rewards: jax.Array, weights: tuple[float, ...], section: AlgorithmSection) -> jax.Array:
+    """bool [P], the groups that teach: under GDPO those in which any objective varies, else those whose sum does."""
+    if section.advantage == "gdpo":
+        return groups_with_signal(rewards, weights=weights)
+    return groups_with_signal(sum_rewards(rewards, weights=weights))
+
+
+@partial(jax.jit, static_argnames=("weights", "section"))
+def estimate_advantages(
+    rewards: jax.Array, mask: jax.Array, section: AlgorithmSection, weights: tuple[float, ...]
+) -> jax.Array:
+    """Advantages f32 [P, G] of rewards f32 [P, G, N] (NaN: missing) by the group estimator that a config names.
+
+    "gdpo" keeps the objectives apart until each is normalised in its group; the others work on their weighted sum.
+    The scaling of "grpo" is its preset's (Dr.GRPO: none) unless the config gives one.
+    """
+    if section.advantage == "gdpo":
+        whiten = None if section.whiten == "none" else section.whiten
+        return gdpo_advantages(rewards, weights=weights, whiten=whiten, mask=mask)
+    summed = sum_rewards(rewards, weights=weights)
+    if section.advantage == "rloo":
+        return leave_one_out_advantages(summed)
+    if section.advantage == "batch":
+        return batch_whitened_advantages(summed)
+    if section.advantage == "grpo":
+        return group_advantages(summed, scale=section.scale or losses.PRESET_SCALES[section.preset])
+    raise ValueError(f"section.advantage: expected gdpo, grpo, rloo or batch, got {section.advantage!r}")
+
+
+def signal_metrics(objectives: Objectives) -> dict[str, float]:
+    """What the rewards have to teach, whichever estimator is used.
+
+    Returns:
+        "dead_groups/<name>": Share of groups in which an objective does not vary; "dead_groups/total": their sum.
+        "distinct_advantages/grpo", "distinct_advantages/gdpo": Different advantages in a group, mean over groups,
+        when the sum is normalised and when each objective is. Left out where groups are of one.
+    """
+    dead, total, distinct = jax.device_get(_signal(objectives.rewards, objectives.weights))
+    row = {f"dead_groups/{name}": float(share) for name, share in zip(objectives.names, dead, strict=True)}
+    row["dead_groups/total"] = float(total)
+    return row | {f"distinct_advantages/{name}": float(number) for name, number in distinct.items()}
+
+
+@partial(jax.jit, static_argnames=("weights",))
+def _signal(rewards: jax.Array, weights: tuple[float, ...]):
+    summed = sum_rewards(rewards, weights=weights)
+    dead = jnp.mean(groups_without_signal(rewards).astype(jnp.float32), axis=0)
+    total = jnp.mean(groups_without_signal(summed).astype(jnp.float32))
+    if rewards.shape[1] < 2:
+        return dead, total, {}
+    present = ~jnp.isnan(summed)
+    # Whitening is the same line for the whole batch: it joins no values and parts none.
+    advantages = {"grpo": group_advantages(summed), "gdpo": gdpo_advantages(rewards, weights=weights, whiten=None)}
+    counts = {name: distinct_advantages(values, mask=present, axis=1) for name, values in advantages.items()}
+    return dead, total, {name: jnp.mean(count.astype(jnp.float32)) for name, count in counts.items()}

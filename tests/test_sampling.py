@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from grpo_jax.sampling.sampler import Samples, bucket_size, cache_sizes, make_sampler
-from grpo_jax.sampling.sampler import sampler as sampling
+from grpo_jax.sampling import sampler as sampling
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
 
 VOCABULARY = 300  # more than two blocks of the two-level draw, and no multiple of one

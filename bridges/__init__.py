@@ -1,8 +1,16 @@
-"""The PyTorch side: image generation, CLIP scores, device placement, and arrays handed over by dlpack.
+"""The PyTorch side: renderers, scorers and what they share, retrieval, and arrays handed over by dlpack.
 
 Another distribution installs a top-level package of this name. Commands therefore look for `__grpo_jax__`
 before they use it, and say which path was imported if it is missing. Importing this package imports neither
 torch nor jax; its modules do.
 """
 
+from pathlib import Path
+
 __grpo_jax__ = True
+
+
+def bundled(name: str, part: str) -> Path | None:
+    """The folder of weights that ships under a name, such as ("miniature", "policy"); None if none does."""
+    folder = Path(__file__).parent / name / "weights" / part
+    return folder if name.isidentifier() and folder.is_dir() else None

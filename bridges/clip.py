@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from bridges import bundled
 from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
 from grpo_jax.errors import UserError
 
@@ -82,11 +83,17 @@ class Scorer:
         device: where it runs, and where features and scores are.
         window: tokens of a text that the text tower reads, the special ones included.
         width: size of the features.
+        name: as it was asked for.
+        quality_head: what `quality` reads, or None.
     """
 
-    def __init__(self, model, tokenizer, preprocess: Preprocess, *, device, dtype, batch_size: int, cache_size: int):
+    def __init__(
+        self, model, tokenizer, preprocess: Preprocess, *, name: str, device, dtype, batch_size: int, cache_size: int
+    ):
         """Takes the parts as `load_scorer` makes them."""
         self.model = model
+        self.name = name
+        self.quality_head: QualityHead | None = None
         self.device = device
         self.window = int(tokenizer.context_length)
         self._tokenizer = tokenizer
@@ -96,6 +103,11 @@ class Scorer:
         self._cache_size = cache_size
         self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
         self.width = self.text_features([""]).shape[-1]
+
+    @property
+    def summary(self) -> str:
+        """One line for the opening of a run."""
+        return f"{self.name}: CLIP, features of {self.width}, on {self.device}"
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """Tokens of each text, special ones included, before any is cut off at `window`."""
@@ -163,6 +175,12 @@ class Scorer:
         if len(a) != len(b):
             raise ValueError(f"b: expected one text for each of {len(a)}, got {len(b)}")
         return (self.text_features(a) * self.text_features(b)).sum(-1)
+
+    def quality(self, images: torch.Tensor) -> torch.Tensor:
+        """What the quality head says of each picture [B, 3, H, W]; float32 [B]. Raises ValueError without a head."""
+        if self.quality_head is None:
+            raise ValueError("quality: expected a scorer with a quality_head, got none")
+        return self.quality_head(self.image_features(images))
 
     def _encode(self, tower: Callable, inputs: torch.Tensor) -> torch.Tensor:
         """Unit features of one batch, padded with copies of its last row to the fixed shape."""
@@ -252,6 +270,7 @@ def load_scorer(
     dtype: str = "float32",
     batch_size: int = 32,
     text_cache: int = 4096,
+    quality_head: str | Path | None = None,
 ) -> Scorer:
     """Loads a CLIP.
 
@@ -263,9 +282,10 @@ def load_scorer(
         dtype: "float32", "float16" or "bfloat16".
         batch_size: pictures or texts encoded at once; smaller batches are padded to it.
         text_cache: texts whose features are remembered.
+        quality_head: a head for `Scorer.quality` (`load_quality_head`), or None.
 
     Raises:
-        UserError: if the model is unknown, or its weights are missing, broken, or no safetensors.
+        UserError: if the model is unknown, or its weights or the head's are missing, broken, or no safetensors.
     """
     import open_clip
 
@@ -290,15 +310,19 @@ def load_scorer(
             where = f"{name} ({pretrained})" if pretrained else name
             raise UserError(f"cannot load the scorer {where}: {first_line(error)}") from error
     network.eval().requires_grad_(False)
-    return Scorer(
+    scorer = Scorer(
         network,
         tokenizer,
         _preprocess(network.visual.preprocess_cfg),
+        name=str(model),
         device=target,
         dtype=torch_type,
         batch_size=batch_size,
         cache_size=text_cache,
     )
+    if quality_head is not None:
+        scorer.quality_head = load_quality_head(quality_head, scorer.width)
+    return scorer
 
 
 def _preprocess(cfg: dict) -> Preprocess:
@@ -317,10 +341,8 @@ def _resolve(model: str, pretrained: str | None) -> str:
     """The name open_clip is to be given, after the checks that it leaves to a log line or a traceback."""
     import open_clip
 
-    if model == "miniature":
-        from bridges import miniature
-
-        model = f"local-dir:{miniature.path('scorer')}"
+    shipped = bundled(model, "scorer")
+    model = model if shipped is None else f"local-dir:{shipped}"
     if model.startswith("hf-hub:"):
         return model
     if model.replace("/", "-") in open_clip.list_models():  # "ViT-B/32" is how the papers write it
@@ -344,6 +366,8 @@ def _check_weights(model: str, pretrained: str | None) -> None:
 
     tags = open_clip.list_pretrained_tags_by_model(model)
     if pretrained is None:
-        raise UserError(f"scorer {model}: say which weights in scorer.pretrained; open_clip has {', '.join(tags)}")
+        raise UserError(
+            f"scorer {model}: say which weights in judges.scorer.pretrained; open_clip has {', '.join(tags)}"
+        )
     if pretrained not in tags and not (Path(pretrained).is_file() and pretrained.endswith(".safetensors")):
         raise UserError(f"scorer {model}: {pretrained!r} is neither a safetensors file nor one of {', '.join(tags)}")

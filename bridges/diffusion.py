@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from bridges import bundled
 from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
 from grpo_jax.errors import UserError
 
@@ -104,6 +105,11 @@ class Renderer:
         self._cache = _ImageCache(cache_bytes)
         self._negatives: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
+
+    @property
+    def default_size(self) -> int:
+        """Height and width that the model was made for."""
+        return self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """Tokens of each text, special ones included, before any is cut off at `window`."""
@@ -197,6 +203,40 @@ class Renderer:
             )
 
 
+@dataclass(frozen=True)
+class ConfiguredRenderer:
+    """A renderer with the settings of training and of evaluation; made by `renderers.stable_diffusion_3`."""
+
+    renderer: Renderer
+    training: RenderSettings
+    evaluation: RenderSettings
+    name: str
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs, and where its pictures are."""
+        return self.renderer.device
+
+    @property
+    def window(self) -> int:
+        """Tokens of a prompt that reach the picture."""
+        return self.renderer.window
+
+    @property
+    def summary(self) -> str:
+        """One line for the opening of a run."""
+        steps = self.training.steps
+        return f"{self.name}: Stable Diffusion 3, {steps} steps, window {self.window} tokens, on {self.device}"
+
+    def count_tokens(self, texts: list[str]) -> list[int]:
+        """As `Renderer.count_tokens`."""
+        return self.renderer.count_tokens(texts)
+
+    def draw(self, texts: list[str], seeds: list[int], *, evaluation: bool) -> torch.Tensor:
+        """As `Renderer.render`, with the settings of evaluation or of training."""
+        return self.renderer.render(texts, seeds, self.evaluation if evaluation else self.training)
+
+
 def load_renderer(
     path: str | Path,
     *,
@@ -224,10 +264,7 @@ def load_renderer(
     from diffusers import StableDiffusion3Pipeline
 
     target, torch_type = torch_device(device), torch_dtype(dtype)
-    if str(path) == "miniature":
-        from bridges import miniature
-
-        path = miniature.path("renderer")
+    path = bundled(str(path), "renderer") or path
     source = local_folder(str(path)) or str(path)
     with quiet_loading():
         try:

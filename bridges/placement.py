@@ -1,52 +1,36 @@
-"""Which device each part runs on: the policy in JAX, renderer and scorer in torch.
+"""Which device each part runs on: the policy in JAX, the judges in torch.
 
-By default each has a card of its own, `gpu:0`, `gpu:1` and `gpu:2`; with fewer cards they share, without any
-they run on the CPU. Cards are numbered as torch and JAX see them, that is after `CUDA_VISIBLE_DEVICES`.
+By default each has a card of its own, `gpu:0`, `gpu:1`, …; with fewer cards they share, without any they run on the
+CPU. Cards are numbered as torch and JAX see them, that is after `CUDA_VISIBLE_DEVICES`.
 """
 
 import importlib.util
 import os
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
 from grpo_jax.errors import UserError
 
+POLICY = "policy"
+"""The part that JAX runs; all others are judges, which torch runs."""
 
-@dataclass(frozen=True)
-class Placement:
-    """Where the parts run, or are asked to run.
-
-    Attributes:
-        policy: "cpu" or "gpu:N", or several cards as "gpu:0,gpu:1"; "auto" in a request.
-        renderer: "cpu" or "gpu:N"; "auto" in a request.
-        scorer: likewise.
-    """
-
-    policy: str = "auto"
-    renderer: str = "auto"
-    scorer: str = "auto"
-
-    @property
-    def policy_cards(self) -> tuple[int, ...]:
-        """Numbers of the policy's cards; none on the CPU."""
-        return tuple(int(name.removeprefix("gpu:")) for name in self.policy.split(",") if name != "cpu")
+Placement = dict[str, str]
+"""Where each part runs, or is asked to run: "cpu", "gpu:N", "auto" in a request; for the policy also "gpu:0,gpu:1"."""
 
 
-PARTS = tuple(field.name for field in fields(Placement))
+def policy_cards(placement: Mapping[str, str]) -> tuple[int, ...]:
+    """Numbers of the policy's cards; none on the CPU."""
+    return tuple(int(name.removeprefix("gpu:")) for name in placement[POLICY].split(",") if name != "cpu")
 
 
-def place(
-    policy: str = "auto", renderer: str = "auto", scorer: str = "auto", *, policy_count: int = 1
-) -> tuple[Placement, list[str]]:
+def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placement, list[str]]:
     """Finds a device for each part on this machine; call it, and `prepare_jax`, before JAX is used.
 
     Args:
-        policy: "auto", "cpu", "gpu:N" or "gpu:N,gpu:M".
-        renderer: "auto", "cpu" or "gpu:N".
-        scorer: likewise.
+        requests: "auto", "cpu" or "gpu:N" by part, the policy among them; for it also "gpu:N,gpu:M".
         policy_count: cards that the policy takes on "auto".
 
     Returns:
@@ -55,26 +39,23 @@ def place(
     Raises:
         UserError: if a device is named that is not there, or that the installed jax or torch cannot use.
     """
-    import torch
-
-    torch_gpus = torch.backends.cuda.is_built() or torch.version.hip is not None
-    count = torch.cuda.device_count() if torch_gpus else _count_cards()
-    if policy == "auto" and policy_count > 1 and count and _jax_has_gpus():
-        policy = ",".join(f"gpu:{card}" for card in range(policy_count))
-    request = Placement(policy, renderer, scorer)
-    return resolve(request, count, jax_gpus=_jax_has_gpus(), torch_gpus=torch_gpus)
+    torch_gpus, count = _torch_cards() if len(requests) > 1 else (False, _count_cards())
+    if requests[POLICY] == "auto" and policy_count > 1 and count and _jax_has_gpus():
+        requests = {**requests, POLICY: ",".join(f"gpu:{card}" for card in range(policy_count))}
+    return resolve(requests, count, jax_gpus=_jax_has_gpus(), torch_gpus=torch_gpus)
 
 
 def resolve(
-    request: Placement, gpu_count: int, *, jax_gpus: bool = True, torch_gpus: bool = True
+    requests: Mapping[str, str], gpu_count: int, *, jax_gpus: bool = True, torch_gpus: bool = True
 ) -> tuple[Placement, list[str]]:
     """The rules of `place`, as a function of what there is.
 
-    A part asked to be on "auto" takes its own card (0, 1 and 2) if that exists and nobody named it, else the
-    first free one, else it shares: not with the policy if there is another card, and the fuller ones last.
+    A part asked to be on "auto" takes its own card (0 for the policy, 1, 2, … for the judges in their order) if that
+    exists and nobody named it, else the first free one, else it shares: not with the policy if there is another card,
+    and the fuller ones last.
 
     Args:
-        request: a device or "auto" for each part.
+        requests: a device or "auto" for each part, the policy first.
         gpu_count: cards of the machine.
         jax_gpus: whether the installed jax can use them.
         torch_gpus: whether the installed torch can.
@@ -85,26 +66,22 @@ def resolve(
     Raises:
         UserError: as `place`.
     """
-    usable = {part: gpu_count if (jax_gpus if part == "policy" else torch_gpus) else 0 for part in PARTS}
+    parts = tuple(requests)
+    usable = {part: gpu_count if (jax_gpus if part == POLICY else torch_gpus) else 0 for part in parts}
     chosen: dict[str, list[str]] = {}
-    for part in PARTS:
-        if getattr(request, part) != "auto":
-            chosen[part] = _named(part, getattr(request, part), usable[part], gpu_count)
-    for part in PARTS:
+    for part in parts:
+        if requests[part] != "auto":
+            chosen[part] = _named(part, requests[part], usable[part], gpu_count)
+    for number, part in enumerate(parts):
         if part not in chosen:
             taken = [name for names in chosen.values() for name in names]
-            policy = chosen.get("policy", [])
-            chosen[part] = [_free_or_shared(PARTS.index(part), usable[part], taken, policy)]
-    placement = Placement(**{part: ",".join(names) for part, names in chosen.items()})
-    moved = [
-        part
-        for i, part in enumerate(PARTS)
-        if getattr(request, part) == "auto" and getattr(placement, part) != f"gpu:{i}"
-    ]
+            chosen[part] = [_free_or_shared(number, usable[part], taken, chosen.get(POLICY, []))]
+    placement = {part: ",".join(chosen[part]) for part in parts}
+    moved = [part for i, part in enumerate(parts) if requests[part] == "auto" and placement[part] != f"gpu:{i}"]
     return placement, [_note(placement, gpu_count, jax_gpus, torch_gpus)] if moved else []
 
 
-def prepare_jax(placement: Placement) -> list[str]:
+def prepare_jax(placement: Mapping[str, str]) -> list[str]:
     """Shows JAX the policy's cards only; where torch shares one, keeps JAX from claiming its whole memory.
 
     Must come before JAX's backend starts, which any use of an array does. What the user set himself, the
@@ -116,13 +93,14 @@ def prepare_jax(placement: Placement) -> list[str]:
     Returns:
         Lines to print: empty, or one that says that JAX had started already and keeps the devices it has.
     """
-    cards = placement.policy_cards
+    cards = policy_cards(placement)
     if _jax_has_started():
         seen = {d.local_hardware_id for d in jax.local_devices() if d.platform == "gpu"}
         if seen == set(cards):
             return []
         return [f"JAX had already started: it keeps the devices it sees ({_listed(jax.local_devices())})"]
-    shared = set(placement.policy.split(",")) & {placement.renderer, placement.scorer}
+    judges = {where for part, where in placement.items() if part != POLICY}
+    shared = set(placement[POLICY].split(",")) & judges
     if cards:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, cards)))
         if shared:
@@ -132,29 +110,29 @@ def prepare_jax(placement: Placement) -> list[str]:
     return []
 
 
-def policy_devices(placement: Placement) -> list[jax.Device]:
+def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
     """The JAX devices of the policy: the named cards that JAX sees, else what it has; starts JAX's backend."""
     cards = {d.local_hardware_id: d for d in jax.local_devices() if d.platform == "gpu"}
-    if placement.policy_cards:
-        return [cards[card] for card in placement.policy_cards if card in cards] or jax.local_devices()
+    if policy_cards(placement):
+        return [cards[card] for card in policy_cards(placement) if card in cards] or jax.local_devices()
     return jax.local_devices(backend="cpu") if cards else jax.local_devices()
 
 
 def _named(part: str, value: str, usable: int, gpu_count: int) -> list[str]:
     """The devices of an explicit request, in one spelling."""
-    names = value.split(",") if part == "policy" else [value]
+    names = value.split(",") if part == POLICY else [value]
     if names == ["cpu"]:
         return names
     matches = [re.fullmatch(r"(?:gpu|cuda)(?::(\d+))?", name.strip()) for name in names]
     if not all(matches):
-        raise UserError(f'placement.{part}: expected "auto", "cpu" or "gpu:N", got {value!r}')
+        raise UserError(f'devices.{part}: expected "auto", "cpu" or "gpu:N", got {value!r}')
     cards = [int(match[1] or 0) for match in matches if match]
     there = ", ".join(["cpu", *(f"gpu:{i}" for i in range(gpu_count))])
     if max(cards) >= gpu_count:
-        raise UserError(f"placement.{part}: there is no {value} here; this machine has {there}")
+        raise UserError(f"devices.{part}: there is no {value} here; this machine has {there}")
     if not usable:
-        library, extra = ("jax", "grpo_jax[cuda12]") if part == "policy" else ("torch", "torch for CUDA")
-        raise UserError(f"placement.{part}: the installed {library} cannot use {value}; install {extra}, or say cpu")
+        library, extra = ("jax", "grpo_jax[cuda12]") if part == POLICY else ("torch", "torch for CUDA")
+        raise UserError(f"devices.{part}: the installed {library} cannot use {value}; install {extra}, or say cpu")
     return [f"gpu:{card}" for card in dict.fromkeys(cards)]
 
 
@@ -169,11 +147,11 @@ def _free_or_shared(preferred: int, usable: int, taken: list[str], policy: list[
     return min(cards, key=lambda card: (card in policy, taken.count(card)))
 
 
-def _note(placement: Placement, gpu_count: int, jax_gpus: bool, torch_gpus: bool) -> str:
+def _note(placement: Mapping[str, str], gpu_count: int, jax_gpus: bool, torch_gpus: bool) -> str:
     """Such as "policy on gpu:0; renderer and scorer share gpu:1 (2 GPUs found)"."""
     places: dict[str, list[str]] = {}
-    for part in PARTS:
-        places.setdefault(getattr(placement, part), []).append(part)
+    for part, where in placement.items():
+        places.setdefault(where, []).append(part)
     phrases = []
     for where, parts in places.items():
         names = " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
@@ -201,6 +179,14 @@ def _jax_has_gpus() -> bool:
         return False
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin")
     return any(importlib.util.find_spec(name) is not None for name in plugins)
+
+
+def _torch_cards() -> tuple[bool, int]:
+    """Whether the installed torch can use cards, and how many there are."""
+    import torch
+
+    usable = torch.backends.cuda.is_built() or torch.version.hip is not None
+    return usable, torch.cuda.device_count() if usable else _count_cards()
 
 
 def _count_cards() -> int:

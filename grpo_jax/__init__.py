@@ -1,1 +1,52 @@
-"""Post-train language policies with GRPO and GDPO in JAX."""
+"""Post-train language policies in JAX with GRPO, GDPO or PPO, with rewards from anywhere.
+
+The names below are imported when they are first used: `import grpo_jax` alone loads neither JAX nor a model.
+"""
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "config.build": ("to_yaml",),
+    "config.run": ("Config", "make_config"),
+    "core.advantages": (
+        "Condition",
+        "batch_whitened_advantages",
+        "condition_rewards",
+        "gdpo_advantages",
+        "group_advantages",
+        "leave_one_out_advantages",
+        "sum_rewards",
+    ),
+    "core.aggregation": ("FixedLength", "loss_normaliser"),
+    "core.kl": ("KLPenalty", "kl_divergence"),
+    "core.logprobs": ("token_logprobs",),
+    "core.losses": ("PRESETS", "grpo_loss", "sft_loss"),
+    "core.ppo": ("ppo_loss", "value_loss"),
+    "core.returns": ("discounted_returns", "gae_advantages"),
+    "core.shaping": ("kl_penalised_rewards",),
+    "core.surrogates": ("CappedWeight", "Clip", "SoftGate"),
+    "errors": ("UserError",),
+    "models.loading": ("LanguagePolicy", "load_policy"),
+    "predict": ("load_rewriter",),
+    "rollout.data": ("PromptSet", "make_prompt_set"),
+    "sampling.sampler": ("Samples", "make_sampler"),
+    "sampling.token_choice": ("SamplingParams",),
+    "tasks.display": ("Chart", "Curve", "Display", "Findings", "Table"),
+    "tasks.task": ("Setup", "Task", "World"),
+    "train": ("run",),
+}
+_PLACES = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = sorted(_PLACES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name from the room it stands in."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'grpo_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"grpo_jax.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

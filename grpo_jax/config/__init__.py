@@ -1,10 +1,38 @@
-"""What a run is made of, as frozen dataclasses."""
+"""What a run is made of, as frozen dataclasses: the sections that tasks share, and how they are read and written."""
 
-import importlib
-from typing import Any
+from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
+from grpo_jax.config.build import build, differences, identity, to_dict, to_yaml
+from grpo_jax.config.policy import LoraSection, MeshSection, NewPolicySection, PolicySection
+from grpo_jax.config.run import Config, make_config
+from grpo_jax.config.sections import (
+    DataSection,
+    EvaluationSection,
+    OptimizerSection,
+    RewardSection,
+    SamplingSection,
+    TrainingSection,
+    WarmStartSection,
+)
 
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("_") or name in ("run", "sections", "algorithm", "command_line"):
-        raise AttributeError(name)
-    return getattr(importlib.import_module("grpo_jax.config.run"), name)
+__all__ = [
+    "AlgorithmSection",
+    "Config",
+    "DataSection",
+    "EvaluationSection",
+    "LoraSection",
+    "MeshSection",
+    "NewPolicySection",
+    "OptimizerSection",
+    "PPOSection",
+    "PolicySection",
+    "RewardSection",
+    "SamplingSection",
+    "TrainingSection",
+    "WarmStartSection",
+    "build",
+    "differences",
+    "identity",
+    "make_config",
+    "to_dict",
+    "to_yaml",
+]

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_jax.config.sections import require
+from grpo_jax.config.fields import require
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,22 @@ class AlgorithmSection:
         require(
             scaled, "algorithm.scale", f"null with advantage {advantage!r}, which has a scale of its own", self.scale
         )
-        grouped = self.dead_groups == "keep" or advantage not in ("gae", "batch")
+        grouped = self.dead_groups == "keep" or self.compares_groups
         require(
             grouped, "algorithm.dead_groups", "'keep' with advantage 'gae', which compares no groups", self.dead_groups
         )
         one_gradient = not (self.kl_corrected and self.kl_straight_through)
         require(one_gradient, "algorithm.kl_straight_through", "false with kl_corrected", self.kl_straight_through)
+
+    @property
+    def learns_values(self) -> bool:
+        """Whether a value head gives the advantages (PPO), rather than the group."""
+        return self.advantage == "gae"
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a completion is compared with the others of its prompt."""
+        return self.advantage not in ("gae", "batch")
 
     def _check_clip(self) -> None:
         for name in ("clip_low", "clip_high"):

@@ -1,23 +1,66 @@
 """The command line of a config: --config FILE, --section.field VALUE, --help, --print_config.
 
-The task decides which dataclass it is: `CartPoleConfig` for `task: cartpole`, else `Config`.
+Which fields there are depends on the task and the judges, which the config names: they are looked for first, in the
+files and among the arguments, and the parser is made for them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
-from grpo_jax.config import Config, from_dict
+from grpo_jax.config.build import build, complete, merged, require_known, to_yaml
+from grpo_jax.config.fields import CLASSES
+from grpo_jax.config.named import KEY, find_class
+from grpo_jax.config.run import find_task, with_defaults
 from grpo_jax.errors import UserError
-from grpo_jax.tasks.cartpole.config import CartPoleConfig, cartpole_from_dict
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
-DEFAULT_CARTPOLE_CONFIG = "cartpole_grpo"
 FLAGS = ("--resume", "--deterministic", "--debug")
-PLAN, MEMORY = "--plan", "--device_memory_gib"
+_ALONE = ("--help", "--print_config")
+
+_DESCRIPTION = (
+    "Trains a policy with group-relative policy optimisation. Without --config and --task it trains the miniature: a "
+    "small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package. A task has fields of its own, "
+    "and so has a judge: --task NAME --help shows those in use, with the values in force. With --plan it says what "
+    "each device would hold and whether it fits, and trains nothing; --device_memory_gib 16,16,16 plans for devices "
+    "not here."
+)
+
+
+def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> Any:
+    """Reads the command line into a `Config`, or into what the task has in its place.
+
+    Values are laid over each other: the task's defaults, the files that --config names, the arguments. Without --config
+    the file is the run directory's config.yaml on --resume, else the task's default.
+
+    Raises:
+        UserError: Unknown field, wrong type, value out of range or missing file, named in one line.
+        SystemExit: After --help and --print_config.
+    """
+    from jsonargparse import ArgumentError
+
+    given, classes = _split(_one_by_one(arguments))
+    values = merged(*map(read_config, _files(given, classes)))
+    for place, named in classes.items():
+        values = _replaced(values, place.split("."), named)
+    values = with_defaults(values)
+    kind = find_task(values["task"][KEY]).config
+    values = complete(kind, values)
+    try:
+        parser = _make_parser(prog, kind, values, given)
+        chosen = parser.parse_args([argument for argument in given if not argument.startswith("--config=")])
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise UserError(_in_one_line(error)) from error
+    plain = {name: value for name, value in chosen.as_dict().items() if name in values}
+    config = build(kind, plain)
+    if chosen.print_config:
+        print(to_yaml(config), end="")
+        raise SystemExit(0)
+    return config
 
 
 def find_config(name: str) -> Path:
@@ -32,8 +75,8 @@ def find_config(name: str) -> Path:
     folders = [package / "configs", package.parent / "configs"]
     stem = Path(name).name.removesuffix(".yaml")
     # A mistyped path elsewhere must not find a shipped config of the same name.
-    ours = Path(name).parent in (Path(), Path("configs"))
-    for folder in folders if ours else ():
+    bare = Path(name).parent in (Path(), Path("configs"))
+    for folder in folders if bare else ():
         candidate = folder / f"{stem}.yaml"
         if candidate.is_file():
             return candidate
@@ -41,129 +84,181 @@ def find_config(name: str) -> Path:
     raise UserError(f"--config {name}: no such file; configs that ship with grpo_jax: {', '.join(shipped) or 'none'}")
 
 
-def is_cartpole(arguments: Sequence[str]) -> bool:
-    """Whether the command line asks for CartPole: by --task, else by the file that --config names."""
-    task = _value_of(arguments, "--task")
-    name = _value_of(arguments, "--config")
-    if task is None and name is not None:
-        import yaml
+def read_config(path: Path) -> dict[str, Any]:
+    """The nested values of a YAML file.
 
-        try:
-            values = yaml.safe_load(find_config(name).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError):
-            return False  # the parser says what is wrong with the file
-        task = values.get("task") if isinstance(values, dict) else None
-    return task == "cartpole"
+    Raises:
+        UserError: It cannot be read, is no YAML, or holds something else.
+    """
+    import yaml
 
-
-def make_parser(prog: str, kind: type = Config) -> Any:
-    """The command line of a config: --config FILE, --section.field VALUE, --help, --print_config."""
-    from jsonargparse import ActionConfigFile, ArgumentParser
-
-    parser = ArgumentParser(
-        prog=prog,
-        description="Trains a policy with group-relative policy optimisation. Without --config it trains the "
-        "miniature: a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package. "
-        "--task cartpole has fields of its own: --task cartpole --help. With --plan it says what each device would "
-        "hold and whether it fits, and trains nothing; --device_memory_gib 16,16,16 plans for devices not here.",
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file, or the name of a shipped config.")
-    parser.add_class_arguments(kind, nested_key=None, as_group=False)
-    return parser
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {_in_one_line(error)}") from error
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path}: expected sections and fields, got {values!r}")
+    return dict(values)
 
 
-def normalise_arguments(arguments: Sequence[str]) -> list[str]:
-    """Finds shipped configs by name and lets flags stand without a value: `--resume` is `--resume=true`."""
+def load_config(path: Path) -> Any:
+    """The config that a YAML file holds, over the defaults of its task.
+
+    Raises:
+        UserError: As `read_config`, or a field is unknown, of another type or out of range.
+    """
+    values = with_defaults(read_config(path))
+    return build(find_task(values["task"][KEY]).config, values)
+
+
+# -------------------------------------------------------------------------------------------------------- arguments
+
+
+def _one_by_one(arguments: Sequence[str]) -> list[str]:
+    """Every option as one "--name=value"; flags may stand without a value: `--resume` is `--resume=true`."""
     result: list[str] = []
     pending = list(arguments)
     while pending:
         argument = pending.pop(0)
+        argument = "--help" if argument == "-h" else argument
         if argument in FLAGS and (not pending or pending[0].lower() not in ("true", "false")):
             argument += "=true"
-        elif argument == "--config" and pending:
-            argument = f"--config={find_config(pending.pop(0))}"
-        elif argument.startswith("--config="):
-            argument = f"--config={find_config(argument.removeprefix('--config='))}"
+        elif argument.startswith("--") and "=" not in argument and argument not in _ALONE:
+            if not pending or pending[0].startswith("--"):
+                raise UserError(f"{argument}: expected a value")
+            argument += f"={pending.pop(0)}"
+        elif not argument.startswith("--"):
+            raise UserError(f"{argument}: expected an option, such as --config FILE")
         result.append(argument)
     return result
 
 
-def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> Config | CartPoleConfig:
-    """Reads the command line into a `Config`, or a `CartPoleConfig` if the task is that.
-
-    Raises:
-        UserError: Unknown field, wrong type, value out of range or missing file, named in one line.
-        SystemExit: After --help and --print_config.
-    """
-    from jsonargparse import ArgumentError
-
-    cartpole = is_cartpole(arguments)
-    parser = make_parser(prog, CartPoleConfig if cartpole else Config)
-    try:
-        namespace = parser.parse_args(normalise_arguments(arguments))
-        namespace.pop("config", None)
-        return (cartpole_from_dict if cartpole else from_dict)(namespace.as_dict())
-    except (ArgumentError, TypeError, ValueError) as error:
-        raise UserError(" ".join(str(error).split())) from error
-
-
-def arguments_with_defaults(arguments: Sequence[str]) -> list[str]:
-    """Fills in the config: that of the run directory on --resume, else the task's default."""
-    arguments = list(arguments)
-    named = any(argument == "--config" or argument.startswith("--config=") for argument in arguments)
-    helping = any(argument in ("-h", "--help") for argument in arguments)
-    if named or helping:
-        return arguments
-    if any(argument in ("--resume", "--resume=true") for argument in arguments):
-        run_dir = _value_of(arguments, "--run_dir")
-        if run_dir is None:
-            raise UserError("--resume: say which run with --run_dir DIR")
-        saved = Path(run_dir) / "config.yaml"
-        if not saved.is_file():
-            raise UserError(f"--resume: {run_dir} holds no run (no config.yaml); start it without --resume")
-        return [f"--config={saved}", *arguments]
-    default = DEFAULT_CARTPOLE_CONFIG if is_cartpole(arguments) else DEFAULT_CONFIG
-    return [f"--config={default}", *arguments]
-
-
-def take_request(arguments: Sequence[str]) -> tuple[tuple[float, ...] | None, list[str]]:
-    """Splits --plan and --device_memory_gib off a command line.
-
-    Returns:
-        GiB of each device, () for those of this machine, None where no plan is asked for; and the other arguments.
-
-    Raises:
-        UserError: The memory is no list of positive numbers, or comes without --plan.
-    """
-    rest, given, planning = [], None, False
-    pending = list(arguments)
-    while pending:
-        argument = pending.pop(0)
-        if argument == PLAN:
-            planning = True
-        elif argument == MEMORY:
-            given = pending.pop(0) if pending else ""
-        elif argument.startswith(f"{MEMORY}="):
-            given = argument.removeprefix(f"{MEMORY}=")
+def _split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments, and the classes that they name: {"task": name, "judges.NAME": kind}."""
+    rest, classes = [], {}
+    for argument in arguments:
+        name, _, value = argument.removeprefix("--").partition("=")
+        place = re.fullmatch(rf"(task|judges\.\w+)(?:\.{KEY})?", name)
+        if place and not value.startswith("{"):
+            classes[place[1]] = value
         else:
             rest.append(argument)
-    if given is not None and not planning:
-        raise UserError(f"{MEMORY}: it says what {PLAN} is to plan for; add {PLAN}")
-    try:
-        gib = tuple(float(part) for part in given.split(",")) if given is not None else ()
-    except ValueError:
-        gib = (0.0,)
-    if not all(0 < size < math.inf for size in gib):
-        raise UserError(f"{MEMORY}: expected the GiB of each device, such as 16,16,16, got {given!r}")
-    return (gib if planning else None), rest
+    return rest, classes
 
 
-def _value_of(arguments: Sequence[str], name: str) -> str | None:
-    for position, argument in enumerate(arguments):
-        if argument == name and position + 1 < len(arguments):
-            return arguments[position + 1]
-        if argument.startswith(f"{name}="):
-            return argument.removeprefix(f"{name}=")
-    return None
+def _files(arguments: Sequence[str], classes: Mapping[str, str]) -> list[Path]:
+    """The files that hold what the arguments leave open, later ones over earlier ones."""
+    options = dict(argument.removeprefix("--").partition("=")[::2] for argument in arguments)
+    named = [find_config(argument.partition("=")[2]) for argument in arguments if argument.startswith("--config=")]
+    if named:
+        return named
+    if options.get("resume") == "true" and "help" not in options:
+        return [_saved_config(options.get("run_dir"))]
+    default = find_task(classes["task"]).default_config if "task" in classes else DEFAULT_CONFIG
+    return [] if default is None else [find_config(default)]
+
+
+def _replaced(values: Mapping[str, Any], place: Sequence[str], named: str) -> dict[str, Any]:
+    """Values with the class at a place; where another stood, its fields go with it."""
+    first, *rest = place
+    inner = values.get(first) or {}
+    if rest:
+        return {**values, first: _replaced(inner, rest, named)}
+    inner = {KEY: inner} if isinstance(inner, str) else inner
+    same = inner.get(KEY) in (None, named)
+    return {**values, first: {**(inner if same else {}), KEY: named}}
+
+
+def _saved_config(run_dir: str | None) -> Path:
+    if run_dir is None:
+        raise UserError("--resume: say which run with --run_dir DIR")
+    saved = Path(run_dir) / "config.yaml"
+    if not saved.is_file():
+        raise UserError(f"--resume: {run_dir} holds no run (no config.yaml); start it without --resume")
+    return saved
+
+
+# ------------------------------------------------------------------------------------------------------------ parser
+
+
+def _make_parser(prog: str, kind: type, values: Mapping[str, Any], arguments: Iterable[str]) -> Any:
+    """A parser of the fields in use with the values in force; task and judges come before what all tasks share.
+
+    Raises:
+        UserError: An argument names no field; it says the nearest one.
+    """
+    from jsonargparse import ArgumentParser
+
+    usage = f"{prog} [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE ...]"
+    parser = ArgumentParser(prog=prog, usage=usage, description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file, or the name of a shipped config; may stand several times.")
+    parser.add_argument("--print_config", action="store_true", help="Print the config in force as YAML, and stop.")
+    hints, helps, tables = get_type_hints(kind), help_lines(kind), []
+    classes: list[tuple[type, str]] = []
+    shared: list[tuple[type, str]] = []
+    for field in dataclasses.fields(kind):
+        name, hint = field.name, hints[field.name]
+        if CLASSES in field.metadata:
+            found = _classes(name, values[name], field.metadata[CLASSES])
+            for _, where in found:
+                parser.add_argument(f"--{where}.{KEY}", type=str, help=helps[name])
+            classes += found
+        elif dataclasses.is_dataclass(hint):
+            shared.append((hint, name))
+        else:
+            parser.add_argument(f"--{name}", type=hint, help=helps[name])
+            tables += [name] if get_origin(hint) is dict else []
+    for section, name in (*classes, *shared):
+        if dataclasses.fields(section):
+            parser.add_class_arguments(section, name)
+    flat = _flat(values, tables)
+    _require_names(arguments, flat, tables)
+    parser.set_defaults(flat)
+    return parser
+
+
+def _classes(name: str, value: Mapping[str, Any], places: Sequence[str]) -> list[tuple[type, str]]:
+    """The classes of a field, each with the name of its section: of one object, or of each in a mapping."""
+    entries = {name: value} if KEY in value else {f"{name}.{key}": entry for key, entry in value.items()}
+    return [(find_class(entry[KEY], places, where), where) for where, entry in entries.items()]
+
+
+def help_lines(kind: type) -> dict[str, str]:
+    """The help line of each field, from the docstring of its class."""
+    from docstring_parser import parse as parse_docstring
+
+    return {
+        param.arg_name: " ".join((param.description or "").split())
+        for param in parse_docstring(kind.__doc__ or "").params
+    }
+
+
+def _flat(values: Mapping[str, Any], tables: Sequence[str], prefix: str = "") -> dict[str, Any]:
+    """Nested values as {"section.field": value}; tables stay whole."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        dotted = f"{prefix}{name}"
+        if isinstance(value, Mapping) and dotted not in tables:
+            flat |= _flat(value, tables, f"{dotted}.")
+        else:
+            flat[dotted] = value
+    return flat
+
+
+def _require_names(arguments: Iterable[str], known: Mapping[str, Any], tables: Sequence[str]) -> None:
+    """Every argument must name a field, a section or an entry of a table; "+" appends to a list."""
+    sections = {".".join(name.split(".")[:depth]) for name in known for depth in range(1, name.count(".") + 1)}
+    for argument in arguments:
+        name = argument.removeprefix("--").partition("=")[0].removesuffix("+")
+        free = name in ("help", "config", "print_config", *sections) or name.partition(".")[0] in tables
+        if not free and not name.endswith(".help"):
+            # Of its own section, where there is one: a near name elsewhere would not be meant.
+            section = name.rpartition(".")[0]
+            own = [one for one in known if one.rpartition(".")[0] == section] if section in sections else list(known)
+            require_known(name, own)
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

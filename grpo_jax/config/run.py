@@ -1,59 +1,34 @@
-"""What a run is made of: its config with the checks that span sections, and its plain form for YAML and JSON.
-
-The sections are in `config_sections` and `config_algorithm`; every field has its help line in the docstring of its
-class, which `python -m grpo_jax.train --help` prints.
-"""
+"""What a run of a language policy is made of: all sections, and the checks that span them."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
+from grpo_jax.config.build import build, merged, require_known
+from grpo_jax.config.fields import may_change, named, require
+from grpo_jax.config.named import KEY, find_class
+from grpo_jax.config.policy import PolicySection
 from grpo_jax.config.sections import (
     DataSection,
-    DeviceSection,
     EvaluationSection,
-    LoraSection,
-    MeshSection,
-    NewPolicySection,
     OptimizerSection,
-    PolicySection,
-    RendererSection,
     RewardSection,
     SamplingSection,
-    ScorerSection,
     TrainingSection,
-    require,
+    WarmStartSection,
 )
-from grpo_jax.tasks.recommendation.section import RecommendationSection
-from grpo_jax.tasks.recommendation.sections import RetrievalSection, WarmStartSection
 
-__all__ = [
-    "AlgorithmSection",
-    "Config",
-    "DataSection",
-    "DeviceSection",
-    "EvaluationSection",
-    "LoraSection",
-    "MeshSection",
-    "NewPolicySection",
-    "OptimizerSection",
-    "PPOSection",
-    "PolicySection",
-    "RecommendationSection",
-    "RendererSection",
-    "RetrievalSection",
-    "RewardSection",
-    "SamplingSection",
-    "ScorerSection",
-    "TrainingSection",
-    "WarmStartSection",
-    "from_dict",
-    "to_dict",
-    "to_yaml",
-]
+TASKS = ("grpo_jax.tasks.{}.task",)
+"""Where the tasks lie that ship with the package."""
+JUDGES = ("bridges.renderers.{}", "bridges.scorers.{}")
+"""Where the judges lie that ship with the package."""
+POLICY = "policy"
+"""What `devices` calls the policy."""
+
+_SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
 
 @dataclass(frozen=True)
@@ -61,8 +36,8 @@ class Config:
     """A run of grpo_jax.
 
     Args:
-        task: "prompt_enhancement" judges pictures drawn from the text; "text" judges the text itself;
-            "recommendation" where it ranks the item that came next.
+        task: What the policy is to learn: the name of a task of the package, package.module:Class or file.py:Class,
+            with the task's own fields beside it.
         seed: Seed of everything random.
         run_dir: Folder of the run; null makes runs/TASK-TIME.
         resume: Continue the run in run_dir from its last checkpoint.
@@ -70,7 +45,9 @@ class Config:
         debug: Show tracebacks of user errors.
         report_to: Metric writers beside metrics.jsonl.
         on_judge_error: "stop" saves and ends the run; "missing" gives that completion no reward.
-        judge_timeout: Seconds one chunk may spend in the renderer or the scorer; 0 for no limit.
+        judge_timeout: Seconds one chunk may spend in a judge; 0 for no limit.
+        judges: What judges texts and pictures, each by a name that rewards and devices refer to: the kind of a judge
+            of the package, package.module:Class or file.py:Class, with its own fields beside it.
         policy: The policy that is trained.
         data: Prompts.
         sampling: How completions are drawn.
@@ -78,27 +55,24 @@ class Config:
         ppo: The value head and what belongs to it (algorithm.advantage "gae").
         optimizer: AdamW and its schedule.
         training: The loop.
-        renderer: The diffusion model (prompt_enhancement).
-        scorer: The CLIP model (prompt_enhancement).
-        recommendation: Users, items and prompts (recommendation).
-        retrieval: What ranks the items (recommendation).
-        warm_start: Supervised steps before the first iteration (recommendation).
+        warm_start: Supervised steps before the first iteration, where the task has something to teach.
         rewards: The objectives; empty takes the task's default.
-        watch: Rewards that are logged and never trained on; of recommendation also hr@K, ndcg@K, mrr and mrr@K, and
-            when it is empty hr@5, hr@10, ndcg@5, ndcg@10 and mrr.
+        watch: Rewards and measures of the task that are logged and never trained on.
         evaluation: Held-out measurement.
-        devices: Where each part runs.
+        devices: Where each part runs, by its name: "auto", "cpu" or "gpu:N"; for "policy" also the cards of a mesh as
+            "gpu:0,gpu:1". A part that is left out is on "auto".
     """
 
-    task: Literal["prompt_enhancement", "text", "recommendation"] = "prompt_enhancement"
+    task: Any = named(*TASKS)
     seed: int = 0
-    run_dir: str | None = None
-    resume: bool = False
-    deterministic: bool = False
-    debug: bool = False
-    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=lambda: ["tensorboard"])
-    on_judge_error: Literal["stop", "missing"] = "stop"
-    judge_timeout: float = 0.0
+    run_dir: str | None = may_change(None)
+    resume: bool = may_change(False)
+    deterministic: bool = may_change(False)
+    debug: bool = may_change(False)
+    report_to: list[Literal["tensorboard", "wandb"]] = may_change(default_factory=lambda: ["tensorboard"])
+    on_judge_error: Literal["stop", "missing"] = may_change("stop")
+    judge_timeout: float = may_change(0.0)
+    judges: dict[str, Any] = named(*JUDGES, default_factory=dict)
     policy: PolicySection = field(default_factory=PolicySection)
     data: DataSection = field(default_factory=DataSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
@@ -106,50 +80,62 @@ class Config:
     ppo: PPOSection = field(default_factory=PPOSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     training: TrainingSection = field(default_factory=TrainingSection)
-    renderer: RendererSection = field(default_factory=RendererSection)
-    scorer: ScorerSection = field(default_factory=ScorerSection)
-    recommendation: RecommendationSection = field(default_factory=RecommendationSection)
-    retrieval: RetrievalSection = field(default_factory=RetrievalSection)
     warm_start: WarmStartSection = field(default_factory=WarmStartSection)
     rewards: list[RewardSection] = field(default_factory=list)
     watch: list[str] = field(default_factory=list)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-    devices: DeviceSection = field(default_factory=DeviceSection)
+    devices: dict[str, str] = may_change(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks what no section can check alone."""
         require(0 <= self.seed < 2**63, "seed", "a number in [0, 2^63)", self.seed)
         require(self.judge_timeout >= 0, "judge_timeout", "a number >= 0", self.judge_timeout)
+        for name in self.devices:
+            require_known(name, (POLICY, *self.judges), "devices")
+        require(POLICY not in self.judges, "judges", "another name: policy is the policy's", sorted(self.judges))
+        self._check_rewards()
+        self._check_sampling()
+        self._check_training()
+        self.task.check(self)
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate: the given one, or what is safe for what is trained."""
+        return self.optimizer.learning_rate or _SAFE_RATES[self.policy.lora.used]
+
+    def _check_rewards(self) -> None:
         labels = [reward.label for reward in self.rewards]
         require(len(set(labels)) == len(labels), "rewards", "each reward once, no two of one function name", labels)
+        waits = {}
         for reward in self.rewards:
             target, others = reward.condition_on, [label for label in labels if label != reward.label]
-            require(
-                target in (None, "none", *others), f"rewards.{reward.label}.condition_on", f"one of {others}", target
-            )
+            where = f"rewards.{reward.label}.condition_on"
+            require(target in (None, "none", *others), where, f"one of {others}", target)
+            if target in others:
+                waits[reward.label] = target
+        for label in waits:
+            chain = [label]
+            while waits.get(chain[-1]) is not None:
+                chain.append(waits[chain[-1]])
+                no_cycle = chain[-1] not in chain[:-1]
+                require(no_cycle, f"rewards.{label}.condition_on", "a chain that ends", " → ".join(chain))
+
+    def _check_sampling(self) -> None:
         group, most = self.sampling.group_size, self.sampling.max_new_tokens
-        grouped = group >= 2 or self.algorithm.advantage in ("gae", "batch")
+        grouped = group >= 2 or not self.algorithm.compares_groups
         require(grouped, "sampling.group_size", "at least 2 (a group is compared)", group)
-        buffer = self.algorithm.overlong_buffer
+        buffer, labels = self.algorithm.overlong_buffer, [reward.label for reward in self.rewards]
         require(buffer <= most, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {most}", buffer)
-        named = buffer == 0 or "overlong" not in labels
-        require(named, "rewards.overlong", "another name: the penalty of algorithm.overlong_buffer has it", labels)
-        policy = self.policy
+        free = buffer == 0 or "overlong" not in labels
+        require(free, "rewards.overlong", "another name: the penalty of algorithm.overlong_buffer has it", labels)
+
+    def _check_training(self) -> None:
+        policy, training, parts = self.policy, self.training, self.policy.mesh.fsdp
         alone = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
         require(alone, "policy.quantised", "none without policy.lora, or over a mesh", policy.quantised)
-        self._check_kl_control()
-        self._check_mesh()
-        self._check_recommendation()
-        chunk = self.training.chunk_prompts
-        require(
-            chunk == 0 or self.training.prompts_per_batch % chunk == 0,
-            "training.chunk_prompts",
-            f"a divisor of prompts_per_batch = {self.training.prompts_per_batch}",
-            chunk,
-        )
-
-    def _check_mesh(self) -> None:
-        training, parts = self.training, self.policy.mesh.fsdp
+        rows, horizon = training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
+        steady = self.ppo.kl_target == 0 or rows <= horizon
+        require(steady, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)
         prompts = training.prompts_per_batch // (training.minibatches * training.accumulation)
         require(
             prompts % parts == 0,
@@ -158,73 +144,66 @@ class Config:
             "accumulation)",
             parts,
         )
-
-    def _check_kl_control(self) -> None:
-        rows, horizon = self.training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
-        steady = self.ppo.kl_target == 0 or rows <= horizon
-        require(steady, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)
-
-    def _check_recommendation(self) -> None:
-        ours, warm = self.task == "recommendation", self.warm_start
-        made = self.policy.path != "new" or ours
-        require(made, "policy.path", "a folder: only recommendation makes a new policy", self.policy.path)
-        require(ours or warm.steps == 0, "warm_start.steps", f"0 for the task {self.task}", warm.steps)
-        taught = warm.steps == 0 or warm.pairs in ("next", "forms") or self.recommendation.source == "dummy"
-        require(taught, "warm_start.pairs", "next or forms: the others are of the dummy world alone", warm.pairs)
+        chunk = training.chunk_prompts
+        require(
+            chunk == 0 or training.prompts_per_batch % chunk == 0,
+            "training.chunk_prompts",
+            f"a divisor of prompts_per_batch = {training.prompts_per_batch}",
+            chunk,
+        )
 
 
-def from_dict(values: dict[str, Any]) -> Config:
-    """Builds a `Config` from nested plain values (as `to_dict` gives them); unknown fields are errors."""
-    sections = {
-        name: kind for name, kind in _SECTIONS.items() if name in values and not dataclasses.is_dataclass(values[name])
-    }
-    built = dict(values)
-    for name, kind in sections.items():
-        built[name] = _build(kind, values[name] or {}, name)
-    built["rewards"] = [
-        reward if isinstance(reward, RewardSection) else _build(RewardSection, reward, "rewards")
-        for reward in values.get("rewards") or []
-    ]
-    return _build(Config, built, "")
+def find_task(name: str) -> type:
+    """The class of a task that a config names.
+
+    Raises:
+        UserError: There is no such task.
+    """
+    return find_class(name, TASKS, "task")
 
 
-_SECTIONS: dict[str, type] = {
-    "policy": PolicySection,
-    "data": DataSection,
-    "sampling": SamplingSection,
-    "algorithm": AlgorithmSection,
-    "ppo": PPOSection,
-    "optimizer": OptimizerSection,
-    "training": TrainingSection,
-    "renderer": RendererSection,
-    "scorer": ScorerSection,
-    "recommendation": RecommendationSection,
-    "retrieval": RetrievalSection,
-    "warm_start": WarmStartSection,
-    "evaluation": EvaluationSection,
-    "devices": DeviceSection,
-}
+def make_config(values: Mapping[str, Any] | None = None, **sections: Any) -> Any:
+    """The config of a run from nested plain values, as a YAML file holds them: over the task's own defaults.
+
+        make_config(task="text", policy={"path": "path/to/Qwen2.5-0.5B-Instruct"}, sampling={"group_size": 8})
+
+    Args:
+        values: All of them as one mapping, and
+        sections: as keywords, which win.
+
+    Returns:
+        A `Config`, or what the task has in its place.
+
+    Raises:
+        UserError: An unknown or missing field, a value of another type, or one out of range.
+    """
+    values = with_defaults(merged(values or {}, sections))
+    return build(find_task(values["task"][KEY]).config, values)
 
 
-def _build(kind: type, values: dict[str, Any], name: str) -> Any:
-    known = {member.name for member in dataclasses.fields(kind)}
-    for key in values:
-        require(key in known, f"{name}.{key}".strip("."), f"one of {sorted(known)}", key)
-    values = dict(values)
-    nested = {"lora": LoraSection, "new": NewPolicySection, "mesh": MeshSection} if kind is PolicySection else {}
-    for field_name, section in nested.items():
-        if isinstance(values.get(field_name), dict):
-            values[field_name] = _build(section, values[field_name], f"policy.{field_name}")
-    return kind(**values)
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values over the defaults of their task; the task's name stands as {"kind": name}.
+
+    Raises:
+        UserError: No task is named, or a field has the name of an earlier version.
+    """
+    task = values.get("task")
+    task = {KEY: task} if isinstance(task, str) else task
+    require(isinstance(task, Mapping) and KEY in task, "task", "the name of a task", task)
+    kind = find_task(task[KEY])
+    refuse_renamed(values, kind.renamed)
+    return merged(kind.defaults, values, {"task": task})
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """Nested plain values of a `Config`, for YAML and JSON."""
-    return dataclasses.asdict(config)
+def refuse_renamed(values: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+    """Raises UserError for fields of an earlier version, all at once and with what they are called now."""
+    found = [f"{old} is now {new}" for old, new in renamed.items() if _has(values, old)]
+    require(not found, "config", "the fields of this version", "; ".join(found))
 
 
-def to_yaml(config: Config) -> str:
-    """A `Config` as YAML that `--config` reads back."""
-    import yaml
-
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+def _has(values: Any, dotted: str) -> bool:
+    for name in dotted.split("."):
+        if not isinstance(values, Mapping) or name not in values:
+            return False
+        values = values[name]
+    return True

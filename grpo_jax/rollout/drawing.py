@@ -1,118 +1,92 @@
-"""The groups that an iteration learns from: its own batch, and with dynamic sampling others for those without signal.
-
-Every row and every random number is a function of (seed, iteration, draw), so a resumed run draws the same.
-"""
+"""The groups that an iteration learns from: its own batch, and with dynamic sampling others for those without signal."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from grpo_jax.rollout.data import further_batch_at
-from grpo_jax.rollout.rollout import Judgement, Rollout, collect
-from grpo_jax.runs.parts import Parts
-from grpo_jax.training.estimators import Objectives, learning_groups, make_objectives
+from grpo_jax.rollout.rollout import Judgement, Rollout
+from grpo_jax.training.estimators import Objectives
 
-_DRAW_STREAM = 2**31 - 5
+
+class Judged(NamedTuple):
+    """A sampled and judged batch, and what is made of its rewards.
+
+    Attributes:
+        rollout: P groups.
+        objectives: What is maximised; computed once and handed on.
+        teaching: bool [P], the groups that the estimator learns something from.
+    """
+
+    rollout: Rollout
+    objectives: Objectives
+    teaching: np.ndarray
 
 
 class Drawn(NamedTuple):
     """What one iteration sampled.
 
     Attributes:
-        rollout: P groups to learn from.
+        batch: P groups to learn from.
         first: The groups of the iteration's own prompts: what the policy is like, before anything was left out.
         draws: Batches that were sampled and judged.
         seconds: Seconds of work by stage, of all draws.
     """
 
-    rollout: Rollout
-    first: Rollout
+    batch: Judged
+    first: Judged
     draws: int
     seconds: dict[str, float]
 
 
-def draw(parts: Parts, variables: Any, iteration: int) -> Drawn:
-    """Samples and judges an iteration's batch.
+def draw(sample: Callable[[int], Judged], *, further: int = 0) -> Drawn:
+    """An iteration's batch, and with dynamic sampling others until P groups teach something.
 
-    With dead_groups "resample" further prompts are drawn, P at a time, until P groups teach something or there were
-    enough draws (DAPO's dynamic sampling, https://arxiv.org/abs/2503.14476, with a bound). Groups that teach take
-    their places in the order they were drawn; if there are too few, groups of the first draw that do not fill up.
+    DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Groups that teach take their places in the
+    order they were drawn; if there are too few, groups of the first draw that do not fill up.
+
+    Args:
+        sample: The batch of draw 0, 1, …, a function of that number alone.
+        further: Draws after the first, at most.
     """
-    algorithm, size = parts.config.algorithm, parts.config.training.prompts_per_batch
-    rollouts = [_collect(parts, variables, iteration, 0)]
-    if algorithm.dead_groups == "resample":
-        teaching = [_teaching(parts, rollouts[0])]
-        while sum(map(np.sum, teaching)) < size and len(rollouts) <= algorithm.resample_rounds:
-            rollouts.append(_collect(parts, variables, iteration, len(rollouts)))
-            teaching.append(_teaching(parts, rollouts[-1]))
-        batch = _chosen(rollouts, np.concatenate(teaching), size)
-    else:
-        batch = rollouts[0]
-    seconds = {name: sum(rollout.seconds[name] for rollout in rollouts) for name in rollouts[0].seconds}
-    return Drawn(batch, rollouts[0], len(rollouts), seconds)
+    drawn = [sample(0)]
+    size = len(drawn[0].rollout.rows)
+    while sum(one.teaching.sum() for one in drawn) < size and len(drawn) <= further:
+        drawn.append(sample(len(drawn)))
+    seconds = {name: sum(one.rollout.seconds[name] for one in drawn) for name in drawn[0].rollout.seconds}
+    return Drawn(drawn[0] if len(drawn) == 1 and not further else _chosen(drawn, size), drawn[0], len(drawn), seconds)
 
 
-def objectives_of(parts: Parts, rollout: Rollout) -> Objectives:
-    """A rollout's rewards as estimators take them, on the policy's device."""
-    device = min(jax.tree.leaves(parts.variables)[0].sharding.addressable_devices, key=lambda device: device.id)
-    judged, lengths = rollout.judgement.rewards, rollout.samples.mask.sum(-1, dtype=np.int32)
-    return make_objectives(
-        *jax.device_put((judged, lengths), device),
-        weights=parts.weights,
-        conditions=parts.conditions,
-        overlong_buffer=parts.config.algorithm.overlong_buffer,
-        max_new_tokens=parts.config.sampling.max_new_tokens,
-    )
-
-
-def _collect(parts: Parts, variables: Any, iteration: int, number: int) -> Rollout:
-    config, rows = parts.config, parts.prompts.train
-    places = further_batch_at(config.seed, iteration, number, batch_size=config.training.prompts_per_batch, n=len(rows))
-    # A prompt that comes twice in an iteration, when prompts run out, gets other completions.
-    key = jax.random.fold_in(jax.random.fold_in(parts.key, _DRAW_STREAM), number) if number else parts.key
-    return collect(
-        parts.environment,
-        parts.sampler,
-        variables,
-        [rows[place] for place in places],
-        key=key,
-        iteration=iteration,
-        chunk_prompts=config.training.chunk_prompts,
-        timeout=parts.timeout,
-    )
-
-
-def _teaching(parts: Parts, rollout: Rollout) -> np.ndarray:
-    objectives = objectives_of(parts, rollout)
-    return np.asarray(learning_groups(objectives.rewards, objectives.weights, parts.config.algorithm))
-
-
-def _chosen(rollouts: list[Rollout], teaching: np.ndarray, size: int) -> Rollout:
-    """`size` groups of all rollouts, those that teach first; pictures stay behind."""
+def _chosen(drawn: list[Judged], size: int) -> Judged:
+    """`size` groups of all draws, those that teach first; pictures stay behind."""
+    teaching = np.concatenate([one.teaching for one in drawn])
     places = np.argsort(~teaching, kind="stable")[:size]
+    rollouts = [one.rollout for one in drawn]
 
-    def pick(arrays: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate(arrays)[places]
+    def pick(*arrays: Any) -> Any:
+        return (np if isinstance(arrays[0], np.ndarray) else jax.numpy).concatenate(arrays)[places]
 
     def pick_lists(lists: list[Any]) -> list[Any]:
         joined = [item for part in lists for item in part]
         return [joined[place] for place in places]
 
-    return Rollout(
+    chosen = Rollout(
         pick_lists([rollout.rows for rollout in rollouts]),
-        pick([rollout.prompt_tokens for rollout in rollouts]),
-        pick([rollout.prompt_mask for rollout in rollouts]),
-        jax.tree.map(lambda *arrays: pick(list(arrays)), *[rollout.samples for rollout in rollouts]),
+        pick(*(rollout.prompt_tokens for rollout in rollouts)),
+        pick(*(rollout.prompt_mask for rollout in rollouts)),
+        jax.tree.map(pick, *[rollout.samples for rollout in rollouts]),
         pick_lists([rollout.completions for rollout in rollouts]),
         pick_lists([rollout.texts for rollout in rollouts]),
-        pick([rollout.usable for rollout in rollouts]),
+        pick(*(rollout.usable for rollout in rollouts)),
         Judgement(
-            pick([rollout.judgement.rewards for rollout in rollouts]),
-            pick([rollout.judgement.watched for rollout in rollouts]),
+            pick(*(rollout.judgement.rewards for rollout in rollouts)),
+            pick(*(rollout.judgement.watched for rollout in rollouts)),
             [],
         ),
         rollouts[0].seconds,
     )
+    objectives = drawn[0].objectives._replace(rewards=pick(*(one.objectives.rewards for one in drawn)))
+    return Judged(chosen, objectives, teaching[places])

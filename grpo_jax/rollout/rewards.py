@@ -12,13 +12,19 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from grpo_jax.errors import StopRun, UserError
 
 Reward = Callable[..., Any]
+
+
+class Maker(NamedTuple):
+    """What makes a reward of its options: make(**options) → reward."""
+
+    make: Callable[..., Reward]
 
 
 class RewardError(UserError):

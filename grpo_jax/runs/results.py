@@ -1,89 +1,95 @@
-"""The end of a run: measure again, keep the policy, and show what changed."""
+"""The end of a language run: measure again, keep the policy, and show what changed."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from grpo_jax import config as configuration
-from grpo_jax.reports import console as reporting
-from grpo_jax.evaluate import Evaluation, evaluate_policy, evaluate_texts, weighted_reward
-from grpo_jax.export import export_adapters, export_policy
-from grpo_jax.runs.parts import Parts
-from grpo_jax.tasks.recommendation.report import policy_ranks, report_tables, results_table
 from grpo_jax.rollout.rollout import Judgement
-from grpo_jax.tasks.prompt_enhancement.rewriting import most_added_words
-from grpo_jax.tasks.recommendation.table import TableRow, format_table, table_records
-from grpo_jax.training.trainer import TrainState, saved_parts
+from grpo_jax.rollout.texts import most_added_words
+from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_policy, evaluate_texts
+from grpo_jax.runs.exporting import export_adapters, export_policy
+from grpo_jax.runs.parts import Parts
+from grpo_jax.runs.progress import added
+from grpo_jax.tasks.display import Findings, GalleryEntry, Table
+from grpo_jax.tasks.task import Finished
+from grpo_jax.training.state import TrainState
 
-if TYPE_CHECKING:
-    from grpo_jax.runs.experiment import Progress, Run
+_PACKAGES = (
+    "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "torch",
+    "diffusers", "open_clip_torch", "gymnax",
+)  # fmt: skip
 
 
-def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any]:
-    """Measures the held-out prompts after training, writes `final`, `policy/`, `adapter/`, the report and summary.json.
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what a run computes, where installed."""
+    import platform
+    from importlib import metadata
 
-    Returns:
-        What summary.json holds.
-    """
-    parts, output = run.parts, run.output
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def finish_language(parts: Parts, state: TrainState, progress: Any, directory: Any) -> Finished:
+    """Measures the held-out prompts after training and writes `policy/` and `adapter/`."""
     started = time.monotonic()
     after = {"greedy": evaluate_policy(parts, state.variables, parts.test_rows)}
     if parts.config.evaluation.sampled:
         after["sampled"] = evaluate_policy(parts, state.variables, parts.test_rows, sampled=True)
-    seconds = dict(progress.seconds)
-    seconds["evaluate"] = seconds.get("evaluate", 0.0) + time.monotonic() - started
-    run.checkpoints.save_final(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
-    table = recommendation_table(parts, progress, after)
-    export_policy(output.directory.policy, parts.loaded, state.variables, parts.lora)
-    if parts.lora is not None:
-        export_adapters(output.directory.adapter, parts.loaded, state.variables, parts.lora)
-    summary = summarise(run, progress, after, {**seconds, "total": time.monotonic() - run.clock})
-    if table:
-        summary["table"] = table_records(table)
-    gallery = make_gallery(parts, after["greedy"])
-    texts = [group[0] for group in after["greedy"].rollout.texts]
-    words = most_added_words([row.prompt for row in parts.test_rows], texts)
-    output.directory.write_summary(summary)
-    reporting.write_run_report(
-        output.directory,
-        summary=summary,
-        gallery=gallery,
-        added_words=words,
-        table=rewards_by_prompt(parts, after["greedy"]),
-        first_tables=report_tables(table),
-        config_text=configuration.to_yaml(parts.config),
+    seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
+    policy = parts.policy
+    export_policy(directory.policy, policy.loaded, state.variables, policy.lora, dtype="float32")
+    if policy.lora is not None:
+        export_adapters(directory.adapter, policy.loaded, state.variables, policy.lora)
+    found = find(parts, progress.notes["remembered"], "after", after)
+    summary = summarise(parts, progress, after, seconds)
+    if found.records:
+        summary["table"] = list(found.records)
+    return Finished(
+        summary,
+        lines=found.lines,
+        tables=found.tables,
+        gallery=make_gallery(parts, after["greedy"]),
+        tables_below=[table for table in (texts_table(parts, after["greedy"]), words_table(parts, after["greedy"])) if table.rows],
     )
-    output.result(summary, ["", *format_table(table).split("\n")] if table else (), report_tables(table))
-    return summary
 
 
-def recommendation_table(parts: Parts, progress: Progress, after: dict[str, Evaluation]) -> list[TableRow]:
-    """Baselines and policies by every measure of ranking; empty for other tasks."""
-    if parts.task is None:
-        return []
-    return results_table(parts, progress.ranks | policy_ranks("after", after))
+def find(parts: Parts, remembered: Mapping[str, Any], name: str, found: Mapping[str, Evaluation]) -> Findings:
+    """What the task makes of measurements, the last of which is called `name`."""
+    judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
+    return parts.world.findings({**remembered, **parts.world.remember(name, judgements)}, parts.test_rows)
 
 
-def summarise(run: Run, progress: Progress, after: dict[str, Evaluation], seconds: dict[str, float]) -> dict[str, Any]:
-    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, versions, devices."""
-    parts, before = run.parts, progress.before
-    oracle, unchanged = before.get("oracle", {}), before.get("unchanged", {})
+def summarise(
+    parts: Parts, progress: Any, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
+) -> dict[str, Any]:
+    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices."""
+    before = progress.notes["before"]
+
+    def measured(kind: str, name: str) -> float | None:
+        return before.get(kind, {}).get(name)
+
     evaluation = {
         name: {
-            "before": before["greedy"].get(name),
+            "before": measured("greedy", name),
             "after": value,
-            "oracle": oracle.get(name),
-            "unchanged": unchanged.get(name),
-            "untrained": before.get("untrained", {}).get(name),
-            "before_sampled": before.get("sampled", {}).get(name),
+            "oracle": measured("oracle", name),
+            "unchanged": measured("unchanged", name),
+            "untrained": measured("untrained", name),
+            "before_sampled": measured("sampled", name),
             "after_sampled": after["sampled"].measures.get(name) if "sampled" in after else None,
         }
         for name, value in after["greedy"].measures.items()
     }
-    baseline, reward = (weighted_reward(parts, measures) for measures in (before["greedy"], after["greedy"].measures))
+    baseline, reward = before["greedy"][TOTAL], after["greedy"].measures[TOTAL]
     return {
         "evaluation": evaluation,
         "baseline_reward": baseline,
@@ -93,14 +99,12 @@ def summarise(run: Run, progress: Progress, after: dict[str, Evaluation], second
         "iterations": progress.iteration,
         "best": {"iteration": progress.best_iteration, "validation_score": progress.best_score},
         "prompts": len(parts.test_rows),
-        "seconds": seconds,
-        "seed": parts.config.seed,
+        "seconds": dict(seconds),
         "devices": parts.devices,
-        "versions": reporting.versions(),
     }
 
 
-def make_gallery(parts: Parts, after: Evaluation) -> list[dict[str, Any]]:
+def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
     """Before/after pairs of the first held-out prompts: the unchanged prompt's picture and the rewrite's.
 
     Both from the same noise, chosen by place and not by result.
@@ -114,12 +118,16 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[dict[str, Any]]:
         return []
     names = parts.environment.reward_names + parts.environment.watch_names
     first, second = scores_of(unchanged.judgement), scores_of(after.judgement)
-    entries = []
-    for index, row in enumerate(rows):
-        scores = {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(names)}
-        pair = {"before": before[index], "after": later[index], "scores": scores}
-        entries.append({"prompt": row.prompt, "rewrite": after.rollout.texts[index][0], **pair})
-    return entries
+    return [
+        GalleryEntry(
+            row.prompt,
+            after.rollout.texts[index][0],
+            before[index],
+            later[index],
+            {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(names)},
+        )
+        for index, row in enumerate(rows)
+    ]
 
 
 def scores_of(judgement: Judgement) -> np.ndarray:
@@ -140,14 +148,26 @@ def to_uint8(images: Any) -> np.ndarray:
     return np.round(np.clip(array, 0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
 
 
-def rewards_by_prompt(parts: Parts, after: Evaluation) -> list[dict[str, Any]]:
-    """One line per held-out prompt: prompt, rewrite, each reward and watched measure."""
-    environment = parts.environment
-    values = scores_of(after.judgement)
+def texts_table(parts: Parts, after: Evaluation) -> Table:
+    """One line per held-out prompt: prompt, text, what the task shows of the row, each reward and watched measure."""
+    environment, values = parts.environment, scores_of(after.judgement)
     names = environment.reward_names + environment.watch_names
-    return [
-        {"prompt": row.prompt, "rewrite": after.rollout.texts[index][0]}
-        | ({} if parts.task is None else {"wanted": row.columns["target_title"]})
-        | {name: round(float(values[index, n]), 4) for n, name in enumerate(names)}
+    shown = parts.world.shown
+    rows = [
+        (
+            row.prompt,
+            after.rollout.texts[index][0],
+            *(row.columns[column] for column in shown.values()),
+            *(round(float(value), 4) for value in values[index]),
+        )
         for index, row in enumerate(parts.test_rows)
     ]
+    return Table("Held-out prompts after training", ("prompt", "rewrite", *shown, *names), rows)
+
+
+def words_table(parts: Parts, after: Evaluation) -> Table:
+    """The words that texts add to their prompts most often."""
+    texts = [group[0] for group in after.rollout.texts]
+    words = most_added_words([row.prompt for row in parts.test_rows], texts)
+    note = "Words that rewrites have and prompts lack. A word that appears everywhere may be gaming a judge."
+    return Table("Most added words", ("word", "share of rewrites"), [list(pair) for pair in words], note)

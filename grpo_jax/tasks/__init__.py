@@ -1,1 +1,1 @@
-"""Tasks: data and pure rewards. Judges (renderers, scorers, checkers) come as arguments."""
+"""Tasks: what a policy is to learn, a folder for each. Nothing outside knows one by name."""

@@ -6,12 +6,12 @@ them.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_jax.config.sections import require
+from grpo_jax.config.fields import may_change, named, require
+from grpo_jax.config.run import TASKS
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class CartPoleTraining:
         keep_checkpoints: Checkpoints kept beside final.
     """
 
-    iterations: int = 100
-    save_every: int = 0
-    keep_checkpoints: int = 2
+    iterations: int = may_change(100)
+    save_every: int = may_change(0)
+    keep_checkpoints: int = may_change(2)
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -190,7 +190,7 @@ class CartPoleConfig:
     """A CartPole run of grpo_jax, entirely in JAX.
 
     Args:
-        task: "cartpole".
+        task: This task.
         seed: Seed of everything random; seeds seed, seed + 1, … are trained.
         num_seeds: How many seeds are trained side by side.
         run_dir: Folder of the run; null makes runs/TASK-TIME.
@@ -205,13 +205,13 @@ class CartPoleConfig:
         evaluation: Measurement.
     """
 
-    task: Literal["cartpole"] = "cartpole"
+    task: Any = named(*TASKS)
     seed: int = 0
     num_seeds: int = 1
-    run_dir: str | None = None
-    resume: bool = False
-    debug: bool = False
-    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=lambda: ["tensorboard"])
+    run_dir: str | None = may_change(None)
+    resume: bool = may_change(False)
+    debug: bool = may_change(False)
+    report_to: list[Literal["tensorboard", "wandb"]] = may_change(default_factory=lambda: ["tensorboard"])
     algorithm: CartPoleAlgorithm = field(default_factory=CartPoleAlgorithm)
     rollout: CartPoleRollout = field(default_factory=CartPoleRollout)
     network: CartPoleNetwork = field(default_factory=CartPoleNetwork)
@@ -235,29 +235,3 @@ class CartPoleConfig:
             f"a divisor of rollout.steps = {steps}",
             self.algorithm.minibatches,
         )
-
-
-SECTIONS: dict[str, type] = {
-    "algorithm": CartPoleAlgorithm,
-    "rollout": CartPoleRollout,
-    "network": CartPoleNetwork,
-    "optimizer": CartPoleOptimizer,
-    "training": CartPoleTraining,
-    "evaluation": CartPoleEvaluation,
-}
-
-
-def cartpole_from_dict(values: dict[str, Any]) -> CartPoleConfig:
-    """Builds a `CartPoleConfig` from nested plain values; unknown fields are errors."""
-    built = dict(values)
-    for name, kind in SECTIONS.items():
-        if not dataclasses.is_dataclass(values.get(name, {})):
-            built[name] = _build(kind, values.get(name) or {}, f"{name}.")
-    return _build(CartPoleConfig, built, "")
-
-
-def _build(kind: type, values: dict[str, Any], prefix: str) -> Any:
-    known = sorted(member.name for member in dataclasses.fields(kind))
-    for name in values:
-        require(name in known, f"{prefix}{name}", f"one of {known}", name)
-    return kind(**values)

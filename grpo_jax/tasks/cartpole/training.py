@@ -18,7 +18,7 @@ PyTree = Any
 _INIT_STREAM, _EVALUATION_STREAM, _CARTS_STREAM = 2**31 - 1, 2**31 - 2, 2**31 - 3
 
 
-class TrainState(NamedTuple):
+class Carry(NamedTuple):
     """Everything that changes; under vmap each leaf has the seeds as first axis.
 
     Attributes:
@@ -63,11 +63,11 @@ class Training(NamedTuple):
         parameters: Number of parameters by network.
     """
 
-    init: Callable[[jax.Array], TrainState]
-    iterate: Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]
-    evaluate: Callable[[TrainState], dict[str, jax.Array]]
-    block: Callable[[TrainState], tuple[TrainState, dict[str, jax.Array], dict[str, jax.Array]]]
-    train: Callable[[jax.Array], tuple[TrainState, History]]
+    init: Callable[[jax.Array], Carry]
+    iterate: Callable[[Carry], tuple[Carry, dict[str, jax.Array]]]
+    evaluate: Callable[[Carry], dict[str, jax.Array]]
+    block: Callable[[Carry], tuple[Carry, dict[str, jax.Array], dict[str, jax.Array]]]
+    train: Callable[[jax.Array], tuple[Carry, History]]
     parameters: dict[str, int]
 
 
@@ -103,7 +103,7 @@ def make_train(config: CartPoleConfig) -> Training:
     optimizer, rate = make_optimizer(config)
     ppo = config.algorithm.name == "ppo"
 
-    def init(key: jax.Array) -> TrainState:
+    def init(key: jax.Array) -> Carry:
         keys = jax.random.split(jax.random.fold_in(key, _INIT_STREAM))
         params = {"policy": policy.init(keys[0])} | ({"value": critic.init(keys[1])} if ppo else {})
         carts = ()
@@ -111,9 +111,9 @@ def make_train(config: CartPoleConfig) -> Training:
             carts = cartpole.start(jax.random.fold_in(key, _CARTS_STREAM), config.rollout.environments)
         # Written as arrays, so that a start has the types of what an iteration gives back.
         carts = jax.tree.map(jnp.asarray, carts)
-        return TrainState(params, optimizer.init(params), carts, key, jnp.int32(0), jnp.int32(0))
+        return Carry(params, optimizer.init(params), carts, key, jnp.int32(0), jnp.int32(0))
 
-    def iterate_groups(state: TrainState, key: jax.Array):
+    def iterate_groups(state: Carry, key: jax.Array):
         start, act = jax.random.split(key)
         starts = cartpole.start(start, config.rollout.groups)
         starts = jax.tree.map(lambda x: jnp.repeat(x, config.rollout.group_size, axis=0), starts)
@@ -122,7 +122,7 @@ def make_train(config: CartPoleConfig) -> Training:
         learned = updates.group_updates(config, policy.apply, optimizer, state.params, state.optimizer, batch)
         return learned, state.carts, figures, jnp.sum(episodes.mask, dtype=jnp.int32)
 
-    def iterate_steps(state: TrainState, key: jax.Array):
+    def iterate_steps(state: Carry, key: jax.Array):
         act, shuffle = jax.random.split(key)
         number = config.rollout.steps
         carts, steps = task.play_steps(
@@ -132,16 +132,16 @@ def make_train(config: CartPoleConfig) -> Training:
         learned = updates.step_updates(config, policy.apply, optimizer, state.params, state.optimizer, batch, shuffle)
         return learned, carts, figures, jnp.int32(number * config.rollout.environments)
 
-    def iterate(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+    def iterate(state: Carry) -> tuple[Carry, dict[str, jax.Array]]:
         key = jax.random.fold_in(state.key, state.iteration)
         learned, carts, figures, steps = (iterate_steps if ppo else iterate_groups)(state, key)
         params, opt_state, of_updates = learned
-        after = TrainState(params, opt_state, carts, state.key, state.iteration + 1, state.steps + steps)
+        after = Carry(params, opt_state, carts, state.key, state.iteration + 1, state.steps + steps)
         learning_rate = rate(state.iteration * updates_per_iteration(config))
         counted = {"environment_steps": after.steps, "learning_rate": learning_rate}
         return after, {name: jnp.float32(x) for name, x in (figures | of_updates | counted).items()}
 
-    def evaluate(state: TrainState) -> dict[str, jax.Array]:
+    def evaluate(state: Carry) -> dict[str, jax.Array]:
         key = jax.random.fold_in(jax.random.fold_in(state.key, _EVALUATION_STREAM), state.iteration)
         starts = cartpole.start(key, config.evaluation.episodes)
         outcome = task.play_greedily(
@@ -158,11 +158,11 @@ def make_train(config: CartPoleConfig) -> Training:
             "environment_steps": jnp.float32(state.steps),
         }
 
-    def block(state: TrainState):
+    def block(state: Carry):
         state, metrics = jax.lax.scan(lambda state, _: iterate(state), state, length=config.evaluation.every)
         return state, metrics, evaluate(state)
 
-    def train(key: jax.Array) -> tuple[TrainState, History]:
+    def train(key: jax.Array) -> tuple[Carry, History]:
         def turn(state, _):
             state, metrics, measures = block(state)
             return state, (metrics, measures)

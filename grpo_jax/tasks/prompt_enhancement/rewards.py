@@ -1,4 +1,4 @@
-"""Rewards of prompt enhancement: functions of pictures and texts, made from the judges they use.
+"""Rewards of prompt enhancement: functions of pictures and texts, and of the judges they name.
 
 ``prompts`` are the user's, ``completions`` the rewrites that were rendered, ``images`` their pictures and
 ``baseline_images`` those of the unchanged prompts from the same noise, f32[P·G, 3, H, W] in [0, 1] on the scorer's
@@ -7,13 +7,15 @@ device. Every picture is scored against the **user's** prompt: a rewrite cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from grpo_jax.config.fields import require
+from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.rewards import Reward
 
 
 class Scorer(Protocol):
@@ -25,8 +27,21 @@ class Scorer(Protocol):
     def text_text(self, a: list[str], b: list[str]) -> Any:
         """Cosine similarity of each pair of texts, [B]."""
 
-    def image_features(self, images: Any) -> Any:
-        """Features [B, D]."""
+    def quality(self, images: Any) -> Any:
+        """How good each picture looks, [B]."""
+
+
+class Counter(Protocol):
+    """What draws, as far as the length of a text goes."""
+
+    @property
+    def window(self) -> int:
+        """Tokens of a text that reach the picture."""
+        ...
+
+    def count_tokens(self, texts: list[str]) -> Sequence[int]:
+        """Tokens of each text, uncut."""
+        ...
 
 
 def _values(array: Any) -> np.ndarray:
@@ -36,106 +51,98 @@ def _values(array: Any) -> np.ndarray:
     return np.asarray(array, np.float64)
 
 
-def alignment(scorer: Scorer) -> Reward:
-    """How well the picture shows what the user asked for: cos(image, prompt)."""
-
-    def alignment(prompts: list[str], completions: list[str], *, images: Any, **columns: Any) -> list[float]:
-        """Similarity of each picture and its user's prompt, in [-1, 1]."""
-        return _values(scorer.image_text(images, prompts)).tolist()
-
-    return alignment
+def alignment(
+    prompts: list[str], completions: list[str], *, images: Any, scorer: Scorer, **columns: Any
+) -> list[float]:
+    """How well the picture shows what the user asked for: cos(image, prompt), in [-1, 1]."""
+    return _values(scorer.image_text(images, prompts)).tolist()
 
 
-def alignment_gain(scorer: Scorer) -> Reward:
-    """How much better than the unchanged prompt's picture, drawn from the same noise.
+def alignment_gain(
+    prompts: list[str], completions: list[str], *, images: Any, baseline_images: Any, scorer: Scorer, **columns: Any
+) -> list[float]:
+    """How much better than the unchanged prompt's picture, drawn from the same noise, in [-2, 2].
 
     cos(image, prompt) - cos(baseline image, prompt). Inside a group the second term is a constant: as the only
-    objective it trains like ``alignment``; as a figure and as a condition its 0 means something.
+    objective it trains like `alignment`; as a figure and as a condition its 0 means something.
     """
-
-    def alignment_gain(
-        prompts: list[str], completions: list[str], *, images: Any, baseline_images: Any, **columns: Any
-    ) -> list[float]:
-        """Similarity gained over the unchanged prompt, in [-2, 2]."""
-        after = _values(scorer.image_text(images, prompts))
-        return (after - _values(scorer.image_text(baseline_images, prompts))).tolist()
-
-    return alignment_gain
+    after = _values(scorer.image_text(images, prompts))
+    return (after - _values(scorer.image_text(baseline_images, prompts))).tolist()
 
 
-def faithfulness(scorer: Scorer, margin: float = 0.8) -> Reward:
+@dataclass(frozen=True)
+class Faithfulness:
     """Whether the rewrite still says what the prompt said: min(0, cos(rewrite, prompt) - margin).
 
     A hinge: above `margin` all rewrites are equally faithful, so copying the prompt is not what it teaches.
 
-    Args:
-        scorer: The judge of texts.
+    Attributes:
         margin: Similarity from which on nothing is taken off, in [-1, 1].
     """
-    if not -1.0 <= margin <= 1.0:
-        raise UserError(f"faithfulness: margin must be a similarity in [-1, 1], got {margin}")
 
-    def faithfulness(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    margin: float = 0.8
+
+    def __post_init__(self) -> None:
+        """Checks the range."""
+        require(-1.0 <= self.margin <= 1.0, "margin", "a similarity in [-1, 1]", self.margin)
+
+    def __call__(self, prompts: list[str], completions: list[str], *, scorer: Scorer, **columns: Any) -> list[float]:
         """0 for a faithful rewrite, negative for one that drifts."""
-        return np.minimum(0.0, _values(scorer.text_text(completions, prompts)) - margin).tolist()
-
-    return faithfulness
+        return np.minimum(0.0, _values(scorer.text_text(completions, prompts)) - self.margin).tolist()
 
 
-def length(count_tokens: Callable[[list[str]], Sequence[int]], window: int, target: int | None = None) -> Reward:
+@dataclass(frozen=True)
+class Length:
     """Keeps rewrites inside the text encoder's window: -max(0, tokens - target) / window.
 
     What stands beyond the window is not seen by the renderer, hence costs nothing anywhere else: a policy may
     ramble there unpunished.
 
-    Args:
-        count_tokens: Texts → their lengths in the encoder's tokens, uncut.
-        window: Tokens the encoder sees.
-        target: Tokens from which on length costs; by default the window.
+    Attributes:
+        target: Tokens from which on length costs; None for the window.
     """
-    limit = window if target is None else int(target)
-    if not 0 < limit <= window:
-        raise UserError(f"length: target must be between 1 and the encoder's window {window}, got {target}")
 
-    def length(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        """0 within the target, then a linear penalty."""
-        tokens = np.asarray(count_tokens(completions), np.float64)
+    target: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the range."""
+        require(self.target is None or self.target > 0, "target", "a number > 0", self.target)
+
+    def __call__(self, prompts: list[str], completions: list[str], *, renderer: Counter, **columns: Any) -> list[float]:
+        """0 within the target, then a linear penalty. Raises UserError for a target beyond the window."""
+        window = renderer.window
+        limit = window if self.target is None else int(self.target)
+        if limit > window:
+            raise UserError(f"length: target must be between 1 and the encoder's window {window}, got {self.target}")
+        tokens = np.asarray(renderer.count_tokens(completions), np.float64)
         return (-np.maximum(0.0, tokens - limit) / window).tolist()
 
-    return length
 
-
-def quality(scorer: Scorer, head: Callable[[Any], Any]) -> Reward:
+def quality(prompts: list[str], completions: list[str], *, images: Any, scorer: Scorer, **columns: Any) -> list[float]:
     """How good the picture looks, whatever it shows: an aesthetic head on the scorer's features.
 
     Meant to be conditioned on alignment: a beautiful picture of something else is no success.
-
-    Args:
-        scorer: Gives features [B, D].
-        head: Features [B, D] as the scorer gives them → scores [B].
     """
-
-    def quality(prompts: list[str], completions: list[str], *, images: Any, **columns: Any) -> list[float]:
-        """The head's score of each picture."""
-        return _values(head(scorer.image_features(images))).tolist()
-
-    return quality
+    return _values(scorer.quality(images)).tolist()
 
 
-def pixel_accuracy(checker: Callable[[np.ndarray, list[Any]], Any]) -> Reward:
-    """The share of requested attributes that a checker reads from the pixels: a watch, no network is part of it.
+def pixel_accuracy(
+    prompts: list[str], completions: list[str], *, images: Any, requested: list[Any], **columns: Any
+) -> list[float]:
+    """The share of requested attributes that a checker reads from the pixels, in [0, 1]: no network is part of it."""
+    checker = own_package("bridges", "miniature.world").pixel_accuracy
+    return _values(checker(_values(images).astype(np.float32), requested)).tolist()
 
-    Args:
-        checker: (pictures f32[B, 3, H, W], requested attributes of each) → shares [B].
-    """
 
-    def pixel_accuracy(
-        prompts: list[str], completions: list[str], *, images: Any, requested: list[Any], **columns: Any
-    ) -> list[float]:
-        """The checker's shares, in [0, 1]."""
-        return _values(checker(_values(images).astype(np.float32), requested)).tolist()
-
-    return pixel_accuracy
+REWARDS = {
+    "alignment": alignment,
+    "alignment_gain": alignment_gain,
+    "faithfulness": Faithfulness,
+    "length": Length,
+    "quality": quality,
+    "pixel_accuracy": pixel_accuracy,
+}
+"""By the name that a config uses."""
 
 
 def default_condition(name: str, names: Sequence[str]) -> tuple[str, float] | None:

@@ -1,16 +1,15 @@
-"""Everything a config's recommendation section names, read or generated."""
+"""Everything that the task's fields name, read or generated."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
 from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.tasks.recommendation.examples import HistoryTemplate, by_user, leave_one_out
-from grpo_jax.tasks.recommendation.section import RecommendationSection
 from grpo_jax.tasks.recommendation.sequences import (
     Sequences,
     UserSequence,
@@ -18,6 +17,9 @@ from grpo_jax.tasks.recommendation.sequences import (
     read_sequences,
     read_user_prompts,
 )
+
+if TYPE_CHECKING:
+    from grpo_jax.tasks.recommendation.task import Recommendation
 
 
 class Dataset(NamedTuple):
@@ -36,54 +38,50 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...]
 
 
-def load_dataset(section: RecommendationSection, *, held_out: int | float = 0.2) -> Dataset:
+def load_dataset(task: Recommendation, *, held_out: int | float = 0.2) -> Dataset:
     """Reads or generates the data of a run.
 
     Args:
-        section: Names it.
+        task: Names it.
         held_out: Share or number of users kept for testing, where prompts are given by user; otherwise each user's
             last item is the test (`leave_one_out`).
 
     Raises:
-        UserError: If files are missing or bad (all bad lines at once), or a field of the section is out of range.
+        UserError: If files are missing or bad (all bad lines at once), or a field of the task is out of range.
     """
     try:
-        template = HistoryTemplate(section.template, section.history_items, section.title_characters, section.separator)
-        catalogue, sequences = _load(section)
-        if section.order_column is not None and section.order_column not in catalogue.columns:
-            raise ValueError(f"order_column must be one of {list(catalogue.columns)}, got {section.order_column!r}")
-        if section.prompts:
-            texts = read_user_prompts(section.prompts, sequences.users)
+        template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
+        catalogue, sequences = _load(task)
+        if task.order_column is not None and task.order_column not in catalogue.columns:
+            raise ValueError(f"order_column must be one of {list(catalogue.columns)}, got {task.order_column!r}")
+        if task.prompts:
+            texts = read_user_prompts(task.prompts, sequences.users)
             prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
         else:
-            prompts = leave_one_out(sequences.users, catalogue, template, training_targets=section.training_targets)
+            prompts = leave_one_out(sequences.users, catalogue, template, training_targets=task.training_targets)
     except ValueError as error:
-        raise UserError(f"recommendation: {error}") from error
+        raise UserError(f"task: {error}") from error
     return Dataset(catalogue, sequences.users, prompts, (*sequences.notes, *_notes(catalogue)))
 
 
-def _load(section: RecommendationSection) -> tuple[Catalogue, Sequences]:
-    if section.source == "dummy":
+def _load(task: Recommendation) -> tuple[Catalogue, Sequences]:
+    if task.source == "dummy":
         world = make_world(
-            users=section.dummy_users,
-            items=section.dummy_items,
-            length=section.dummy_length,
-            fickle=section.dummy_fickle,
-            noise=section.dummy_noise,
-            seed=section.dummy_seed,
+            users=task.dummy_users,
+            items=task.dummy_items,
+            length=task.dummy_length,
+            fickle=task.dummy_fickle,
+            noise=task.dummy_noise,
+            seed=task.dummy_seed,
         )
         return world.catalogue, world.sequences
-    kind = Path(section.source).suffix.lower()
+    kind = Path(task.source).suffix.lower()
     if kind not in (".txt", ".csv"):
-        raise UserError(
-            f"recommendation.source: expected dummy, a .txt of sequences or a .csv of ratings, got {kind!r}"
-        )
-    catalogue = read_catalogue(section.catalogue or "", blank_titles=section.blank_titles)
+        raise UserError(f"task.source: expected dummy, a .txt of sequences or a .csv of ratings, got {kind!r}")
+    catalogue = read_catalogue(task.catalogue or "", blank_titles=task.blank_titles)
     if kind == ".txt":
-        return catalogue, read_sequences(section.source, catalogue)
-    ratings = read_ratings(
-        section.source, catalogue, minimum_rating=section.minimum_rating, minimum_items=section.minimum_items
-    )
+        return catalogue, read_sequences(task.source, catalogue)
+    ratings = read_ratings(task.source, catalogue, minimum_rating=task.minimum_rating, minimum_items=task.minimum_items)
     return catalogue, ratings
 
 

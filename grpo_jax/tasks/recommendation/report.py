@@ -3,48 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax.reports.page import Table
-from grpo_jax.tasks.recommendation.parts import RANK
-from grpo_jax.tasks.recommendation.table import MEASURES, TableRow, make_table, table_cells
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.rollout import Judgement
+from grpo_jax.tasks.display import Findings, Table
+from grpo_jax.tasks.recommendation.table import (
+    MEASURES,
+    TableRow,
+    format_table,
+    make_table,
+    table_cells,
+    table_records,
+)
 
 if TYPE_CHECKING:
-    from grpo_jax.evaluate import Evaluation
-    from grpo_jax.runs.parts import Parts
+    from grpo_jax.tasks.recommendation.dataset import Dataset
+    from grpo_jax.tasks.recommendation.task import Recommendation
 
 
-def policy_ranks(name: str, evaluations: Mapping[str, Evaluation]) -> dict[str, np.ndarray]:
-    """The target's rank for each row, f32 [U], NaN where there is none: of greedy texts, and sampled ones if measured.
+def policy_ranks(name: str, judgements: Mapping[str, Judgement]) -> dict[str, list[float]]:
+    """The target's rank for each row, NaN where there is none: of greedy texts, and sampled ones if measured.
 
     Args:
         name: What the table calls this policy.
-        evaluations: Of one text per row, by kind.
+        judgements: Of one text per row, by kind; their last watched measure is the rank.
     """
     kinds = {"greedy": name, "sampled": f"{name}, sampled"}
-    return {kinds[kind]: found.judgement.watched[:, 0, -1] for kind, found in evaluations.items() if kind in kinds}
+    return {kinds[kind]: found.watched[:, 0, -1].tolist() for kind, found in judgements.items() if kind in kinds}
 
 
-def results_table(parts: Parts, policies: Mapping[str, Sequence[float]]) -> list[TableRow]:
-    """Every baseline and the given policies on the run's test rows, full ranking, ties as retrieval.ties says.
+def findings(
+    task: Recommendation, dataset: Dataset, retriever: Any, rows: Sequence[Row], policies: Mapping[str, Any]
+) -> Findings:
+    """The results as tables, lines and records.
 
     Args:
-        parts: A recommendation run's.
-        policies: Ranks f [U] of the test rows by name.
+        task: Its ties, decay and order column.
+        dataset: Of the run.
+        retriever: As the policy's completions are ranked.
+        rows: U rows that were measured.
+        policies: Ranks [U] by name.
     """
+    table = results_table(task, dataset, retriever, rows, policies)
+    return Findings(report_tables(table), ("", *format_table(table).split("\n")), table_records(table))
+
+
+def results_table(
+    task: Recommendation, dataset: Dataset, retriever: Any, rows: Sequence[Row], policies: Mapping[str, Any]
+) -> list[TableRow]:
+    """Every baseline and the given policies on the rows, full ranking, ties as retrieval.ties says."""
     # SciPy is needed for nothing else of a run.
     from grpo_jax.tasks.recommendation.baselines import count_baselines, title_baselines
     from grpo_jax.tasks.recommendation.table import direction_groups
 
-    assert parts.environment.watch_names[-1] == RANK
-    dataset, section, rows = parts.task.dataset, parts.config.recommendation, parts.test_rows
-    ties = parts.config.retrieval.ties
-    ranks = count_baselines(dataset.users, len(dataset.catalogue), rows, decay=section.decay, rule=ties)
-    ranks |= title_baselines(parts.task.retriever, dataset.catalogue, rows, decay=section.decay)
+    catalogue = dataset.catalogue
+    ranks = count_baselines(dataset.users, len(catalogue), rows, decay=task.decay, rule=task.retrieval.ties)
+    ranks |= title_baselines(retriever, catalogue, rows, decay=task.decay)
     ranks |= {f"policy, {name}": np.asarray(values, np.float64) for name, values in policies.items()}
-    groups = direction_groups(rows, dataset.catalogue, section.order_column) if section.order_column else None
+    groups = direction_groups(rows, catalogue, task.order_column) if task.order_column else None
     return make_table(ranks, groups)
 
 

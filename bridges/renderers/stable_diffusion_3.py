@@ -1,0 +1,109 @@
+"""Stable Diffusion 3 (Esser et al. 2024, arXiv:2403.03206) through diffusers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from grpo_jax.config.fields import may_change, require
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+PUBLISHED: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
+    "stabilityai/stable-diffusion-3-medium-diffusers": (
+        {
+            "transformer": 2_084_951_104,
+            "vae": 83_819_683,
+            "text_encoder": 123_650_304,
+            "text_encoder_2": 694_659_840,
+            "text_encoder_3": 4_762_310_656,
+        },
+        (128, 256, 512, 512),
+        1024,
+    ),
+}
+"""Numbers in each model, widths of the VAE's blocks and edge of a picture, of pipelines on the hub."""
+
+
+@dataclass(frozen=True)
+class StableDiffusion3:
+    """Draws pictures with a `StableDiffusion3Pipeline`.
+
+    Args:
+        path: Folder or hub id of the pipeline, or "miniature".
+        dtype: Type of its weights.
+        use_t5: Load the third text encoder; without it prompts end at CLIP's window of 77 tokens.
+        size: Width and height in pixels; 0 takes the model's own.
+        steps: Denoising steps in training.
+        guidance: Classifier-free guidance scale in training; 1 switches it off.
+        eval_steps: Denoising steps in evaluation.
+        eval_guidance: Guidance scale in evaluation.
+        batch_size: Pictures drawn at once.
+        cache_megabytes: Memory for pictures kept by (prompt, seed, settings); 0 keeps none.
+    """
+
+    path: str = "miniature"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    use_t5: bool = True
+    size: int = 0
+    steps: int = 10
+    guidance: float = 1.0
+    eval_steps: int = 10
+    eval_guidance: float = 1.0
+    batch_size: int = may_change(32)
+    cache_megabytes: int = may_change(256)
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        for name in ("steps", "eval_steps", "batch_size", "guidance", "eval_guidance"):
+            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
+        for name in ("size", "cache_megabytes"):
+            require(getattr(self, name) >= 0, name, "a number >= 0", getattr(self, name))
+
+    def load(self, device: str) -> Any:
+        """The pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`.
+
+        Raises:
+            UserError: There is no such pipeline, or its weights are missing, broken or gated.
+        """
+        from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
+
+        renderer = load_renderer(
+            self.path,
+            device=device,
+            dtype=self.dtype,
+            use_t5=self.use_t5,
+            cache_bytes=self.cache_megabytes * 2**20,
+        )
+        size = self.size or renderer.default_size
+        training = RenderSettings(self.steps, self.guidance, size, batch_size=self.batch_size)
+        evaluation = RenderSettings(self.eval_steps, self.eval_guidance, size, batch_size=self.batch_size)
+        return ConfiguredRenderer(renderer, training, evaluation, self.path)
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Weights from the config files; working memory is that of the VAE, which is the most.
+
+        It holds three pictures of the second widest features at full size: those before, within and after its last
+        block.
+        """
+        sizes, widths, edge = PUBLISHED.get(self.path) or self._sizes()
+        edge, item = self.size or edge, ITEM_BYTES[self.dtype]
+        used = {name: size for name, size in sizes.items() if self.use_t5 or name != "text_encoder_3"}
+        texts = sum(size for name, size in used.items() if name.startswith("text_encoder"))
+        features = 3 * self.batch_size * widths[:2][-1] * edge * edge * item
+        with_t5 = "with T5" if "text_encoder_3" in used else "without T5"
+        return [
+            ("transformer and VAE", item * (used["transformer"] + used["vae"]), self.dtype),
+            ("text encoders", item * texts, f"{self.dtype}, {with_t5}"),
+            ("drawing", features, f"estimate: {self.batch_size} pictures of {edge} x {edge} in the VAE"),
+            ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
+        ]
+
+    def savings(self) -> list[dict[str, Any]]:
+        """Fields that can take less memory; working memory first."""
+        return [{"batch_size": 1}, {"dtype": "bfloat16"}, {"use_t5": False}]
+
+    def _sizes(self) -> tuple[dict[str, int], tuple[int, ...], int]:
+        from bridges import bundled, shapes
+
+        return shapes.pipeline_sizes(str(bundled(self.path, "renderer") or self.path))

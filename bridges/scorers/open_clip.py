@@ -1,0 +1,51 @@
+"""CLIP (Radford et al. 2021, arXiv:2103.00020) through open_clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+PUBLISHED: dict[str, int] = {"ViT-B-32": 151_277_313, "ViT-L-14": 427_616_513}
+"""Numbers in open_clip's models."""
+
+
+@dataclass(frozen=True)
+class OpenClip:
+    """Judges pictures and texts by their similarity in CLIP's space.
+
+    Args:
+        model: open_clip model name, a local folder, or "miniature".
+        pretrained: Tag of the weights for a model name, such as laion2b_s34b_b79k.
+        dtype: Type of its weights.
+        quality_head: Safetensors file of an aesthetic head on the picture features, for the quality reward.
+    """
+
+    model: str = "miniature"
+    pretrained: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    quality_head: str | None = None
+
+    def load(self, device: str) -> Any:
+        """The model on "cpu" or "gpu:N", as a `bridges.clip.Scorer`.
+
+        Raises:
+            UserError: The model is unknown, or its weights or the head's are missing or broken.
+        """
+        from bridges.clip import load_scorer
+
+        return load_scorer(
+            self.model,
+            pretrained=self.pretrained,
+            device=device,
+            dtype=self.dtype,
+            quality_head=self.quality_head,
+        )
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Weights; activations are a few tens of megabytes."""
+        from bridges import bundled, shapes
+
+        folder = bundled(self.model, "scorer")
+        name = self.model if folder is None else f"local-dir:{folder}"
+        count = PUBLISHED.get(name.replace("/", "-")) or shapes.clip_size(name)
+        return [("CLIP", count * (4 if self.dtype == "float32" else 2), self.dtype), ("scoring", 2**28, "allowance")]

@@ -1,0 +1,53 @@
+"""A judge of one's own in one file: how bright pictures are, with no model at all.
+
+    python -m grpo_jax.train --judges.brightness examples/own_judge/brightness.py:Brightness \
+        --rewards '[{"name": "alignment"}, {"name": "examples/own_judge/brightness.py:dark", "weight": 0.5}]'
+
+A renderer is made alike: its `load` gives an object with `draw(texts, seeds, *, evaluation)`, `device`,
+`count_tokens(texts)` and `window`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Brightness:
+    """Judges pictures by their mean value.
+
+    Args:
+        red: Weight of red in brightness; the other colours share the rest as the eye does.
+    """
+
+    red: float = 0.299
+
+    def load(self, device: str) -> "LoadedBrightness":
+        """What rewards get as the argument `brightness`; a real judge puts its model on `device` here."""
+        rest = (1 - self.red) / (0.587 + 0.114)
+        return LoadedBrightness((self.red, 0.587 * rest, 0.114 * rest))
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """What --plan counts: (name, bytes, note)."""
+        return [("brightness", 0, "no model")]
+
+
+@dataclass(frozen=True)
+class LoadedBrightness:
+    """Ready to judge."""
+
+    weights: tuple[float, float, float]
+
+    @property
+    def summary(self) -> str:
+        """A line of the run's opening."""
+        return f"mean brightness, weights {self.weights}"
+
+    def of(self, images: Any) -> list[float]:
+        """Brightness of pictures, float [B, 3, H, W] in [0, 1]."""
+        means = images.mean(dim=(2, 3))
+        return (means * means.new_tensor(self.weights)).sum(-1).tolist()
+
+
+def dark(prompts, completions, *, images, brightness, **columns):
+    """A reward: the darker the better, in [0, 1]. The judge comes as the argument of its name."""
+    return [1 - value for value in brightness.of(images)]

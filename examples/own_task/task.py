@@ -1,0 +1,140 @@
+"""A task of one's own, whole: reach a number from three others, such as "7 from 2 , 3 and 4" → "3 + 4".
+
+    python -m grpo_jax.train --task examples/own_task/task.py:Countdown --run_dir runs/countdown
+
+A policy with random weights is taught what answers look like (warm start), and learns which are right by GRPO: two
+rewards, a judge that they ask, a measure that is only watched, and a table in the report.
+"""
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from grpo_jax import Findings, Setup, Table, Task, World, make_prompt_set
+from grpo_jax.config.fields import require
+
+SIGNS = ("+", "-")
+
+
+@dataclass(frozen=True)
+class Calculator:
+    """Reads answers. A judge is a frozen dataclass with a `load`; rewards get what it gives as an argument.
+
+    Args:
+        strict: Whether an answer may use each number only as often as it was given.
+    """
+
+    strict: bool = True
+
+    def load(self, device: str) -> "Calculator":
+        """Nothing to load: numbers need no model."""
+        return self
+
+    def value(self, answer: str, numbers: list[int]) -> float | None:
+        """What an answer comes to; None where it is none."""
+        if not re.fullmatch(r"\d+( [+-] \d+)*", answer):
+            return None
+        used = [int(number) for number in re.findall(r"\d+", answer)]
+        if self.strict and any(used.count(number) > numbers.count(number) for number in used):
+            return None
+        signs = [1, *(1 if sign == "+" else -1 for sign in re.findall(r"[+-]", answer))]
+        return float(sum(sign * number for sign, number in zip(signs, used, strict=True)))
+
+
+def right(prompts, completions, *, numbers, goal, calculator, **columns):
+    """1 where the answer reaches the goal."""
+    return [float(calculator.value(text, n) == g) for text, n, g in zip(completions, numbers, goal, strict=True)]
+
+
+def readable(prompts, completions, *, numbers, calculator, **columns):
+    """1 where the answer is one at all."""
+    return [float(calculator.value(text, n) is not None) for text, n in zip(completions, numbers, strict=True)]
+
+
+def distance(prompts, completions, *, numbers, goal, calculator, **columns):
+    """How far off a readable answer is; no number (missing) for others."""
+    values = [calculator.value(text, n) for text, n in zip(completions, numbers, strict=True)]
+    return [None if value is None else abs(value - g) for value, g in zip(values, goal, strict=True)]
+
+
+@dataclass(frozen=True)
+class Countdown(Task):
+    """Reach a number by adding and taking away others.
+
+    Args:
+        largest: Largest number of a puzzle.
+        puzzles: How many there are to learn from; an eighth as many are held out, and again for validation.
+        puzzle_seed: Of the puzzles; apart from the run's seed.
+    """
+
+    largest: int = 9
+    puzzles: int = 512
+    puzzle_seed: int = 0
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "judges": {"calculator": {"kind": f"{__file__}:Calculator"}},
+        "policy": {"path": "new", "new": {"width": 64, "heads": 4, "layers": 2, "window": 32}},
+        "warm_start": {"steps": 200, "learning_rate": 3e-3},
+        "sampling": {"group_size": 16, "max_new_tokens": 6},
+        "data": {"max_prompt_tokens": 16},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"prompts_per_batch": 16, "max_steps": 100},
+        "watch": ["distance"],
+        "rewards": [{"name": "right"}, {"name": "readable", "weight": 0.2}],
+    }
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        require(self.largest >= 3, "largest", "a number >= 3", self.largest)
+        require(self.puzzles >= 16, "puzzles", "a number >= 16", self.puzzles)
+
+    def load(self, setup: Setup) -> World:
+        """Makes the puzzles; everything else follows from the rewards' names."""
+        draw = random.Random(self.puzzle_seed)
+        held_out = self.puzzles // 8
+        rows = list({(row := self.puzzle(draw))["prompt"]: row for _ in range(4 * self.puzzles)}.values())
+        test, validation, train = rows[:held_out], rows[held_out : 2 * held_out], rows[2 * held_out :][: self.puzzles]
+        prompts = make_prompt_set(train, validation, test)
+        return World(
+            prompts,
+            source=f"{len(train) + 2 * held_out} puzzles of numbers up to {self.largest}",
+            rewards={"right": right, "readable": readable, "distance": distance},
+            words=lambda: ["from", "and", ",", *SIGNS, *map(str, range(3 * self.largest + 1))],
+            pairs=lambda: [(row.prompt, row.columns["form"]) for row in prompts.train],
+            remember=lambda name, found: {name: found["greedy"].rewards[:, 0, 0].tolist()},
+            findings=self.by_length,
+            identity={"puzzles": f"{self.puzzles} of {self.largest}, {self.puzzle_seed}"},
+        )
+
+    def puzzle(self, draw: random.Random) -> dict[str, Any]:
+        """A goal that some of three numbers reach, and an answer of the right form that is mostly wrong."""
+        while True:
+            numbers = draw.sample(range(1, self.largest + 1), 3)
+            length = draw.choice((2, 3))
+            answer, form = (
+                self.written(draw.sample(numbers, length), [draw.choice(SIGNS) for _ in range(length - 1)])
+                for _ in range(2)
+            )
+            goal = Calculator().value(answer, numbers)
+            if goal is not None and goal >= 0:
+                text = f"{int(goal)} from {numbers[0]} , {numbers[1]} and {numbers[2]}"
+                return {"prompt": text, "numbers": numbers, "goal": goal, "oracle": answer, "form": form}
+
+    @staticmethod
+    def written(numbers: list[int], signs: list[str]) -> str:
+        """Numbers with signs between them."""
+        rest = (f" {sign} {number}" for sign, number in zip(signs, numbers[1:], strict=True))
+        return f"{numbers[0]}{''.join(rest)}"
+
+    @staticmethod
+    def by_length(remembered: Mapping[str, Any], rows: Any) -> Findings:
+        """Share of right answers, before and after, by how many numbers are needed."""
+        lengths = [len(row.columns["oracle"].split()) // 2 + 1 for row in rows]
+        lines = []
+        for length in sorted(set(lengths)):
+            chosen = [index for index, one in enumerate(lengths) if one == length]
+            shares = [sum(values[index] for index in chosen) / len(chosen) for values in remembered.values()]
+            lines.append((f"{length} numbers", len(chosen), *shares))
+        return Findings([Table("Right answers by length", ("answer", "puzzles", *remembered), lines)])

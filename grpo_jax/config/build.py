@@ -1,0 +1,259 @@
+"""Dictionaries to frozen dataclasses and back, alike for every section there is or will be.
+
+`complete` checks names and types and fills in defaults; `build` makes the dataclasses of that, which check their ranges
+themselves. A field declared with `fields.named` holds an object whose class the config names: {"kind": …, field: …}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from grpo_jax.config.fields import CLASSES, MAY_CHANGE, require
+from grpo_jax.config.named import KEY, class_name, find_class
+from grpo_jax.errors import UserError
+
+
+_LISTED = 20
+
+
+def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
+    """A dataclass of plain, nested values; those that are such dataclasses already are taken as they are.
+
+    Raises:
+        UserError: An unknown or missing field, a value of another type, or one out of range.
+    """
+    values = complete(kind, values, name)
+    hints = get_type_hints(kind)
+    made = {
+        field.name: _made(field, hints[field.name], values[field.name], _join(name, field.name)) for field in _of(kind)
+    }
+    return kind(**made)
+
+
+def complete(kind: type, values: Mapping[str, Any], name: str = "") -> dict[str, Any]:
+    """Plain values of all fields of a dataclass: the given ones, checked in name and type, and all others' defaults.
+
+    Raises:
+        UserError: As `build`, ranges apart.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"{name}: expected a mapping of fields, got {values!r}")
+    fields, hints = {field.name: field for field in _of(kind)}, get_type_hints(kind)
+    for key in values:
+        require_known(str(key), fields, name)
+    result = {}
+    for key, field in fields.items():
+        dotted = _join(name, key)
+        if key in values:
+            result[key] = _checked(field, hints[key], values[key], dotted)
+        else:
+            result[key] = _checked(field, hints[key], _default(field, dotted), dotted)
+    return result
+
+
+def require_known(key: str, known: Mapping[str, Any] | Sequence[str], name: str = "") -> None:
+    """Raises UserError for a field that does not exist; it says the nearest one that does."""
+    if key in known:
+        return
+    near = difflib.get_close_matches(key, [str(one) for one in known], n=1, cutoff=0.5)
+    listed = sorted(known)[:_LISTED] + ["…"] * (len(known) > _LISTED)
+    hint = f"did you mean {_join(name, near[0])}?" if near else f"there are: {', '.join(listed)}"
+    raise UserError(f"{_join(name, key)}: no such field; {hint}")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain values of a dataclass; `build` makes it again of them."""
+    return {field.name: _plain(getattr(config, field.name), field.metadata) for field in _of(type(config))}
+
+
+def to_yaml(config: Any) -> str:
+    """A dataclass as YAML that `--config` reads back."""
+    import yaml
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """The fields that change what is learned, {"section.field": plain value}: those not declared `may_change`."""
+    return dict(_identity(config, ""))
+
+
+def differences(saved: Mapping[str, Any], config: Any) -> list[str]:
+    """The fields in which a config differs from a saved `identity`, each as "name: saved → now"."""
+    now = identity(config)
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    return [f"{name}: {saved.get(name)} → {now.get(name)}" for name in names]
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings laid one over the other: the later ones win; lists are replaced whole."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            below = result.get(key)
+            nested = isinstance(value, Mapping) and isinstance(below, Mapping)
+            result[key] = merged(below, value) if nested else value
+    return result
+
+
+def _of(kind: type) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(kind)
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _default(field: dataclasses.Field, name: str) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    raise UserError(f"{name}: expected a value, it has no default")
+
+
+# ------------------------------------------------------------------------------------------------- to dataclasses
+
+
+def _checked(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
+    """The value as plain data of the field's type."""
+    places = field.metadata.get(CLASSES)
+    if places is None:
+        return _typed(hint, value, name)
+    if get_origin(hint) is not dict:
+        return _named_values(places, value, name)
+    value = _typed(dict[str, Any], value, name)
+    return {key: _named_values(places, entry, _join(name, key)) for key, entry in value.items()}
+
+
+def _named_values(places: Sequence[str], value: Any, name: str) -> dict[str, Any]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {KEY: class_name(type(value), places), **to_dict(value)}
+    value = {KEY: value} if isinstance(value, str) else value
+    if not isinstance(value, Mapping) or KEY not in value:
+        raise UserError(f"{name}.{KEY}: expected the name of a class, package.module:Class or file.py:Class")
+    kind = find_class(value[KEY], places, name)
+    others = {key: entry for key, entry in value.items() if key != KEY}
+    return {KEY: value[KEY], **complete(kind, others, name)}
+
+
+def _made(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
+    """The object that the field holds, of complete plain values."""
+    places = field.metadata.get(CLASSES)
+    if places is None:
+        return _object(hint, value, name)
+    if get_origin(hint) is not dict:
+        return _named_object(places, value, name)
+    return {key: _named_object(places, entry, _join(name, key)) for key, entry in value.items()}
+
+
+def _named_object(places: Sequence[str], value: Mapping[str, Any], name: str) -> Any:
+    others = {key: entry for key, entry in value.items() if key != KEY}
+    try:
+        return build(find_class(value[KEY], places, name), others, name)
+    except UserError as error:  # the class names its own fields; what it is called here it does not know
+        raise error if str(error).startswith(name) else UserError(f"{name}.{error}") from error
+
+
+def _object(hint: Any, value: Any, name: str) -> Any:
+    """Plain values with the dataclasses that a type asks for in their places."""
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, name)
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is list and dataclasses.is_dataclass(inner[0]):
+        return [build(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
+    if origin is dict and dataclasses.is_dataclass(inner[1]):
+        return {key: build(inner[1], entry, _join(name, key)) for key, entry in value.items()}
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------- types
+
+
+def _typed(hint: Any, value: Any, name: str) -> Any:
+    """A plain value of a type; numbers may be written as text, as YAML gives 1e-6.
+
+    Raises:
+        UserError: It is of another type.
+    """
+    if dataclasses.is_dataclass(hint):
+        return complete(hint, to_dict(value) if isinstance(value, hint) else ({} if value is None else value), name)
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _one_of(inner, value, name)
+    if origin is Literal:
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in inner], n=1)
+        words = ", ".join(map(str, inner)) + (f" (did you mean {near[0]}?)" if near else "")
+        require(value in inner and not isinstance(value, bool), name, f"one of {words}", value)
+        return value
+    if origin is list:
+        require(isinstance(value, list | tuple), name, "a list", value)
+        return [_typed(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
+    if origin is dict:
+        require(isinstance(value, Mapping), name, "a mapping", value)
+        return {str(key): _typed(inner[1], entry, _join(name, str(key))) for key, entry in value.items()}
+    return _scalar(hint, value, name)
+
+
+def _one_of(choices: Sequence[Any], value: Any, name: str) -> Any:
+    if value is None and type(None) in choices:
+        return None
+    errors = []
+    for choice in (choice for choice in choices if choice is not type(None)):
+        try:
+            return _typed(choice, value, name)
+        except UserError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _scalar(hint: Any, value: Any, name: str) -> Any:
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    require(fits, name, _WORDS.get(hint, str(hint)), value)
+    return value
+
+
+# -------------------------------------------------------------------------------------------------- to plain values
+
+
+def _plain(value: Any, metadata: Mapping[str, Any]) -> Any:
+    places = metadata.get(CLASSES)
+    if places is not None and isinstance(value, Mapping):
+        return {key: _plain(entry, metadata) for key, entry in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {**({KEY: class_name(type(value), places)} if places is not None else {}), **to_dict(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry, {}) for key, entry in value.items()}
+    return [_plain(entry, {}) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _identity(config: Any, prefix: str) -> list[tuple[str, Any]]:
+    found = []
+    for field in _of(type(config)):
+        if field.metadata.get(MAY_CHANGE):
+            continue
+        value, name = getattr(config, field.name), _join(prefix, field.name)
+        places = field.metadata.get(CLASSES)
+        entries = value.items() if places is not None and isinstance(value, Mapping) else [("", value)]
+        for key, entry in entries:
+            inner = _join(name, key)
+            if dataclasses.is_dataclass(entry):
+                found += [(f"{inner}.{KEY}", class_name(type(entry), places))] if places is not None else []
+                found += _identity(entry, inner)
+            else:
+                found.append((inner, _plain(entry, {})))
+    return found

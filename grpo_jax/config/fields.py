@@ -1,0 +1,43 @@
+"""What a field of a section can say of itself beside its type and its help line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from grpo_jax.errors import UserError
+
+MAY_CHANGE, CLASSES = "may_change", "classes"
+
+
+def require(condition: bool, name: str, expected: str, came: object) -> None:
+    """Raises UserError naming the field, what was expected and what came, unless `condition` holds."""
+    if not condition:
+        raise UserError(f"{name}: expected {expected}, got {came!r}")
+
+
+def may_change(default: Any = dataclasses.MISSING, *, default_factory: Callable[[], Any] | None = None) -> Any:
+    """A field that a resumed run may have another value of: nothing that is learned depends on it, but for rounding.
+
+    What memory allows, where things lie, how often is saved, how long is trained. Every other field of a checkpoint's
+    config must be the resumed run's (`identity`).
+    """
+    return _field(default, default_factory, {MAY_CHANGE: True})
+
+
+def named(*places: str, default_factory: Callable[[], Any] | None = None, may_change: bool = False) -> Any:
+    """A field that holds objects of a class named in the config (`named.find_class`), or a mapping of such.
+
+    Args:
+        places: Modules of the built-in ones, such as "package.scorers.{}".
+        default_factory: Of the field.
+        may_change: As `may_change` says.
+    """
+    return _field(dataclasses.MISSING, default_factory, {CLASSES: places, MAY_CHANGE: may_change})
+
+
+def _field(default: Any, default_factory: Callable[[], Any] | None, metadata: dict[str, Any]) -> Any:
+    if default_factory is not None:
+        return dataclasses.field(default_factory=default_factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)

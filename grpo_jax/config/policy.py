@@ -1,0 +1,124 @@
+"""The policy that is trained: the config's section `policy`.
+
+Every field has its help line in the docstring of its class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from grpo_jax.config.fields import may_change, require
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685; docs/lora.md); rank 0 trains every weight.
+
+    Args:
+        rank: Rank of the adapters; 0 switches them off and trains all weights.
+        alpha: Adapters are scaled by alpha / rank.
+        targets: Projections that get an adapter, such as q_proj (GPT-2: c_attn, attn_c_proj, c_fc, mlp_c_proj); empty
+            for all of them.
+        path: Folder of a PEFT adapter to start from; rank, alpha and targets are then its own.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    targets: list[str] = field(default_factory=list)
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        require(self.rank >= 0, "policy.lora.rank", "a number >= 0", self.rank)
+        require(self.alpha > 0, "policy.lora.alpha", "a number > 0", self.alpha)
+        if self.path is not None:
+            given = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
+            alone = given == {"rank": 0, "alpha": 32.0, "targets": []}
+            require(alone, "policy.lora.path", "no rank, alpha or targets beside it: the adapter has its own", given)
+
+    @property
+    def used(self) -> bool:
+        """Whether adapters are trained rather than all weights."""
+        return self.rank > 0 or self.path is not None
+
+
+@dataclass(frozen=True)
+class NewPolicySection:
+    """A small policy with random weights, made from the words of a task (policy.path "new").
+
+    Args:
+        architecture: "llama", or "gpt2": learned positions, of which there are `window`.
+        width: Of the hidden states.
+        layers: Decoder layers.
+        heads: Attention heads; they divide the width into even parts.
+        vocabulary: The task's most frequent words that become tokens; 0 for all of them.
+        window: Longest text in tokens.
+    """
+
+    architecture: Literal["llama", "gpt2"] = "llama"
+    width: int = 96
+    layers: int = 2
+    heads: int = 4
+    vocabulary: int = 0
+    window: int = 256
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        for name in ("width", "layers", "heads", "window"):
+            require(getattr(self, name) >= 1, f"policy.new.{name}", "a number >= 1", getattr(self, name))
+        require(self.vocabulary >= 0, "policy.new.vocabulary", "a number >= 0", self.vocabulary)
+        even = self.width % self.heads == 0 and self.width // self.heads % 2 == 0
+        require(even, "policy.new.heads", f"a number that divides width = {self.width} into even parts", self.heads)
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    """Several devices for the policy (docs/scaling.md); 1 x 1 is a single one.
+
+    Args:
+        fsdp: Parts that weights are stored in and a batch's prompts are shared out to.
+        tensor: Parts that heads, MLP and vocabulary are cut into.
+    """
+
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        for name in ("fsdp", "tensor"):
+            require(getattr(self, name) >= 1, f"policy.mesh.{name}", "a number >= 1", getattr(self, name))
+
+    @property
+    def size(self) -> int:
+        """Devices it takes."""
+        return self.fsdp * self.tensor
+
+
+@dataclass(frozen=True)
+class PolicySection:
+    """The policy that is trained.
+
+    Args:
+        path: Hugging Face folder or hub id of a Qwen2, Qwen2.5, Qwen3, Llama, GPT-2 or Qwen-VL model; the name of a policy
+            that ships with the package; or "new".
+        new: The small untrained policy that "new" makes, where the task has words for one.
+        compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
+        frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
+        quantised: Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md).
+        remat: What the backward pass computes again to save memory: "none"; "products", attention and all that is
+            elementwise, while results of products with weights are kept; "layer", whole layers.
+        lora: Low-rank adapters.
+        mesh: Several devices.
+    """
+
+    path: str = ""
+    new: NewPolicySection = field(default_factory=NewPolicySection)
+    compute_dtype: Dtype = "float32"
+    frozen_dtype: Dtype = "float32"
+    quantised: Literal["none", "int8", "int4"] = "none"
+    remat: Literal["none", "products", "layer"] = may_change("products")
+    lora: LoraSection = field(default_factory=LoraSection)
+    mesh: MeshSection = may_change(default_factory=MeshSection)

@@ -1,0 +1,76 @@
+"""A policy from a Hugging Face folder with all one needs to sample from it and to train it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.models.decoder import Policy, make_policy
+from grpo_jax.models.hf import load_folder
+
+
+class LanguagePolicy(NamedTuple):
+    """A loaded language policy.
+
+    Attributes:
+        functions: Its pure functions: prefill, decode, forward_group, head, …
+        params: Its weights, float32.
+        config: The decoder's shape and choices.
+        tokenizer: The folder's.
+        eos_ids: Tokens that end a completion.
+        pad_id: Token that fills up.
+    """
+
+    functions: Policy
+    params: dict[str, Any]
+    config: Any
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+    def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one."""
+        texts = list(prompts)
+        chat = bool(getattr(self.tokenizer, "chat_template", None))
+        if chat:
+            texts = [
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                )
+                for text in texts
+            ]
+        ids = [list(self.tokenizer(text, add_special_tokens=not chat)["input_ids"]) for text in texts]
+        width = max(map(len, ids))
+        tokens = np.full((len(ids), width), self.pad_id, np.int32)
+        mask = np.arange(width) >= width - np.array([[len(row)] for row in ids])
+        for row, entry in zip(tokens, ids, strict=True):
+            row[width - len(entry) :] = entry
+        return tokens, mask
+
+    def decode(self, samples: Any) -> list[list[str]]:
+        """Completions of a sampler as texts [P][G], special tokens left out."""
+        tokens, mask = jax.device_get((samples.tokens, samples.mask))
+        return [
+            [self.tokenizer.decode(row[kept], skip_special_tokens=True) for row, kept in zip(*group, strict=True)]
+            for group in zip(tokens, mask, strict=True)
+        ]
+
+
+def load_policy(folder: str | Path, *, compute_dtype: str = "float32", remat: str = "products") -> LanguagePolicy:
+    """Loads a Llama, Qwen2, Qwen2.5, Qwen3, GPT-2 or Qwen-VL folder (of the last, the language model).
+
+    Args:
+        folder: A local folder, or a hub id.
+        compute_dtype: Type of the activations; the weights are float32.
+        remat: What the backward pass computes again (`models.decoder.make_policy`).
+
+    Raises:
+        UserError: Something is missing, truncated, or of an unsupported kind; says how to mend it.
+    """
+    loaded = load_folder(folder, param_dtype="float32")
+    functions = make_policy(loaded.config, compute_dtype=compute_dtype, remat=remat)
+    return LanguagePolicy(functions, loaded.params, loaded.config, loaded.tokenizer, loaded.eos_ids, loaded.pad_id)

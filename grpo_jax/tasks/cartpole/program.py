@@ -1,0 +1,217 @@
+"""What an experiment drives of CartPole: all seeds in one compiled block of iterations, called in turn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.tasks.cartpole.config import CartPoleConfig
+from grpo_jax.tasks.cartpole.environment import MAX_STEPS
+from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.tasks.cartpole.training import Carry, Training, make_train
+from grpo_jax.tasks.display import Table
+from grpo_jax.tasks.task import Advanced, Begun, Finished, Say
+
+_MEASURES = ("episode_return", "centred", "distance")
+_ORACLE = {"episode_return": float(MAX_STEPS), "centred": None, "distance": 0.0}
+
+
+@dataclass(frozen=True)
+class CartPoleProgram:
+    """Every seed of a config side by side; its notes are each measure before training and when a seed was solved.
+
+    Attributes:
+        config: The run.
+        training: The config's pure functions.
+        devices: Those that share the seeds.
+        start: The state that training begins with, seeds first.
+        block: The compiled block of iterations, over all seeds.
+        compile_seconds: That compiling it took.
+    """
+
+    config: CartPoleConfig
+    training: Training
+    devices: list[jax.Device]
+    start: Carry
+    block: Callable[[Carry], Any]
+    compile_seconds: float
+
+    @property
+    def iterations(self) -> int:
+        """In all."""
+        return self.config.training.iterations
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Nothing beside the config."""
+        return {}
+
+    def template(self) -> Carry:
+        """The start."""
+        return self.start
+
+    def saved(self, state: Carry) -> dict[str, Any]:
+        """A state as checkpoints take it."""
+        return {"variables": state.params, **{name: x for name, x in state._asdict().items() if name != "params"}}
+
+    def restored(self, saved: Mapping[str, Any], template: Carry) -> Carry:
+        """The inverse of `saved`."""
+        return Carry(params=saved["variables"], **{name: x for name, x in saved.items() if name != "variables"})
+
+    def begin(self, folder: Path, stop: threading.Event) -> Begun:
+        """The start, measured."""
+        before = self._measure(self.start)
+        notes = {"before": before, "solved_at": [None] * self.config.num_seeds}
+        line = f"before training: mean return {np.mean(before['episode_return']):.1f} of {MAX_STEPS}"
+        return Begun(self.start, notes, {"compile": self.compile_seconds, "train": 0.0}, line)
+
+    def advance(self, state: Carry, iteration: int, notes: Mapping[str, Any]) -> Advanced:
+        """One block: `evaluation.every` iterations of every seed, their rows, and a measurement."""
+        started = time.monotonic()
+        before = _total_steps(state)
+        state, metrics, measures = jax.block_until_ready(self.block(state))
+        seconds = time.monotonic() - started
+        pace = (_total_steps(state) - before) / seconds
+        returns, steps = np.asarray(measures["episode_return"]), np.asarray(state.steps)
+        solved = returns >= self.config.evaluation.solved
+        rows = metric_rows(metrics, iteration, {"environment_steps_per_second": pace})
+        rows[-1] |= {f"evaluation/{name}": float(np.mean(measures[name])) for name in _MEASURES}
+        rows[-1] |= {"evaluation/lowest": float(returns.min()), "evaluation/highest": float(returns.max())}
+        rows[-1]["solved"] = int(solved.sum())
+        solved_at = [
+            int(steps[index]) if first is None and solved[index] else first
+            for index, first in enumerate(notes["solved_at"])
+        ]
+        return Advanced(state, rows, {"train": seconds}, {**notes, "solved_at": solved_at})
+
+    def validate(self, state: Carry, iteration: int) -> None:
+        """None: every block is measured, and no checkpoint is chosen."""
+
+    def finish(self, state: Carry, progress: Any, directory: Any) -> Finished:
+        """Measures all seeds on fresh starts."""
+        # One more than the last measurement's: starts that chose nothing.
+        after = self._measure(state._replace(iteration=state.iteration + 1))
+        summary = self._summarise(state, progress, after)
+        columns = (
+            "seed",
+            "return before",
+            "return after",
+            "distance from the centre",
+            "steps until first solved",
+        )
+        rows = [
+            (
+                self.config.seed + index,
+                progress.notes["before"]["episode_return"][index],
+                after["episode_return"][index],
+                after["distance"][index],
+                "–" if first is None else first,
+            )
+            for index, first in enumerate(progress.notes["solved_at"])
+        ]
+        return Finished(summary, closing_lines(summary), tables_below=[Table("Seeds", columns, rows)])
+
+    def _measure(self, state: Carry) -> dict[str, list[float]]:
+        measured = over_seeds(self.training.evaluate, self.devices)(state)
+        return {name: np.asarray(measured[name]).tolist() for name in _MEASURES}
+
+    def _summarise(self, state: Carry, progress: Any, after: dict[str, list[float]]) -> dict[str, Any]:
+        """evaluation.<measure>.{before, after, oracle}, seeds solved, steps and their pace."""
+        config, before = self.config, progress.notes["before"]
+        steps = np.asarray(state.steps).astype(np.int64)
+        returns = np.asarray(after["episode_return"])
+        return {
+            "evaluation": {
+                name: {
+                    "before": float(np.mean(before[name])),
+                    "after": float(np.mean(after[name])),
+                    "oracle": _ORACLE[name],
+                }
+                for name in _MEASURES
+            },
+            "measured_on": "greedy episodes",
+            "algorithm": config.algorithm.name,
+            "episodes": config.evaluation.episodes,
+            "seeds": config.num_seeds,
+            "solved": int((returns >= config.evaluation.solved).sum()),
+            "solved_threshold": config.evaluation.solved,
+            "returns": after["episode_return"],
+            "solved_at": progress.notes["solved_at"],
+            "iterations": progress.iteration,
+            "environment_steps": int(steps.sum()),
+            "environment_steps_by_seed": steps.tolist(),
+            "environment_steps_per_second": int(steps.sum()) / progress.seconds["train"],
+            "parameters": self.training.parameters,
+            "seconds": progress.seconds,
+            "devices": {"policy": ", ".join(map(str, self.devices))},
+        }
+
+
+def make_program(config: CartPoleConfig, say: Say) -> CartPoleProgram:
+    """Compiles a config's training.
+
+    Raises:
+        UserError: gymnax is not installed.
+    """
+    split_processor()
+    training = make_train(config)
+    devices = seed_devices(config.num_seeds)
+    announce(config, training, devices, say)
+    start = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))
+    started = time.monotonic()
+    block = over_seeds(training.block, devices).lower(start).compile()
+    return CartPoleProgram(config, training, devices, start, block, time.monotonic() - started)
+
+
+def announce(config: CartPoleConfig, training: Training, devices: list[jax.Device], say: Say) -> None:
+    """The opening lines: what is trained, on what, by which algorithm."""
+    rollout, algorithm = config.rollout, config.algorithm
+    played = f"{rollout.groups} x {rollout.group_size} episodes"
+    if algorithm.name == "ppo":
+        played = f"{rollout.environments} carts x {rollout.steps} steps"
+    counts = ", ".join(f"{name} {count:,} parameters" for name, count in training.parameters.items())
+    seeds = "seed" if config.num_seeds == 1 else "seeds"
+    where = ", ".join(map(str, devices))
+    say("task", f"CartPole-v1, {config.num_seeds} {seeds} from {config.seed}, on {where}")
+    say("networks", f"{counts}; hidden {config.network.hidden}, {config.network.activation}")
+    say("algorithm", f"{algorithm.name}, {' + '.join(algorithm.objectives)}; {played} per iteration")
+
+
+def metric_rows(metrics: dict[str, jax.Array], done: int, common: dict[str, float]) -> list[dict[str, Any]]:
+    """One row per iteration from metrics `[seeds, iterations]`: the mean of the seeds that have a number."""
+    table = {name: np.asarray(values, np.float64) for name, values in metrics.items()}
+    length = next(iter(table.values())).shape[1]
+    rows = []
+    for index in range(length):
+        columns = {name: values[:, index] for name, values in table.items()}
+        means = {name: _mean(column) for name, column in columns.items()}
+        rows.append({"step": done + index + 1, **means, **common})
+    return rows
+
+
+def _mean(values: np.ndarray) -> float:
+    present = values[np.isfinite(values)]
+    return float(present.mean()) if present.size else float("nan")
+
+
+def closing_lines(summary: dict[str, Any]) -> list[str]:
+    """Seeds solved, steps and pace."""
+    first = [steps for steps in summary["solved_at"] if steps is not None]
+    when = f", first after {int(np.median(first)):,} steps (median)" if first else ""
+    return [
+        f"solved (mean return >= {summary['solved_threshold']:g} over {summary['episodes']} episodes): "
+        f"{summary['solved']} of {summary['seeds']} seeds{when}",
+        f"{summary['environment_steps']:,} environment steps in {summary['seconds']['train']:.1f} s: "
+        f"{summary['environment_steps_per_second']:,.0f} per second; compiled in {summary['seconds']['compile']:.1f} s",
+    ]
+
+
+def _total_steps(state: Carry) -> int:
+    return int(np.asarray(state.steps).astype(np.int64).sum())

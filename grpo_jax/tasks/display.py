@@ -1,0 +1,88 @@
+"""What a task shows of a run: on the terminal, in the curves of report.html, in its tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Curve(NamedTuple):
+    """A metric over the iterations.
+
+    Attributes:
+        metric: Its key in metrics.jsonl.
+        label: What the legend calls it.
+        sparse: Measured now and then rather than at each iteration: drawn with dots.
+    """
+
+    metric: str
+    label: str
+    sparse: bool = False
+
+
+class Chart(NamedTuple):
+    """Curves under one title; a chart without a point is left out."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    note: str = ""
+
+
+class Display(NamedTuple):
+    """How a task's measures are shown.
+
+    Attributes:
+        headline: Measures that lead the report, the first that there is.
+        live: (metric, label) on the terminal while a run goes on, beside what all tasks show.
+        charts: Before all others; what they show is left out of the others.
+        hidden: Measures that no chart shows.
+        digits: Digits behind the point by measure, what stands behind an @ left out; 3 for others.
+        best: What the claim calls the oracle's value.
+    """
+
+    headline: tuple[str, ...] = ()
+    live: tuple[tuple[str, str], ...] = ()
+    charts: tuple[Chart, ...] = ()
+    hidden: tuple[str, ...] = ()
+    digits: Mapping[str, int] = {}
+    best: str = "the best possible"
+
+    def digits_of(self, measure: str) -> int:
+        """Digits behind the point of a measure."""
+        return self.digits.get(measure.partition("@")[0], 3)
+
+
+class Table(NamedTuple):
+    """Rows under column names; the note stands above."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+
+
+class GalleryEntry(NamedTuple):
+    """One prompt before and after training; pictures are uint8 [H, W, 3] or None."""
+
+    prompt: str
+    rewrite: str
+    before: np.ndarray | None = None
+    after: np.ndarray | None = None
+    scores: Mapping[str, tuple[float | None, float | None]] = {}  # name → (before, after)
+    seed: int | None = None  # of the noise that both pictures were drawn from
+
+
+class Findings(NamedTuple):
+    """What a task makes of the held-out measurements, beside the means that every run reports.
+
+    Attributes:
+        tables: For report.html and metric writers.
+        lines: For the terminal.
+        records: "table" of summary.json; nothing if empty.
+    """
+
+    tables: Sequence[Table] = ()
+    lines: Sequence[str] = ()
+    records: Sequence[Mapping[str, Any]] = ()

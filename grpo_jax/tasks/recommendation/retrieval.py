@@ -1,0 +1,85 @@
+"""What ranks the catalogue against a completion: its section of the config, and opening it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from grpo_jax.config.fields import may_change, require
+from grpo_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class RetrievalSection:
+    """What ranks the catalogue against a completion.
+
+    Where ranks come from changes none of them; another encoder or catalogue is told by the retriever's own fingerprint.
+
+    Args:
+        backend: "local" ranks in this process; "ray" asks a service that `python -m bridges.retrieval serve` started.
+        encoder: "tfidf", or a folder or hub name of a sentence-transformers model.
+        ties: Where items that score like the target stand: "against" before it, "average", or "favour" behind it.
+        temperature: Of the softmax over similarities that the reward "soft" is read from.
+        service: Name of the service (ray).
+        address: Of the Ray cluster; null for RAY_ADDRESS or the one on this machine.
+        timeout: Seconds one attempt of a call may take (ray).
+        attempts: Tries of one call before its ranks count as missing.
+        budget: Calls that may go missing among the last `window`; one more saves and stops the run.
+        window: Calls that are remembered.
+        cache: Folder that keeps the catalogue's vectors between runs (local); null keeps none.
+        device: Of a sentence-transformers model in this process: "cpu" or "gpu:N".
+    """
+
+    backend: Literal["local", "ray"] = may_change("local")
+    encoder: str = may_change("tfidf")
+    ties: Literal["against", "average", "favour"] = "against"
+    temperature: float = 0.05
+    service: str = may_change("retrieval")
+    address: str | None = may_change(None)
+    timeout: float = may_change(120.0)
+    attempts: int = may_change(3)
+    budget: int = may_change(5)
+    window: int = may_change(100)
+    cache: str | None = may_change(None)
+    device: str = may_change("cpu")
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        require(bool(self.encoder), "retrieval.encoder", "tfidf, a folder or a name", self.encoder)
+        for name in ("temperature", "timeout"):
+            require(getattr(self, name) > 0, f"retrieval.{name}", "a number > 0", getattr(self, name))
+        require(self.attempts >= 1, "retrieval.attempts", "a number >= 1", self.attempts)
+        require(self.budget >= 0, "retrieval.budget", "a number >= 0", self.budget)
+        require(self.window > self.budget, "retrieval.window", f"more than budget = {self.budget}", self.window)
+
+
+def open_retriever(section: RetrievalSection, titles: Sequence[str], retrieval: Any) -> tuple[Any, float]:
+    """A retriever over the titles that has tested itself, and the share of titles that retrieve themselves.
+
+    Args:
+        section: Which one.
+        titles: Of the catalogue.
+        retrieval: The module `bridges.retrieval`.
+
+    Raises:
+        UserError: The service is not there or holds another catalogue, or titles do not retrieve themselves.
+    """
+    try:
+        return retrieval.open_retriever(
+            titles,
+            backend=section.backend,
+            encoder=section.encoder,
+            ties=section.ties,
+            scale=retrieval.Scale(temperature=section.temperature),
+            patience=retrieval.Patience(attempts=section.attempts, budget=section.budget, window=section.window),
+            cache=section.cache,
+            encoder_device=section.device,
+            service=section.service,
+            address=section.address,
+            timeout=section.timeout,
+        )
+    except retrieval.RetrievalError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"task.retrieval: {error}") from error

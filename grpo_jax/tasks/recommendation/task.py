@@ -1,0 +1,199 @@
+"""The task: from a user's history to a text that finds the item that came next."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from grpo_jax.config.fields import require
+from grpo_jax.config.named import own_package
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.rollout.rewards import Maker, Reward
+from grpo_jax.tasks.display import Display
+from grpo_jax.tasks.recommendation import dummy, metrics
+from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
+from grpo_jax.tasks.recommendation.examples import asking_pairs, title_pairs
+from grpo_jax.tasks.recommendation.report import findings, policy_ranks
+from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, open_retriever
+from grpo_jax.tasks.recommendation.rewards import BUILT_IN, make_reward, reward_columns, where_ranked
+from grpo_jax.tasks.recommendation.words import policy_words
+from grpo_jax.tasks.task import Setup, Task, World
+
+RANK = "rank"
+"""Always watched, last: the tables are made of it."""
+
+_MEASURES: dict[str, Callable[..., np.ndarray]] = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
+
+
+@dataclass(frozen=True)
+class Recommendation(Task):
+    """Writes what a user looks for next; the reward is where that ranks the item that came next.
+
+    Args:
+        source: "dummy" for a generated world, a sequential.txt (a line per user: user item … item target), or a CSV
+            of ratings with userId, movieId, rating and timestamp.
+        catalogue: Items and titles (.tsv, .csv or .json); none for the dummy world.
+        prompts: JSON of {user: prompt} to use in place of the template; users are then split, one example each.
+        template: The prompt; {history} stands for the titles, {last} for the newest.
+        history_items: How many of the newest titles a prompt lists.
+        title_characters: Titles in prompts are cut to so many characters; 0 for never.
+        separator: What stands between two titles.
+        training_targets: Train on "every" position of a history before the held-out items, or on the "last" alone.
+        blank_titles: An item without a title is an "error", or "keep" it as a text that nothing resembles.
+        minimum_rating: Ratings below do not count (ratings only).
+        minimum_items: Users with fewer items are left out (ratings only).
+        order_column: Column of the catalogue whose order splits the report into rising and falling users; null for
+            no such split.
+        decay: Weight of each older title in the decayed baselines.
+        dummy_users: Users of the dummy world.
+        dummy_items: Its items, rounded up to a multiple of 280.
+        dummy_length: Items of each of its users.
+        dummy_fickle: Share of its history items of another brand than the user's.
+        dummy_noise: Share of its items drawn at random.
+        dummy_seed: Of the world; apart from the run's seed, so that seeds compare on one world.
+        pairs: What the warm start teaches. "next": the title of the item that came next; "forms": the last title, the
+            next one, or both, one in three each; of the dummy world alone, "lessons": the form of a title and nothing
+            of the rules, "hearsay": titles whose words are right in a quarter of the cases, the last title's in more.
+        pair_characters: Taught titles are cut to so many characters; 0 for never.
+        retrieval: What ranks the items.
+    """
+
+    source: str = "dummy"
+    catalogue: str | None = None
+    prompts: str | None = None
+    template: str = "{history}"
+    history_items: int = 4
+    title_characters: int = 60
+    separator: str = "\n"
+    training_targets: Literal["every", "last"] = "every"
+    blank_titles: Literal["error", "keep"] = "error"
+    minimum_rating: float = 0.0
+    minimum_items: int = 4
+    order_column: str | None = None
+    decay: float = 0.7
+    dummy_users: int = 2000
+    dummy_items: int = 2000
+    dummy_length: int = 8
+    dummy_fickle: float = 0.1
+    dummy_noise: float = 0.02
+    dummy_seed: int = 0
+    pairs: Literal["next", "forms", "lessons", "hearsay"] = "next"
+    pair_characters: int = 0
+    retrieval: RetrievalSection = field(default_factory=RetrievalSection)
+
+    default_config: ClassVar[str | None] = "recommendation_dummy"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "recommendation": "task (its fields stand beside task.kind)",
+        "retrieval": "task.retrieval",
+        "warm_start.pairs": "task.pairs",
+        "warm_start.title_characters": "task.pair_characters",
+    }
+    display: ClassVar[Display] = Display(
+        headline=("ndcg@10",),
+        live=(("watch/ndcg@10/mean", "ndcg@10"),),
+        hidden=(RANK,),
+        digits={"ndcg": 4, "hr": 4, "mrr": 4},
+    )
+    not_planned: ClassVar[str] = "what ranks the catalogue"
+
+    def __post_init__(self) -> None:
+        """Checks what fits together; other ranges are checked where they are used, before anything is loaded."""
+        made = self.source == "dummy"
+        require(not made or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
+        require(not made or not self.prompts, "prompts", "null: the dummy world has its own", self.prompts)
+        needed = f"a file with the titles of the items of {self.source}"
+        require(made or bool(self.catalogue), "catalogue", needed, self.catalogue)
+        require(0 <= self.decay <= 1, "decay", "a number in [0, 1]", self.decay)
+        asks = "{history}" in self.template or "{last}" in self.template or bool(self.prompts)
+        require(asks, "template", "{history} or {last} in it", self.template)
+        require(self.pair_characters >= 0, "pair_characters", "a number >= 0", self.pair_characters)
+
+    def check(self, config: Config) -> None:
+        """Refuses fields that this task does not read, and lessons of a world that is not there."""
+        require(not config.data.prompts, "data.prompts", "nothing: prompts are made of histories", config.data.prompts)
+        taught = config.warm_start.steps == 0 or self.pairs in ("next", "forms") or self.source == "dummy"
+        require(taught, "task.pairs", "next or forms: the others are of the dummy world alone", self.pairs)
+
+    def load(self, setup: Setup) -> World:
+        """Reads the data and opens the retriever, which tests itself.
+
+        Raises:
+            UserError: Files are bad, the service is not there or holds another catalogue, or titles do not retrieve
+                themselves.
+        """
+        require(setup.prompts is None, "prompts", "none: a recommendation run takes its data from its task", "some")
+        dataset = load_dataset(self, held_out=setup.config.data.held_out)
+        catalogue, section = dataset.catalogue, self.retrieval
+        setup.say("catalogue", f"{self.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
+        for note in dataset.notes:
+            setup.say("", note)
+        retriever, share = open_retriever(section, catalogue.titles, own_package("bridges", "retrieval"))
+        where = "in this process" if section.backend == "local" else f"service {section.service!r} over Ray"
+        tested = f"self-test: {share:.1%} of titles asked for retrieve themselves"
+        setup.say("retrieval", f"{section.encoder}, {where}, ties {section.ties}; {tested}")
+
+        def ranked(completions: Sequence[str], columns: Mapping[str, Any]) -> dict[str, Any]:
+            answer = retriever.score_ranks(completions, columns["target_row"], columns["history"])
+            return reward_columns(answer.rank, answer.probability)
+
+        return World(
+            prompts=dataset.prompts,
+            source=self.source,
+            rewards=_rewards(len(catalogue)),
+            default_rewards=(RewardSection("ndcg"),),
+            default_watch=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
+            measures=measure,
+            always_watched=(RANK,),
+            columns=ranked,
+            adapt=where_ranked,
+            references=lambda rows: {"oracle": [row.columns["target_title"] for row in rows]},
+            remember=policy_ranks,
+            findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered),
+            shown={"wanted": "target_title"},
+            pairs=lambda: self._pairs(dataset, setup.config.seed),
+            words=lambda: policy_words(self, catalogue.titles, most=setup.config.policy.new.vocabulary),
+            identity=retriever.fingerprint._asdict(),
+        )
+
+    def _pairs(self, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
+        rows = dataset.prompts.train
+        if self.pairs == "lessons":
+            return dummy.lessons(rows, dataset.catalogue, seed=seed)
+        if self.pairs == "hearsay":
+            return dummy.hearsay(rows, dataset.catalogue, seed=seed)
+        if self.pairs == "forms":
+            return asking_pairs(rows, characters=self.pair_characters, seed=seed)
+        return title_pairs(rows, characters=self.pair_characters)
+
+
+def _rewards(items: int) -> dict[str, Any]:
+    made = {name: Maker(functools.partial(_built_in, name, items)) for name in BUILT_IN}
+    return {**made, RANK: _rank}
+
+
+def _built_in(name: str, items: int, **options: Any) -> Reward:
+    return make_reward(name, items=items, options=options)
+
+
+def _rank(rank: Sequence[float], **_: Any) -> list[float | None]:
+    return [None if np.isnan(value) else value for value in rank]
+
+
+def measure(name: str) -> Reward | None:
+    """A measure by its name: hr@K, ndcg@K, mrr@K or mrr; None for other names."""
+    kind, _, k = name.partition("@")
+    known = kind in _MEASURES and (k.isdigit() and int(k) > 0 if k else name == "mrr")
+    if not known:
+        return None
+    cutoff = int(k) if k else None
+
+    def measured(rank: Sequence[float], **_: Any) -> list[float | None]:
+        values = _MEASURES[kind](np.asarray(rank, np.float64), k=cutoff)
+        return [None if np.isnan(value) else float(value) for value in values]
+
+    return measured

@@ -1,0 +1,32 @@
+"""The words of a new policy: what it can read of prompts and say of titles."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from grpo_jax.models.new import NOT_A_WORD
+
+if TYPE_CHECKING:
+    from grpo_jax.tasks.recommendation.task import Recommendation
+
+
+def policy_words(task: Recommendation, titles: Sequence[str], *, most: int = 0) -> list[str]:
+    """Words of the prompts' frame, then those of titles, frequent ones first.
+
+    Args:
+        task: Its template and separator make the frame.
+        titles: Of the catalogue.
+        most: Words of titles at most; 0 for all.
+    """
+    frame = task.template.replace("{history}", " ").replace("{last}", " ")
+    marks = _words(frame) + _words(task.separator)
+    counts = Counter(word for title in titles for word in _words(title))
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: most or None]
+    return list(dict.fromkeys([*marks, *frequent]))
+
+
+def _words(text: str) -> list[str]:
+    return re.sub(NOT_A_WORD, " ", text.lower()).split()

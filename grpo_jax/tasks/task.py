@@ -1,0 +1,248 @@
+"""What a task is: its section of the config, and what it makes of it.
+
+A task is a frozen dataclass that derives from `Task`. Its fields are its config (`--task.FIELD`), with a help line each
+in its docstring. A task of language has a `load` that gives a `World`: prompts, rewards, and what belongs to them. A
+task that is no task of language has a `program` instead, which does what one iteration is.
+
+    @dataclass(frozen=True)
+    class Countdown(Task):
+        \"""Reach a number with the four operations.
+
+        Args:
+            largest: Largest number of a puzzle.
+        \"""
+
+        largest: int = 20
+
+        def load(self, setup: Setup) -> World:
+            return World(make_prompt_set(puzzles(self.largest)), rewards={"right": right})
+
+`python -m grpo_jax.train --task my_tasks.py:Countdown --task.largest 9 …` trains it (examples/own_task).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.rollout.data import PromptSet, Row
+from grpo_jax.rollout.rewards import Reward
+from grpo_jax.rollout.rollout import Judgement
+from grpo_jax.rollout.texts import Reading, as_written, completion_statistics
+from grpo_jax.tasks.display import Display, Findings, GalleryEntry, Table
+
+Say = Callable[..., None]
+State = Any
+
+
+class Setup(NamedTuple):
+    """What a task is given to load itself.
+
+    Attributes:
+        config: The run's.
+        prompts: Rows that `run` was given in place of data.prompts, or None.
+        say: say(name, detail) prints a line of the run's opening.
+    """
+
+    config: Config
+    prompts: PromptSet | None
+    say: Say
+
+
+def oracle_column(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The column "oracle" as the best text there is, where every row has one."""
+    texts = [row.columns.get("oracle") for row in rows]
+    return {} if not texts or None in texts else {"oracle": texts}
+
+
+@dataclass(frozen=True)
+class World:
+    """What a task of language has loaded: all but judges and policy, whose weights are loaded last.
+
+    Attributes:
+        prompts: Rows to learn from, to choose the best checkpoint on, and to report on.
+        source: Where they are from, in a word; "" for what data.prompts says.
+        rewards: By the name that `rewards` and `watch` of the config use: a reward function, which gets a reward's
+            options as keyword arguments, or what makes one of them (a class, a `Maker`). A judge is given to a reward
+            that has an argument of its name, as columns are.
+        default_rewards: Where the config names none.
+        default_watch: Where the config names nothing to watch.
+        measures: name → a reward that is only watched, for names that follow a pattern (ndcg@K); None for others.
+        always_watched: Names among `rewards` that are watched in every run, last.
+        render: render(judges) → (rows, texts [P][G], iteration, evaluation) → pictures; None where nothing is drawn.
+        columns: (completions, columns) → further columns for the rewards, asked once for all of them.
+        read: (completion, user's prompt) → the text that is judged.
+        adapt: Makes a reward function of the user's own fit the task's.
+        conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
+        references: rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
+        statistics: (rows, texts [P][G], usable [P][G]) → further metrics of a batch.
+        remember: (name, judgements by kind) → what the findings need of a measurement; goes into checkpoints.
+        findings: (remembered, rows) → tables and lines at the end; kinds are in the order they were measured.
+        shown: Columns of the rows that the report's table shows: {heading: column}.
+        pairs: () → (prompt, text) pairs that a warm start teaches; None if there are none.
+        words: () → words of a new policy (policy.path "new"), frequent ones first; None if there is none.
+        identity: What must be the same when a run is resumed or evaluated, beside the config.
+    """
+
+    prompts: PromptSet
+    source: str = ""
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+    default_rewards: Sequence[RewardSection] = ()
+    default_watch: Sequence[str] = ()
+    measures: Callable[[str], Reward | None] = lambda name: None
+    always_watched: tuple[str, ...] = ()
+    render: Callable[[Mapping[str, Any]], Callable[..., Any]] | None = None
+    columns: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None
+    read: Callable[[str, str], Reading] = as_written
+    adapt: Callable[[Reward], Reward] = lambda reward: reward
+    conditions: Callable[[Sequence[Any]], Sequence[Any]] = lambda sections: sections
+    references: Callable[[Sequence[Row]], dict[str, list[str]]] = oracle_column
+    statistics: Callable[..., dict[str, float]] = completion_statistics
+    remember: Callable[[str, Mapping[str, Judgement]], dict[str, Any]] = lambda name, judgements: {}
+    findings: Callable[[Mapping[str, Any], Sequence[Row]], Findings] = lambda remembered, rows: Findings()
+    shown: Mapping[str, str] = field(default_factory=dict)
+    pairs: Callable[[], Sequence[tuple[str, str]]] | None = None
+    words: Callable[[], Sequence[str]] | None = None
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a policy is to learn; derive from it as a frozen dataclass.
+
+    Attributes:
+        config: What a run of this task is made of; its field `task` holds the task.
+        defaults: Values of a run's sections that differ from their own defaults, as a YAML file has them.
+        default_config: A shipped config that runs where no --config is given; None for the defaults.
+        renamed: Fields of earlier versions with what they are called now: {"old.name": "new.name"}.
+        display: How its measures are shown.
+        not_planned: What `--plan` does not count, in words.
+    """
+
+    config: ClassVar[type] = Config
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    default_config: ClassVar[str | None] = None
+    renamed: ClassVar[Mapping[str, str]] = {}
+    display: ClassVar[Display] = Display()
+    not_planned: ClassVar[str] = ""
+
+    def check(self, config: Any) -> None:
+        """Refuses what does not go together; called when a config is made.
+
+        Raises:
+            UserError: Naming the field.
+        """
+
+    def load(self, setup: Setup) -> World:
+        """What the task works on. Loads no weights.
+
+        Raises:
+            UserError: Data are missing or bad.
+        """
+        raise NotImplementedError
+
+    def program(self, config: Any, say: Say) -> Program | None:
+        """What does an iteration of a task that is no task of language; None for those, which `load` a world."""
+        return None
+
+
+# -------------------------------------------------------------------------------------------------------- programs
+
+
+class Begun(NamedTuple):
+    """A start that was measured.
+
+    Attributes:
+        state: To train from.
+        notes: What the program must remember; JSON, in every checkpoint.
+        seconds: Spent on it, by what they were spent on.
+        line: What the terminal is told.
+    """
+
+    state: State
+    notes: dict[str, Any]
+    seconds: dict[str, float]
+    line: str
+
+
+class Advanced(NamedTuple):
+    """One step of a run: an iteration, or a block of several.
+
+    Attributes:
+        state: After it.
+        rows: Metrics of each iteration, with "step".
+        seconds: Spent, by stage.
+        notes: What the program must remember from now on.
+        completions: Columns of completions/, one entry per completion; None where nothing is written.
+    """
+
+    state: State
+    rows: list[dict[str, Any]]
+    seconds: dict[str, float]
+    notes: dict[str, Any]
+    completions: Mapping[str, Sequence[Any]] | None = None
+
+
+class Finished(NamedTuple):
+    """What a run shows at its end.
+
+    Attributes:
+        summary: What summary.json holds.
+        lines: For the terminal, below the measures.
+        tables: For report.html and metric writers, the task's own first.
+        gallery: Pairs of texts or pictures.
+        tables_below: For report.html alone: long ones.
+    """
+
+    summary: dict[str, Any]
+    lines: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    gallery: Sequence[GalleryEntry] = ()
+    tables_below: Sequence[Table] = ()
+
+
+class Program(Protocol):
+    """What an experiment drives: a start, steps, an end. Everything random follows from seed and iteration."""
+
+    @property
+    def iterations(self) -> int:
+        """In all."""
+        ...
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What must be the same on resume, beside the config."""
+        ...
+
+    def template(self) -> State:
+        """A state as training begins with, to restore a checkpoint into."""
+        ...
+
+    def saved(self, state: State) -> dict[str, Any]:
+        """What a checkpoint holds of a state; "variables" is what evaluation needs."""
+        ...
+
+    def restored(self, saved: Mapping[str, Any], template: State) -> State:
+        """The inverse of `saved`."""
+        ...
+
+    def begin(self, folder: Path, stop: threading.Event) -> Begun | None:
+        """The start, made and measured; None if it was stopped on the way, with what there is in `folder`."""
+        ...
+
+    def advance(self, state: State, iteration: int, notes: Mapping[str, Any]) -> Advanced:
+        """The next step after `iteration` iterations; the state is donated."""
+        ...
+
+    def validate(self, state: State, iteration: int) -> tuple[dict[str, float], float] | None:
+        """Measures that choose the best checkpoint, and the score they make; None where it is not time."""
+        ...
+
+    def finish(self, state: State, progress: Any, directory: Any) -> Finished:
+        """Measures the end and writes the policy."""
+        ...

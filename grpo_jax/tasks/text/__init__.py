@@ -1,0 +1,1 @@
+"""Text: any policy, any prompts, rewards of the user's own."""

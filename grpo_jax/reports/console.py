@@ -345,6 +345,7 @@ def write_run_report(
     table_title: str = "Held-out prompts after training",
     first_tables: Sequence[Any] = (),
     config_text: str = "",
+    starts: Sequence[int] = (),
 ) -> None:
     """Writes images/ and report.html of a finished run.
 
@@ -357,6 +358,7 @@ def write_run_report(
       table_title: its heading.
       first_tables: `report_page.Table`s that stand before it.
       config_text: the configuration as YAML.
+      starts: iterations done when a process began: the one after compiles.
     """
     from grpo_jax.reports.page import Table, write_report
     from grpo_jax.reports.writers import read_metrics
@@ -379,6 +381,7 @@ def write_run_report(
         gallery=entries,
         tables=tables,
         config_text=config_text,
+        starts=starts,
     )
 
 

@@ -29,6 +29,7 @@ from grpo_jax.rollout.pipeline import StageError
 from grpo_jax.tasks.recommendation.parts import require_same_retrieval, warm_start_pairs
 from grpo_jax.tasks.recommendation.report import policy_ranks
 from grpo_jax.runs.results import finish_run
+from grpo_jax.runs.timing import add_seconds, remembered
 from grpo_jax.training.trainer import TrainState, release, restored_state, saved_parts
 from grpo_jax.training.supervised import warm_start
 
@@ -47,7 +48,8 @@ class Progress(NamedTuple):
             policy before a warm start ("untrained").
         best_score: Best validation score so far, or None.
         best_iteration: Where it was reached.
-        seconds: Seconds by stage so far, "total" included.
+        seconds: Seconds by stage so far; "total" of the processes before this one, in a checkpoint of all until then.
+        starts: Iterations done when a process began: 0, and wherever the run was resumed.
         fingerprint: Of the config's fields that change what is learned.
         ranks: Recommendation: rank of each test row's target, before training.
         retrieval: Recommendation: fingerprint of catalogue and encoder.
@@ -58,6 +60,7 @@ class Progress(NamedTuple):
     best_score: float | None
     best_iteration: int
     seconds: dict[str, float]
+    starts: list[int]
     fingerprint: str
     ranks: dict[str, list[float]] | None = None
     retrieval: dict[str, str] | None = None
@@ -125,7 +128,7 @@ def begin(run: Run, stop: threading.Event) -> tuple[TrainState, Progress] | None
         return resume(run)
     parts = run.parts
     retrieval = None if parts.task is None else parts.task.retriever.fingerprint._asdict()
-    progress = _interrupted(run) or Progress(0, {}, None, 0, {}, fingerprint(parts.config), {}, retrieval)
+    progress = _interrupted(run) or Progress(0, {}, None, 0, {}, [0], fingerprint(parts.config), {}, retrieval)
     _keep_config(run)
     run.output.truncate(0)
     with _judges_may_fail(run, None, None):
@@ -141,7 +144,7 @@ def begin(run: Run, stop: threading.Event) -> tuple[TrainState, Progress] | None
     measures = {kind: evaluation.measures for kind, evaluation in before.items()}
     progress = progress._replace(
         before=progress.before | measures,
-        seconds=_add(progress.seconds, {"evaluate": time.monotonic() - started}),
+        seconds=add_seconds(progress.seconds, {"evaluate": time.monotonic() - started}),
         ranks=progress.ranks | _ranks(parts, "before", before),
     )
     told = "  ".join(f"{name} {value:.3f}" for name, value in measures["greedy"].items())
@@ -160,14 +163,14 @@ def warm_up(run: Run, progress: Progress, stop: threading.Event) -> tuple[TrainS
         progress = progress._replace(
             before={UNTRAINED: untrained.measures},
             ranks=_ranks(parts, UNTRAINED, {"greedy": untrained}),
-            seconds={"evaluate": time.monotonic() - started},
+            seconds=add_seconds(progress.seconds, {"evaluate": time.monotonic() - started}),
         )
     with Checkpoints(run.output.directory.warm_start, keep=1) as checkpoints:
         warmed = warm_start(
             parts,
             warm_start_pairs(parts.config, parts.task.dataset),
             checkpoints=checkpoints,
-            meta={"progress": progress._asdict()},
+            meta=lambda: remembered(progress, run.clock),
             stop=stop,
             say=run.output.say,
         )
@@ -188,6 +191,7 @@ def resume(run: Run) -> tuple[TrainState, Progress]:
     restored, meta = run.checkpoints.restore("latest", saved_parts(state))
     progress = Progress(**meta["progress"])
     _require_same(run, progress, run.checkpoints)
+    progress = progress._replace(starts=[*progress.starts, progress.iteration])
     _keep_config(run)
     shutil.rmtree(run.output.directory.warm_start, ignore_errors=True)  # of a run killed at its first checkpoint
     run.output.truncate(progress.iteration)
@@ -252,7 +256,8 @@ def step(run: Run, state: TrainState, progress: Progress) -> tuple[TrainState, P
     state = result.state
     seconds = {**result.seconds, "total": time.monotonic() - started}
     row = {**result.row, **_timings(seconds, result.row, run.parts)}
-    progress = progress._replace(iteration=progress.iteration + 1, seconds=_add(progress.seconds, seconds))
+    spent = add_seconds(progress.seconds, result.seconds)
+    progress = progress._replace(iteration=progress.iteration + 1, seconds=spent)
     validation: dict[str, float] = {}
     try:
         with _judges_may_fail(run, state, progress):
@@ -296,21 +301,17 @@ def validate(run: Run, state: TrainState, progress: Progress) -> tuple[Progress,
     started = time.monotonic()
     measures = evaluate_policy(run.parts, state.variables, run.parts.validation_rows).measures
     score = weighted_reward(run.parts, measures)
-    progress = progress._replace(seconds=_add(progress.seconds, {"evaluate": time.monotonic() - started}))
+    progress = progress._replace(seconds=add_seconds(progress.seconds, {"evaluate": time.monotonic() - started}))
     # Without a single reward the score is NaN, which no later score would exceed.
     if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
         progress = progress._replace(best_score=score, best_iteration=progress.iteration)
-        run.checkpoints.save_best(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
+        run.checkpoints.save_best(progress.iteration, saved_parts(state), remembered(progress, run.clock))
     return progress, {f"validation/{name}": value for name, value in measures.items()} | {"validation/score": score}
 
 
 def save(run: Run, state: TrainState, progress: Progress, *, wait: bool = False) -> None:
     """Writes a checkpoint in the background; at once if `wait`."""
-    run.checkpoints.save(progress.iteration, saved_parts(state), {"progress": progress._asdict()}, wait=wait)
-
-
-def _add(total: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    return {name: total.get(name, 0.0) + more.get(name, 0.0) for name in {**total, **more}}
+    run.checkpoints.save(progress.iteration, saved_parts(state), remembered(progress, run.clock), wait=wait)
 
 
 def _timings(seconds: dict[str, float], row: dict[str, float], parts: Parts) -> dict[str, float]:

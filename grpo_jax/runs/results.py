@@ -12,6 +12,7 @@ from grpo_jax.reports import console as reporting
 from grpo_jax.evaluate import Evaluation, evaluate_policy, evaluate_texts, weighted_reward
 from grpo_jax.export import export_adapters, export_policy
 from grpo_jax.runs.parts import Parts
+from grpo_jax.runs.timing import add_seconds, remembered, with_total
 from grpo_jax.tasks.recommendation.report import policy_ranks, report_tables, results_table
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.tasks.prompt_enhancement.rewriting import most_added_words
@@ -33,14 +34,13 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     after = {"greedy": evaluate_policy(parts, state.variables, parts.test_rows)}
     if parts.config.evaluation.sampled:
         after["sampled"] = evaluate_policy(parts, state.variables, parts.test_rows, sampled=True)
-    seconds = dict(progress.seconds)
-    seconds["evaluate"] = seconds.get("evaluate", 0.0) + time.monotonic() - started
-    run.checkpoints.save_final(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
+    spent = add_seconds(progress.seconds, {"evaluate": time.monotonic() - started})
+    run.checkpoints.save_final(progress.iteration, saved_parts(state), remembered(progress, run.clock))
     table = recommendation_table(parts, progress, after)
     export_policy(output.directory.policy, parts.loaded, state.variables, parts.lora)
     if parts.lora is not None:
         export_adapters(output.directory.adapter, parts.loaded, state.variables, parts.lora)
-    summary = summarise(run, progress, after, {**seconds, "total": time.monotonic() - run.clock})
+    summary = summarise(run, progress, after, with_total(spent, run.clock))
     if table:
         summary["table"] = table_records(table)
     gallery = make_gallery(parts, after["greedy"])
@@ -55,6 +55,7 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
         table=rewards_by_prompt(parts, after["greedy"]),
         first_tables=report_tables(table),
         config_text=configuration.to_yaml(parts.config),
+        starts=progress.starts,
     )
     output.result(summary, ["", *format_table(table).split("\n")] if table else (), report_tables(table))
     return summary

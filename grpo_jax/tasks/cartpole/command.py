@@ -19,6 +19,7 @@ from grpo_jax.reports import console as reporting
 from grpo_jax.reports.console import RunOutput
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.signals import stop_requests
+from grpo_jax.runs.timing import add_seconds, remembered, with_total
 from grpo_jax.tasks.cartpole.config import CartPoleConfig
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS
 from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
@@ -35,7 +36,8 @@ class Progress(NamedTuple):
         iteration: Iterations done.
         before: Each measure of the start, by seed.
         solved_at: Environment steps at the first measurement that counts as solved, by seed; None for not yet.
-        seconds: Seconds so far by what they were spent on.
+        seconds: Seconds so far by what they were spent on; "total" of the processes before this one, in a checkpoint of
+            all until then.
         fingerprint: Of the config's fields that change what is learned.
     """
 
@@ -134,7 +136,7 @@ def begin(run: Run, state: TrainState, seconds: dict[str, float]) -> tuple[Train
             )
         output.truncate(progress.iteration)
         output.say(f"resumed after iteration {progress.iteration} of {config.training.iterations}")
-        return restored_state(restored), progress._replace(seconds=_add(progress.seconds, seconds))
+        return restored_state(restored), progress._replace(seconds=add_seconds(progress.seconds, seconds))
     output.truncate(0)
     measured = over_seeds(run.training.evaluate, run.devices)(state)
     before = {name: np.asarray(measured[name]).tolist() for name in _MEASURES}
@@ -156,7 +158,7 @@ def restored_state(parts: dict[str, Any]) -> TrainState:
 
 def save(run: Run, state: TrainState, progress: Progress, *, wait: bool = False) -> None:
     """Writes a checkpoint in the background; at once if `wait`."""
-    run.checkpoints.save(progress.iteration, saved_parts(state), {"progress": progress._asdict()}, wait=wait)
+    run.checkpoints.save(progress.iteration, saved_parts(state), remembered(progress, run.clock), wait=wait)
 
 
 def execute(run: Run, state: TrainState, progress: Progress, stop: threading.Event) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def advance(run: Run, state: TrainState, progress: Progress) -> tuple[TrainState
     progress = progress._replace(
         iteration=progress.iteration + len(rows),
         solved_at=solved_at,
-        seconds=_add(progress.seconds, {"train": seconds}),
+        seconds=add_seconds(progress.seconds, {"train": seconds}),
     )
     for row in rows:
         run.output.row(row)
@@ -226,8 +228,8 @@ def finish(run: Run, state: TrainState, progress: Progress) -> dict[str, Any]:
     fresh = state._replace(iteration=state.iteration + 1)
     measured = over_seeds(run.training.evaluate, run.devices)(fresh)
     after = {name: np.asarray(measured[name]).tolist() for name in _MEASURES}
-    run.checkpoints.save_final(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
-    seconds = {**progress.seconds, "total": time.monotonic() - run.clock}
+    run.checkpoints.save_final(progress.iteration, saved_parts(state), remembered(progress, run.clock))
+    seconds = with_total(progress.seconds, run.clock)
     summary = summarise(run, state, progress._replace(seconds=seconds), after)
     output.directory.write_summary(summary)
     table = [
@@ -295,7 +297,3 @@ def closing_lines(summary: dict[str, Any]) -> list[str]:
 
 def _total(state: TrainState) -> int:
     return int(np.asarray(state.steps).astype(np.int64).sum())
-
-
-def _add(total: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    return {name: total.get(name, 0.0) + more.get(name, 0.0) for name in {**total, **more}}

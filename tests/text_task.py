@@ -171,7 +171,7 @@ def rows(run: Path) -> list[dict]:
 
 
 def final_state(run: Path, which: int | str = "final"):
-    """Everything a checkpoint holds: its state (parameters, optimizer, reference) and progress but for its processes."""
+    """Everything a checkpoint holds: its state (parameters, optimizer, reference) and progress, but no processes."""
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loop import make_learner
     from grpo_jax.runs.parts import load_parts, run_config

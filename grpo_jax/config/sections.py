@@ -349,6 +349,7 @@ class RewardSection:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(bool(self.name), "rewards.name", "a name", self.name)
+        require(self.label != "total", "rewards.name", "another name: the weighted sum has it", self.label)
         require(math.isfinite(self.weight), "rewards.weight", "a finite number", self.weight)
 
     @property

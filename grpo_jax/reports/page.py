@@ -70,7 +70,11 @@ def write_report(
 
 def _headline(title, summary):
     evaluation = dict(summary.get("evaluation", {}))
-    main = next((name for name in ("pixel_accuracy", "ndcg@10") if name in evaluation), next(iter(evaluation), None))
+    total = evaluation.get("total")
+    if any(values == total for name, values in evaluation.items() if name != "total"):
+        del evaluation["total"]  # of a single objective, which it is
+    known = (name for name in ("pixel_accuracy", "ndcg@10", "total") if name in evaluation)
+    main = next(known, next(iter(evaluation), None))
     parts = [f"<header><p class='over'>grpo_jax run</p><h1>{html.escape(title)}</h1>"]
     if main is not None:
         parts.append(f"<p class='claim'>{_claim(main, evaluation[main], summary.get('prompts'))}</p>")

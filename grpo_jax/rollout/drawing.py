@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.rollout.data import further_batch_at
@@ -23,13 +24,17 @@ class Drawn(NamedTuple):
 
     Attributes:
         rollout: P groups to learn from.
+        objectives: Their rewards, as estimators take them.
         first: The groups of the iteration's own prompts: what the policy is like, before anything was left out.
+        first_objectives: Their rewards.
         draws: Batches that were sampled and judged.
         seconds: Seconds of work by stage, of all draws.
     """
 
     rollout: Rollout
+    objectives: Objectives
     first: Rollout
+    first_objectives: Objectives
     draws: int
     seconds: dict[str, float]
 
@@ -43,22 +48,25 @@ def draw(parts: Parts, variables: Any, iteration: int) -> Drawn:
     """
     algorithm, size = parts.config.algorithm, parts.config.training.prompts_per_batch
     rollouts = [_collect(parts, variables, iteration, 0)]
+    objectives = [_objectives(parts, rollouts[0])]
+    batch, maximised = rollouts[0], objectives[0]
     if algorithm.dead_groups == "resample":
-        teaching = [_teaching(parts, rollouts[0])]
+        teaching = [_teaching(parts, objectives[0])]
         while sum(map(np.sum, teaching)) < size and len(rollouts) <= algorithm.resample_rounds:
             rollouts.append(_collect(parts, variables, iteration, len(rollouts)))
-            teaching.append(_teaching(parts, rollouts[-1]))
-        batch = _chosen(rollouts, np.concatenate(teaching), size)
-    else:
-        batch = rollouts[0]
+            objectives.append(_objectives(parts, rollouts[-1]))
+            teaching.append(_teaching(parts, objectives[-1]))
+        # Those that teach first, in the order they were drawn.
+        places = np.argsort(~np.concatenate(teaching), kind="stable")[:size]
+        batch = _chosen(rollouts, places)
+        maximised = objectives[0]._replace(rewards=jnp.concatenate([part.rewards for part in objectives])[places])
     seconds = {name: sum(rollout.seconds[name] for rollout in rollouts) for name in rollouts[0].seconds}
-    return Drawn(batch, rollouts[0], len(rollouts), seconds)
+    return Drawn(batch, maximised, rollouts[0], objectives[0], len(rollouts), seconds)
 
 
-def objectives_of(parts: Parts, rollout: Rollout) -> Objectives:
-    """A rollout's rewards as estimators take them, on the policy's device."""
+def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Objectives:
+    """What is maximised of judged rewards f32 [P, G, N] and completion lengths i32 [P, G], on the policy's device."""
     device = min(jax.tree.leaves(parts.variables)[0].sharding.addressable_devices, key=lambda device: device.id)
-    judged, lengths = rollout.judgement.rewards, rollout.samples.mask.sum(-1, dtype=np.int32)
     return make_objectives(
         *jax.device_put((judged, lengths), device),
         weights=parts.weights,
@@ -85,14 +93,16 @@ def _collect(parts: Parts, variables: Any, iteration: int, number: int) -> Rollo
     )
 
 
-def _teaching(parts: Parts, rollout: Rollout) -> np.ndarray:
-    objectives = objectives_of(parts, rollout)
+def _objectives(parts: Parts, rollout: Rollout) -> Objectives:
+    return objectives_of(parts, rollout.judgement.rewards, rollout.samples.mask.sum(-1, dtype=np.int32))
+
+
+def _teaching(parts: Parts, objectives: Objectives) -> np.ndarray:
     return np.asarray(learning_groups(objectives.rewards, objectives.weights, parts.config.algorithm))
 
 
-def _chosen(rollouts: list[Rollout], teaching: np.ndarray, size: int) -> Rollout:
-    """`size` groups of all rollouts, those that teach first; pictures stay behind."""
-    places = np.argsort(~teaching, kind="stable")[:size]
+def _chosen(rollouts: list[Rollout], places: np.ndarray) -> Rollout:
+    """The groups at these places of all rollouts one after another; pictures stay behind."""
 
     def pick(arrays: list[np.ndarray]) -> np.ndarray:
         return np.concatenate(arrays)[places]

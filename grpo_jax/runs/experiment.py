@@ -22,7 +22,7 @@ from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.config import Config
 from grpo_jax.tasks.recommendation.sections import SERVICE_FIELDS
 from grpo_jax.errors import StopRun, UserError
-from grpo_jax.evaluate import Evaluation, evaluate_policy, measure_all, weighted_reward
+from grpo_jax.evaluate import TOTAL, Evaluation, evaluate_policy, measure_all
 from grpo_jax.runs.loop import Learner, run_iteration
 from grpo_jax.runs.parts import Parts, own_bridges
 from grpo_jax.rollout.pipeline import StageError
@@ -300,7 +300,7 @@ def validate(run: Run, state: TrainState, progress: Progress) -> tuple[Progress,
         return progress, {}
     started = time.monotonic()
     measures = evaluate_policy(run.parts, state.variables, run.parts.validation_rows).measures
-    score = weighted_reward(run.parts, measures)
+    score = measures.pop(TOTAL)
     progress = progress._replace(seconds=add_seconds(progress.seconds, {"evaluate": time.monotonic() - started}))
     # Without a single reward the score is NaN, which no later score would exceed.
     if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_jax import config as configuration
 from grpo_jax.reports import console as reporting
-from grpo_jax.evaluate import Evaluation, evaluate_policy, evaluate_texts, weighted_reward
+from grpo_jax.evaluate import TOTAL, Evaluation, evaluate_policy, evaluate_texts
 from grpo_jax.export import export_adapters, export_policy
 from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.timing import add_seconds, remembered, with_total
@@ -84,7 +84,7 @@ def summarise(run: Run, progress: Progress, after: dict[str, Evaluation], second
         }
         for name, value in after["greedy"].measures.items()
     }
-    baseline, reward = (weighted_reward(parts, measures) for measures in (before["greedy"], after["greedy"].measures))
+    baseline, reward = before["greedy"][TOTAL], after["greedy"].measures[TOTAL]
     return {
         "evaluation": evaluation,
         "baseline_reward": baseline,

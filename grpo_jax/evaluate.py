@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.rollout.rollout import Environment, Judgement, Rollout, collect, judge
+from grpo_jax.rollout.drawing import objectives_of
+from grpo_jax.rollout.rollout import Judgement, Rollout, collect, judge
 
 if TYPE_CHECKING:
     from grpo_jax.runs.parts import Parts
@@ -24,9 +25,12 @@ EVALUATION_CHUNK = 32
 TEXT_CHUNK = 256
 """The same where nothing is drawn."""
 
+TOTAL = "total"
+"""Name of the measure that is maximised, in which "best" and the improvement are told."""
+
 
 class Evaluation(NamedTuple):
-    """Means over prompts by measure name, with what they were measured on."""
+    """Means over prompts by measure name (`TOTAL` among them), with what they were measured on."""
 
     measures: dict[str, float]
     judgement: Judgement
@@ -46,14 +50,17 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
         chunk_prompts=_chunk(parts),
         timeout=parts.timeout,
     )
-    measures = means(parts.environment, rollout.judgement)
+    measures = measured(parts, rollout.judgement, rollout.samples.mask.sum(-1, dtype=np.int32))
     measures["completion_tokens"] = float(rollout.samples.mask.sum(-1).mean())
     measures["usable"] = float(rollout.usable.mean())
     return Evaluation(measures, rollout.judgement, rollout)
 
 
 def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> Evaluation:
-    """Measures given texts in the policy's place: the unchanged prompts, or the oracle's rewrites."""
+    """Measures given texts in the policy's place: the unchanged prompts, or the oracle's rewrites.
+
+    They were not written token by token: the penalty on length is not theirs.
+    """
     judgement = judge(
         parts.environment,
         rows,
@@ -61,7 +68,7 @@ def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> E
         chunk_prompts=_chunk(parts),
         timeout=parts.timeout,
     )
-    return Evaluation(means(parts.environment, judgement), judgement, None)
+    return Evaluation(measured(parts, judgement, np.zeros((len(rows), 1), np.int32)), judgement, None)
 
 
 def _chunk(parts: Parts) -> int:
@@ -82,21 +89,28 @@ def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
     return found
 
 
-def means(environment: Environment, judgement: Judgement) -> dict[str, float]:
-    """Mean of each reward and watched measure over the present values."""
-    names = environment.reward_names + environment.watch_names
-    values = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
-    result = {}
-    for index, name in enumerate(names):
-        column = values[..., index]
-        present = column[np.isfinite(column)]
-        result[name] = float(present.mean(dtype=np.float64)) if present.size else float("nan")
-    return result
+def measured(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:
+    """Mean of each reward as judged and of each watched measure, and of what is maximised: `TOTAL`.
+
+    The total is the weighted sum of the objectives' means, each over the rows that have it: groups of one have no
+    mean of their own that could take a missing value's place. It is NaN where an objective is missing in all rows.
+
+    Args:
+        parts: Weights, conditions and the penalty on length.
+        judgement: Of P texts: rewards f32 [P, 1, N], watched f32 [P, 1, W].
+        lengths: i32 [P, 1], tokens of each completion.
+    """
+    names = parts.environment.reward_names + parts.environment.watch_names
+    measures = dict(zip(names, _means(np.concatenate([judgement.rewards, judgement.watched], axis=-1)), strict=True))
+    objectives = objectives_of(parts, judgement.rewards, lengths)
+    terms = zip(objectives.weights, _means(np.asarray(objectives.rewards)), strict=True)
+    return measures | {TOTAL: float(sum(weight * mean for weight, mean in terms if weight))}
 
 
-def weighted_reward(parts: Parts, measures: dict[str, float]) -> float:
-    """The rewards' weighted sum, the one number that "best" and the improvement are told in."""
-    return float(sum(weight * measures[name] for name, weight in parts.weights.items()))
+def _means(values: np.ndarray) -> list[float]:
+    """Means of the present values [.., N] of each column; NaN where there is none."""
+    columns = [column[np.isfinite(column)] for column in np.moveaxis(values, -1, 0)]
+    return [float(column.mean(dtype=np.float64)) if column.size else float("nan") for column in columns]
 
 
 def oracle_texts(rows: Sequence[Any]) -> list[str] | None:

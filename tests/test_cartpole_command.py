@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import yaml
-from text_task import ROOT
+from text_task import ROOT, aged
 
 from grpo_jax.config import to_dict, to_yaml
 from grpo_jax.config.command_line import arguments_with_defaults, find_config, parse
@@ -88,6 +88,7 @@ def test_resumed_is_uninterrupted(finished, tmp_path, capsys):
     assert len(rows(folder)) == 2 and not (folder / "summary.json").exists()
     with open(folder / "metrics.jsonl", "a") as file:  # of iterations that a kill left without a checkpoint
         file.write('{"step": 3}\n')
+    aged(folder, 2, 1000.0)
     assert main(["--resume", "--run_dir", str(folder)]) == 0
     assert "resumed after iteration 2 of 4" in capsys.readouterr().out
     assert rows(folder) == rows(finished[0])
@@ -99,6 +100,7 @@ def test_resumed_is_uninterrupted(finished, tmp_path, capsys):
     first, second = (json.loads((place / "summary.json").read_text()) for place in (folder, finished[0]))
     for name in ("evaluation", "returns", "environment_steps_by_seed", "solved_at"):
         assert first[name] == second[name]
+    assert 1000 < max(first["seconds"].values()) == first["seconds"]["total"] < 2000  # of both processes
 
     assert main(["--resume", "--run_dir", str(folder), "--algorithm.epochs", "3"]) == 2
     assert "belongs to another configuration" in capsys.readouterr().err

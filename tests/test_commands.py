@@ -61,6 +61,8 @@ def test_a_run_directory_holds_what_is_promised(finished):
     logged = rows(finished)[0]
     for name in ("loss", "policy_loss", "kl", "entropy", "mean_advantage", "learning_rate", "grad_norm", "clip_low"):
         assert name in logged
+    page = (finished / "report.html").read_text()
+    assert "KL to the reference" in page and "Clipped tokens" in page
     for name in ("mean_ratio", "reward/letters/mean", "reward/letters/std", "dead_groups/brief", "truncated"):
         assert name in logged
 

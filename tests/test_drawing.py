@@ -11,7 +11,7 @@ from text_task import assert_same_run, rows
 
 from grpo_jax.config import from_dict
 from grpo_jax.rollout.data import batch_at, further_batch_at
-from grpo_jax.rollout.drawing import draw
+from grpo_jax.rollout.drawing import draw, objectives_of
 from grpo_jax.rollout.rollout import Environment
 from grpo_jax.runs.loop import make_batch
 from grpo_jax.sampling.sampler import Samples
@@ -107,8 +107,9 @@ def test_further_prompts_take_the_places_of_dead_groups():
     assert ids(drawn.rollout) == [own[1], *further[1:]] and ids(drawn.first) == own
     assert drawn.rollout.completions[1][0].startswith(f"p{further[1]}:")  # texts went along with their rows
     assert drawn.rollout.judgement.rewards.shape == (SIZE, GROUP, 2)
-    batch, kept = make_batch(parts, drawn.rollout)
+    batch, kept = make_batch(parts, drawn.rollout, drawn.objectives)
     assert kept == SIZE and batch.mask.any(-1).all()
+    np.testing.assert_array_equal(drawn.objectives.rewards, drawn.rollout.judgement.rewards)
 
 
 def test_too_few_groups_are_filled_up_with_masked_ones():
@@ -117,7 +118,7 @@ def test_too_few_groups_are_filled_up_with_masked_ones():
     drawn = draw(parts, None, 0)
     assert drawn.draws == 3 and len(judged) == 3  # the bound
     assert ids(drawn.rollout) == [own[2], further[0], own[0], own[1]]
-    batch, kept = make_batch(parts, drawn.rollout)
+    batch, kept = make_batch(parts, drawn.rollout, drawn.objectives)
     assert kept == 2
     np.testing.assert_array_equal(batch.mask.any((1, 2)), [True, True, False, False])
     assert not np.asarray(batch.advantages)[2:].any() and np.asarray(batch.advantages)[:2].any()
@@ -132,7 +133,8 @@ def test_the_sum_and_the_objectives_judge_differently():
         drawn = draw(parts, None, 1)
         assert drawn.draws == draws, advantage
         if advantage == "grpo":
-            assert all(number % 2 == 0 for number in ids(drawn.rollout)[: make_batch(parts, drawn.rollout)[1]])
+            kept = make_batch(parts, drawn.rollout, drawn.objectives)[1]
+            assert all(number % 2 == 0 for number in ids(drawn.rollout)[:kept])
 
 
 def test_a_prompt_that_comes_again_gets_other_completions():
@@ -154,13 +156,14 @@ def test_dropped_groups_are_as_if_they_had_not_been():
     parts, judged = make_parts(set(own[:2]), dead_groups="drop")
     drawn = draw(parts, None, 0)
     assert drawn.draws == 1 and len(judged) == 1
-    batch, kept = make_batch(parts, drawn.rollout)
+    batch, kept = make_batch(parts, drawn.rollout, drawn.objectives)
     assert kept == 2 and not batch.mask[2:].any() and batch.mask[:2].any((1, 2)).all()
     # whitening sees the two groups alone: their deviation is 1, which the zeros of the others would lower
     alive = np.asarray(batch.advantages)[:2]
     assert alive.std(ddof=1) == pytest.approx(1, abs=1e-3)
     parts, _ = make_parts(set(own[:2]), dead_groups="keep")
-    kept_zeros, count = make_batch(parts, draw(parts, None, 0).rollout)
+    drawn = draw(parts, None, 0)
+    kept_zeros, count = make_batch(parts, drawn.rollout, drawn.objectives)
     assert count == 2 and kept_zeros.mask.any((1, 2)).all()
     np.testing.assert_array_equal(np.asarray(kept_zeros.advantages)[2:], 0)
     assert np.asarray(kept_zeros.advantages).std(ddof=1) == pytest.approx(1, abs=1e-3)
@@ -171,7 +174,8 @@ def test_a_completion_without_a_reward_takes_no_part_in_ppo():
     rollout = draw(parts, None, 0).rollout
     rollout.judgement.rewards[1, 2] = np.nan  # all of it is missing
     rollout.judgement.rewards[2, 0, 1] = np.nan  # one of two
-    batch, _ = make_batch(parts, rollout)
+    objectives = objectives_of(parts, rollout.judgement.rewards, rollout.samples.mask.sum(-1))
+    batch, _ = make_batch(parts, rollout, objectives)
     rows_with_tokens = np.asarray(batch.mask.any(-1))
     assert not rows_with_tokens[1, 2] and rows_with_tokens.sum() == SIZE * GROUP - 1
     assert batch.advantages is None and np.isnan(batch.scores[1, 2])
@@ -181,7 +185,8 @@ def test_a_completion_without_a_reward_takes_no_part_in_ppo():
 def test_the_samplers_own_probabilities_travel_only_when_asked_for():
     for cap, there in ((2.0, True), (0.0, False)):
         parts, _ = make_parts(range(ROWS), importance_cap=cap)
-        batch, _ = make_batch(parts, draw(parts, None, 0).rollout)
+        drawn = draw(parts, None, 0)
+        batch, _ = make_batch(parts, drawn.rollout, drawn.objectives)
         assert (batch.sampler_logprobs is not None) == there
 
 

@@ -171,7 +171,7 @@ def rows(run: Path) -> list[dict]:
 
 
 def final_state(run: Path, which: int | str = "final"):
-    """Everything a checkpoint holds: its state (parameters, optimizer, reference) and progress without timings."""
+    """Everything a checkpoint holds: its state (parameters, optimizer, reference) and progress, but no processes."""
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loop import make_learner
     from grpo_jax.runs.parts import load_parts, run_config
@@ -180,8 +180,17 @@ def final_state(run: Path, which: int | str = "final"):
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         state, meta = checkpoints.restore(which, make_learner(parts).start(parts.variables)._asdict())
     progress = meta["progress"]
-    del progress["seconds"]
+    del progress["seconds"], progress["starts"]
     return state, progress
+
+
+def aged(run: Path, step: int, seconds: float) -> None:
+    """Makes a checkpoint one of a process that took that much longer, in all and in each of its stages."""
+    file = run / "checkpoints" / f"step_{step}" / "meta" / "metadata"
+    meta = json.loads(file.read_text())
+    spent = meta["progress"]["seconds"]
+    spent |= {name: value + seconds for name, value in spent.items()}
+    file.write_text(json.dumps(meta))
 
 
 def assert_same_bits(came, expected) -> None:

@@ -173,6 +173,7 @@ class RewardSection:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(bool(self.name), "rewards.name", "a name", self.name)
+        require(self.label != "total", "rewards.name", "another name: the weighted sum has it", self.label)
         for name in ("weight", "threshold"):
             value = getattr(self, name)
             require(math.isfinite(value), f"rewards.{self.label}.{name}", "a finite number", value)

@@ -82,7 +82,7 @@ class Console:
 
     @contextmanager
     def progress(self, total: int, *, done: int = 0, every: int | None = None) -> Iterator["Progress"]:
-        """A bar over the steps of a run.
+        """A bar over the steps of a run: one line, in which the figures have what bar, count and time leave.
 
         Args:
           total: steps in all.
@@ -91,20 +91,27 @@ class Console:
         """
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
+        from rich.table import Column
 
         columns = (
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
+            TextColumn("eta {task.fields[eta]}", markup=False),
+            # Cut and never wrapped: a terminal that wraps it has lines that the next drawing does not remove.
+            TextColumn(
+                "{task.fields[status]}",
+                markup=False,
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
         )
         shown = self.is_terminal
-        with Bar(*columns, console=self._terminal, disable=not shown, transient=False) as bar:
-            task = bar.add_task("training", total=total, completed=done, status="compiling …")
+        with Bar(*columns, console=self._terminal, disable=not shown, transient=False, expand=True) as bar:
+            task = bar.add_task("training", total=total, completed=done, status="compiling …", eta="-:--:--")
             every = max(1, total // 20) if every is None else every
 
-            def advance(step: int, text: str) -> None:
-                bar.update(task, completed=step, status=text)
-                line = f"step {step}/{total}  {text}"
+            def advance(step: int, text: str, eta: str | None) -> None:
+                bar.update(task, completed=step, status=text, eta=eta or "-:--:--")
+                line = f"step {step}/{total}  {text}" + (f"  eta {eta}" if eta else "")
                 due = step % every == 0 or step == total or step == done + 1
                 if due and not shown:
                     self._terminal.print(line)
@@ -129,14 +136,13 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a finished step (counted from 1)."""
-        now = time.monotonic()
-        text = status(metrics)
+        now, eta = time.monotonic(), None
         if self._first is None:
             self._first = (step, now)
         elif step > self._first[0]:
             pace = (now - self._first[1]) / (step - self._first[0])
-            text += f"  eta {timedelta(seconds=round(pace * (self._total - step)))}"
-        self._advance(step, text)
+            eta = str(timedelta(seconds=round(pace * (self._total - step))))
+        self._advance(step, status(metrics), eta)
 
 
 def status(metrics: Mapping[str, float]) -> str:
@@ -149,7 +155,9 @@ def status(metrics: Mapping[str, float]) -> str:
     singles.remove("reward/total/mean") if total is not None else None
     if len(singles) > 1 or total is None:
         parts += [f"{name.split('/', 1)[1].removesuffix('/mean')} {metrics[name]:.3f}" for name in singles]
-    parts += [f"{label} {metrics[name]:.3g}" for name, label in _SHOWN if metrics.get(name) is not None]
+    shown = [(name, label) for name, label in _SHOWN if metrics.get(name) is not None]
+    # Without a reference there is no KL, and rows hold 0.
+    parts += [f"{label} {metrics[name]:.3g}" for name, label in shown if name != "kl" or metrics[name]]
     if metrics.get("epoch") is not None and total is not None:
         parts.insert(0, f"epoch {metrics['epoch']:.2f}")
     if metrics.get("tokens_per_second") is not None:
@@ -337,6 +345,7 @@ def write_run_report(
     table_title: str = "Held-out prompts after training",
     first_tables: Sequence[Any] = (),
     config_text: str = "",
+    starts: Sequence[int] = (),
 ) -> None:
     """Writes images/ and report.html of a finished run.
 
@@ -349,6 +358,7 @@ def write_run_report(
       table_title: its heading.
       first_tables: `report_page.Table`s that stand before it.
       config_text: the configuration as YAML.
+      starts: iterations done when a process began: the one after compiles.
     """
     from grpo_jax.reports.page import Table, write_report
     from grpo_jax.reports.writers import read_metrics
@@ -371,6 +381,7 @@ def write_run_report(
         gallery=entries,
         tables=tables,
         config_text=config_text,
+        starts=starts,
     )
 
 

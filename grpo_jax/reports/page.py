@@ -35,6 +35,7 @@ def write_report(
     gallery: Sequence[GalleryEntry] = (),
     tables: Sequence[Table] = (),
     config_text: str = "",
+    starts: Sequence[int] = (),
 ) -> None:
     """Writes the page of a run.
 
@@ -46,6 +47,7 @@ def write_report(
       gallery: pairs of pictures.
       tables: rewards per prompt, most added words, …
       config_text: the configuration as YAML.
+      starts: iterations done when a process began: the one after compiles.
 
     Raises:
       UserError: the disk is full or the place is not writable.
@@ -53,7 +55,7 @@ def write_report(
     sections = [
         _headline(title, summary),
         _gallery(gallery),
-        _curves(metrics_rows),
+        _curves(metrics_rows, starts),
         *(_table(table) for table in tables),
         _facts(summary, config_text),
     ]
@@ -68,7 +70,11 @@ def write_report(
 
 def _headline(title, summary):
     evaluation = dict(summary.get("evaluation", {}))
-    main = next((name for name in ("pixel_accuracy", "ndcg@10") if name in evaluation), next(iter(evaluation), None))
+    total = evaluation.get("total")
+    if any(values == total for name, values in evaluation.items() if name != "total"):
+        del evaluation["total"]  # of a single objective, which it is
+    known = (name for name in ("pixel_accuracy", "ndcg@10", "total") if name in evaluation)
+    main = next(known, next(iter(evaluation), None))
     parts = [f"<header><p class='over'>grpo_jax run</p><h1>{html.escape(title)}</h1>"]
     if main is not None:
         parts.append(f"<p class='claim'>{_claim(main, evaluation[main], summary.get('prompts'))}</p>")
@@ -185,8 +191,8 @@ def _picture(image: np.ndarray | None, kind: str) -> str:
     return f"<img{crisp} {size} alt='{kind}' src='data:image/png;base64,{data}'>"
 
 
-def _curves(rows):
-    charts = "".join(_chart_list(rows))
+def _curves(rows, starts):
+    charts = "".join([*_chart_list(rows), _seconds_chart(rows, starts)])
     if not charts:
         return ""
     note = "Faint: each iteration. Bold: smoothed. Figures beside the names are the last ones."
@@ -202,6 +208,10 @@ def _chart_list(rows):
 
     def chart(title, keys, *, sparse=False, note=""):
         return line_chart(title, [series_of(rows, key, name, sparse=sparse) for key, name in keys], note=note)
+
+    def computed(keys):
+        """The keys, or none where all is 0: what rows hold where no reference runs, or each batch has one update."""
+        return keys if any(row.get(key) for row in rows for key, _ in keys) else []
 
     rewards = group("reward/", "/mean")
     rewards.sort(key=lambda pair: pair[1] != "total")
@@ -222,7 +232,7 @@ def _chart_list(rows):
         chart("Rewards", rewards),
         chart("Watched, never trained on", watched),
         chart("Validation", validated, sparse=True),
-        chart("KL to the reference", [("kl", "kl")]),
+        chart("KL to the reference", computed([("kl", "kl")])),
         chart("Explained variance of the values", [("value/explained_variance", "explained")]),
         chart("Values", [("value/mean", "value"), ("value/return", "return")]),
         chart("Groups that teach, of dynamic sampling", [("groups_kept", "kept"), ("draws", "draws")]),
@@ -244,9 +254,20 @@ def _chart_list(rows):
             ],
         ),
         chart("Gradient norm", [("grad_norm", "norm")]),
-        chart("Clipped tokens", [("clip_low", "below"), ("clip_high", "above")]),
-        chart("Seconds per iteration", [(k, n) for k, n in group("seconds/") if n != "total"]),
+        chart("Clipped tokens", computed([("clip_low", "below"), ("clip_high", "above")])),
     ]
+
+
+def _seconds_chart(rows, starts):
+    """Without the iterations in which a process compiled: they would set the scale. The note tells their seconds."""
+    first = {start + 1 for start in starts}
+    named = [key for row in rows for key in row if key.startswith("seconds/") and key != "seconds/total"]
+    shown = [row for row in rows if row["step"] not in first]
+    told = [(row["step"], row.get("seconds/total")) for row in rows if row["step"] in first]
+    left = ", ".join(f"iteration {step} with {number(seconds)} s" for step, seconds in told)
+    note = f"Left out, for then programs are compiled: {left}." if left else ""
+    lines = [series_of(shown, key, key.removeprefix("seconds/").replace("_", " ")) for key in dict.fromkeys(named)]
+    return line_chart("Seconds per iteration", lines, note=note)
 
 
 def _table(table):

@@ -19,7 +19,8 @@ from grpo_jax.config.build import to_yaml
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.pipeline import StageError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.progress import Progress, added, identity_of, require_same
+from grpo_jax.runs.progress import Progress, added, identity_of, require_same, with_total
+from grpo_jax.runs.results import versions
 from grpo_jax.tasks.task import Program
 
 State = Any
@@ -79,7 +80,7 @@ def begin(run: Run, stop: threading.Event) -> tuple[State, Progress] | None:
     if begun is None:
         return None
     identity = identity_of(run.config, run.program.identity)
-    progress = Progress(0, run.program.iterations, None, 0, dict(begun.seconds), identity, begun.notes)
+    progress = Progress(0, run.program.iterations, None, 0, dict(begun.seconds), [0], identity, begun.notes)
     run.output.say(begun.line)
     save(run, begun.state, progress, wait=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -107,7 +108,8 @@ def resume(run: Run) -> tuple[State, Progress]:
         run.output.say(
             f"the run has {iterations} iterations now, it had {progress.iterations}: schedules go by the new length"
         )
-    return run.program.restored(saved, template), progress._replace(iterations=iterations)
+    progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
+    return run.program.restored(saved, template), progress
 
 
 def train(run: Run, state: State, progress: Progress, stop: threading.Event) -> tuple[State, Progress]:
@@ -170,13 +172,14 @@ def finish(run: Run, state: State, progress: Progress) -> dict[str, Any]:
         What summary.json holds.
     """
     run.checkpoints.save_final(progress.iteration, run.program.saved(state), _meta(run, progress))
-    total = _clocked(run, progress)
-    started = time.monotonic()
-    found = run.program.finish(state, total, run.output.directory)
-    seconds = found.summary["seconds"]
-    seconds["total"] += time.monotonic() - started
-    summary = {**found.summary, "seed": run.config.seed, "versions": run.output.versions()}
-    run.output.finish(found._replace(summary=summary), config=run.config)
+    found = run.program.finish(state, progress, run.output.directory)
+    summary = {
+        **found.summary,
+        "seconds": with_total(found.summary["seconds"], run.clock),
+        "seed": run.config.seed,
+        "versions": versions(),
+    }
+    run.output.finish(found._replace(summary=summary), config=run.config, starts=progress.starts)
     return summary
 
 
@@ -186,13 +189,7 @@ def save(run: Run, state: State, progress: Progress, *, wait: bool = False) -> N
 
 
 def _meta(run: Run, progress: Progress) -> dict[str, Any]:
-    return {"progress": _clocked(run, progress)._asdict()}
-
-
-def _clocked(run: Run, progress: Progress) -> Progress:
-    """With the seconds of this process in the total."""
-    so_far = progress.seconds.get("total", 0.0) + time.monotonic() - run.clock
-    return progress._replace(seconds={**progress.seconds, "total": so_far})
+    return {"progress": progress._replace(seconds=with_total(progress.seconds, run.clock))._asdict()}
 
 
 @contextmanager

@@ -16,8 +16,15 @@ import numpy as np
 
 from grpo_jax.training import trainer
 from grpo_jax.core.advantages import sum_rewards
-from grpo_jax.rollout.drawing import draw, objectives_of
-from grpo_jax.training.estimators import OVERLONG, estimate_advantages, learning_groups, signal_metrics
+from grpo_jax.rollout.drawing import draw
+from grpo_jax.training.estimators import (
+    OVERLONG,
+    Objectives,
+    estimate_advantages,
+    learning_groups,
+    signal_metrics,
+    total_rewards,
+)
 from grpo_jax.training.loss_scale import make_loss_scale
 from grpo_jax.models.sharding import place, place_batch, shard_optimizer
 from grpo_jax.training.objectives import Batch
@@ -120,7 +127,7 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
     config = parts.config
     drawn = draw(parts, state.variables, iteration)
     started = time.perf_counter()
-    batch, kept = make_batch(parts, drawn.rollout)
+    batch, kept = make_batch(parts, drawn.rollout, drawn.objectives)
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _UPDATE_STREAM), iteration)
     state, report = learner.update(state, batch, key)
     seconds = {**drawn.seconds, "update": time.perf_counter() - started}
@@ -133,7 +140,7 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
         "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
         **update_metrics(report),
         "learning_rate": float(learner.schedule(iteration * learner.updates_per_iteration)),
-        **rollout_metrics(parts, drawn.first),
+        **rollout_metrics(parts, drawn.first, drawn.first_objectives),
     }
     if state.loss_scale is not None:
         row["loss_scale"] = float(state.loss_scale.scale)
@@ -144,14 +151,15 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
     return Iteration(state, row, drawn.rollout, np.asarray(advantages), seconds)
 
 
-def make_batch(parts: Parts, rollout: Rollout) -> tuple[Batch, int]:
+def make_batch(parts: Parts, rollout: Rollout, objectives: Objectives) -> tuple[Batch, int]:
     """A rollout as the trainer takes it, on the policy's device, and how many of its groups teach something.
+
+    Its objectives (`Drawn.objectives`) become advantages, or PPO's scores.
 
     Prompts and completions are cut to the longest of the batch; short completions share rows (`packing`).
     Under dead_groups "drop" and "resample" the others are masked, and out of every statistic.
     """
     algorithm, samples = parts.config.algorithm, rollout.samples
-    objectives = objectives_of(parts, rollout)
     device = next(iter(objectives.rewards.devices()))
     written, prompts = samples.mask, rollout.prompt_mask
     prompt_tokens, prompt_mask = (trimmed(x, prompts, left=True) for x in (rollout.prompt_tokens, prompts))
@@ -209,17 +217,15 @@ def update_metrics(report: dict[str, Any]) -> dict[str, float]:
     return row | {name: float(measured[name]) for name in ("kl_coef", "importance_weight") if name in measured}
 
 
-def rollout_metrics(parts: Parts, rollout: Rollout) -> dict[str, float]:
-    """The batch's part of a metrics row: rewards, signal, lengths, looks."""
+def rollout_metrics(parts: Parts, rollout: Rollout, objectives: Objectives) -> dict[str, float]:
+    """The batch's part of a metrics row: rewards as judged and their total as maximised, signal, lengths, looks."""
     samples, judgement = rollout.samples, rollout.judgement
-    objectives = objectives_of(parts, rollout)
     row: dict[str, float] = {}
     for index, name in enumerate(parts.environment.reward_names):
         values = judgement.rewards[..., index]
         row |= _spread(f"reward/{name}", values)
         row[f"missing/{name}"] = float(np.isnan(values).mean())
-    weights = np.array(list(parts.weights.values()), np.float32)
-    row |= _spread("reward/total", judgement.rewards @ weights)
+    row |= _spread("reward/total", total_rewards(objectives))
     if OVERLONG in objectives.names:
         row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[..., -1]))
     row |= signal_metrics(objectives)

@@ -22,6 +22,7 @@ from grpo_jax.rollout.texts import allowed_tokens, make_decode, make_encode
 from grpo_jax.runs.policy import Policy, load_policy, make_new_policy
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.tasks.task import Say, Setup, World
+from grpo_jax.training.estimators import Objectives, make_objectives
 
 
 class Samplers(NamedTuple):
@@ -167,6 +168,19 @@ def make_samplers(config: Config, policy: Policy, allowed: np.ndarray | None) ->
 
     return Samplers(
         sampler(section.group_size, section.temperature), sampler(1, 0.0), sampler(1, section.temperature)
+    )
+
+
+def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Objectives:
+    """What is maximised of judged rewards f32 [P, G, N] and completion lengths i32 [P, G], on the policy's device."""
+    leaf = jax.tree.leaves(parts.policy.variables)[0]
+    device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
+    return make_objectives(
+        *jax.device_put((judged, lengths), device),
+        weights=parts.rewards.weights,
+        conditions=parts.rewards.conditions,
+        overlong_buffer=parts.config.algorithm.overlong_buffer,
+        max_new_tokens=parts.config.sampling.max_new_tokens,
     )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.config import AlgorithmSection
 from grpo_jax.core import losses
@@ -66,6 +67,15 @@ def make_objectives(
     penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=overlong_buffer)
     penalty = jnp.where(jnp.isnan(judged).all(axis=-1), jnp.nan, penalty)
     return Objectives(jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, 1.0))
+
+
+def total_rewards(objectives: Objectives) -> np.ndarray:
+    """What is maximised of each completion in one number, f32 [P, G]: the weighted sum of its objectives.
+
+    NaN where all of them are missing; where some are, as `sum_rewards` fills their places.
+    """
+    total = np.asarray(objectives.rewards) @ np.array(objectives.weights, np.float32)
+    return np.where(np.isnan(total), sum_rewards(objectives.rewards, weights=objectives.weights), total)
 
 
 @partial(jax.jit, static_argnames=("weights", "section"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ def warm_start(
     pairs: Sequence[tuple[str, str]],
     *,
     checkpoints: Checkpoints,
-    meta: Mapping[str, Any],
+    meta: Callable[[], dict[str, Any]],
     stop: threading.Event,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], float] | None:
@@ -45,7 +45,7 @@ def warm_start(
         parts: Policy, tokenizer and `config.warm_start`.
         pairs: (prompt, text), visited in an order drawn from the run's seed.
         checkpoints: Of the warm start alone.
-        meta: Saved along, with the seconds so far as "warm_start".
+        meta: What it gives when a checkpoint is written is saved along, with the seconds so far as "warm_start".
         stop: Set by a signal.
         say: Prints a line.
 
@@ -82,7 +82,7 @@ def warm_start(
     started = time.monotonic() - seconds
 
     def save(step: int, state: TrainState, *, wait: bool) -> None:
-        checkpoints.save(step, saved_parts(state), {**meta, "warm_start": time.monotonic() - started}, wait=wait)
+        checkpoints.save(step, saved_parts(state), {**meta(), "warm_start": time.monotonic() - started}, wait=wait)
 
     told, every = max(1, section.steps // _TOLD), config.training.save_every
     for number in range(done, section.steps):

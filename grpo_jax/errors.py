@@ -1,4 +1,10 @@
-"""The errors that the commands show without a traceback."""
+"""What the commands show in one line, and how: without a traceback, with an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
 
 
 class UserError(Exception):
@@ -7,3 +13,37 @@ class UserError(Exception):
 
 class StopRun(UserError):
     """A judge is gone for good: the run saves and ends. Never turned into a missing reward."""
+
+
+class StageError(RuntimeError):
+    """A stage raised; the original exception is the `__cause__`. Has `stage` (name) and `chunk` (index)."""
+
+    def __init__(self, stage: str, chunk: int, reason: str):
+        """Say which stage failed, on which chunk, and why."""
+        super().__init__(f"stage {stage!r} failed on chunk {chunk}: {reason}")
+        self.stage = stage
+        self.chunk = chunk
+
+
+class StageTimeout(StageError):
+    """A stage took longer than allowed for one chunk."""
+
+
+def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
+    """Runs a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
+
+    Args:
+        function: The command; an int it returns is the exit code.
+        debug: Let tracebacks through.
+    """
+    try:
+        result = function()
+    except (UserError, StageError) as error:
+        if debug or (isinstance(error, StageError) and error.stage == "sample"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return result if isinstance(result, int) else 0

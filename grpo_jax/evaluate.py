@@ -1,4 +1,4 @@
-"""Held-out measurement, and the command that repeats it from a checkpoint.
+"""Held-out measurement from a checkpoint.
 
 python -m grpo_jax.evaluate --run DIR [--checkpoint best]
 """
@@ -6,123 +6,17 @@ python -m grpo_jax.evaluate --run DIR [--checkpoint best]
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
-
-from grpo_jax.rollout.drawing import objectives_of
-from grpo_jax.rollout.rollout import Judgement, Rollout, collect, judge
-
-if TYPE_CHECKING:
-    from grpo_jax.runs.parts import Parts
-
-EVALUATION_CHUNK = 32
-"""Prompts that travel together: bounds the pictures held at once, and lets judges work while the policy writes."""
-
-TEXT_CHUNK = 256
-"""The same where nothing is drawn."""
-
-TOTAL = "total"
-"""Name of the measure that is maximised, in which "best" and the improvement are told."""
-
-
-class Evaluation(NamedTuple):
-    """Means over prompts by measure name (`TOTAL` among them), with what they were measured on."""
-
-    measures: dict[str, float]
-    judgement: Judgement
-    rollout: Rollout | None
-
-
-def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sampled: bool = False) -> Evaluation:
-    """Measures the policy on held-out prompts, with fixed noise: one completion each, greedy or sampled."""
-    rollout = collect(
-        parts.environment,
-        parts.evaluation_sampler if sampled else parts.greedy_sampler,
-        variables,
-        rows,
-        key=parts.key,
-        iteration=0,
-        evaluation=True,
-        chunk_prompts=_chunk(parts),
-        timeout=parts.timeout,
-    )
-    measures = measured(parts, rollout.judgement, rollout.samples.mask.sum(-1, dtype=np.int32))
-    measures["completion_tokens"] = float(rollout.samples.mask.sum(-1).mean())
-    measures["usable"] = float(rollout.usable.mean())
-    return Evaluation(measures, rollout.judgement, rollout)
-
-
-def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> Evaluation:
-    """Measures given texts in the policy's place: the unchanged prompts, or the oracle's rewrites.
-
-    They were not written token by token: the penalty on length is not theirs.
-    """
-    judgement = judge(
-        parts.environment,
-        rows,
-        [[text] for text in texts],
-        chunk_prompts=_chunk(parts),
-        timeout=parts.timeout,
-    )
-    return Evaluation(measured(parts, judgement, np.zeros((len(rows), 1), np.int32)), judgement, None)
-
-
-def _chunk(parts: Parts) -> int:
-    return TEXT_CHUNK if parts.environment.render is None else EVALUATION_CHUNK
-
-
-def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
-    """The test prompts measured alike: the rewrites, the unchanged prompts, the oracle's where there is one."""
-    rows = parts.test_rows
-    found = {"greedy": evaluate_policy(parts, variables, rows)}
-    if parts.config.evaluation.sampled:
-        found["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
-    if parts.config.task == "prompt_enhancement":
-        found["unchanged"] = evaluate_texts(parts, rows, [row.prompt for row in rows])
-    oracle = oracle_texts(rows)
-    if oracle is not None:
-        found["oracle"] = evaluate_texts(parts, rows, oracle)
-    return found
-
-
-def measured(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:
-    """Mean of each reward as judged and of each watched measure, and of what is maximised: `TOTAL`.
-
-    The total is the weighted sum of the objectives' means, each over the rows that have it: groups of one have no
-    mean of their own that could take a missing value's place. It is NaN where an objective is missing in all rows.
-
-    Args:
-        parts: Weights, conditions and the penalty on length.
-        judgement: Of P texts: rewards f32 [P, 1, N], watched f32 [P, 1, W].
-        lengths: i32 [P, 1], tokens of each completion.
-    """
-    names = parts.environment.reward_names + parts.environment.watch_names
-    measures = dict(zip(names, _means(np.concatenate([judgement.rewards, judgement.watched], axis=-1)), strict=True))
-    objectives = objectives_of(parts, judgement.rewards, lengths)
-    terms = zip(objectives.weights, _means(np.asarray(objectives.rewards)), strict=True)
-    return measures | {TOTAL: float(sum(weight * mean for weight, mean in terms if weight))}
-
-
-def _means(values: np.ndarray) -> list[float]:
-    """Means of the present values [.., N] of each column; NaN where there is none."""
-    columns = [column[np.isfinite(column)] for column in np.moveaxis(values, -1, 0)]
-    return [float(column.mean(dtype=np.float64)) if column.size else float("nan") for column in columns]
-
-
-def oracle_texts(rows: Sequence[Any]) -> list[str] | None:
-    """The best text there is, where the data knows it: the column "oracle", or the title to be found."""
-    texts = [row.columns.get("oracle", row.columns.get("target_title")) for row in rows]
-    return None if any(text is None for text in texts) else texts
+from grpo_jax.errors import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    from grpo_jax.runs.parts import guarded
-
     parser = argparse.ArgumentParser(
         prog="python -m grpo_jax.evaluate",
         description="Restores a policy from a run directory and measures it on the held-out prompts.",
@@ -138,14 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _evaluate_run(options: argparse.Namespace) -> None:
-    import dataclasses
-
     from grpo_jax.config import MeshSection
-    from grpo_jax.runs.directory import finite
-    from grpo_jax.runs.parts import load_parts, own_bridges, restore_variables, run_config
-    from grpo_jax.tasks.recommendation.parts import require_same_retrieval
-    from grpo_jax.tasks.recommendation.report import policy_ranks, results_table
-    from grpo_jax.tasks.recommendation.table import format_table, table_records
+    from grpo_jax.runs.directory import RunDirectory, finite
+    from grpo_jax.runs.evaluation import measure_all
+    from grpo_jax.runs.parts import load_parts
+    from grpo_jax.runs.policy import restore_variables, run_config
+    from grpo_jax.runs.progress import require_same_task
+    from grpo_jax.runs.results import find
 
     config = run_config(options.run)
     if options.prompts is not None:
@@ -155,28 +48,34 @@ def _evaluate_run(options: argparse.Namespace) -> None:
         section = dataclasses.replace(config.policy, mesh=MeshSection(*options.mesh))
         config = dataclasses.replace(config, policy=section)
     say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
-    parts = load_parts(config, say=say)
-    variables, meta = restore_variables(parts, options.run, options.checkpoint)
-    require_same_retrieval(parts.task, meta["progress"].get("retrieval"), own_bridges)
-    rows = parts.test_rows
-    report: dict[str, Any] = {"checkpoint": options.checkpoint, "step": meta.get("step"), "prompts": len(rows)}
+    parts = load_parts(config, say)
+    variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)
+    folder = RunDirectory(options.run).checkpoints
+    require_same_task(meta["progress"]["identity"]["task"], parts.world.identity, folder)
     found = measure_all(parts, variables)
-    report |= {kind: evaluation.measures for kind, evaluation in found.items()}
-    table = []
-    if parts.task is not None:
-        table = results_table(parts, policy_ranks(options.checkpoint, found))
-        report["table"] = table_records(table)
+    findings = find(parts, {}, options.checkpoint, found)
+    report: dict[str, Any] = {
+        "checkpoint": options.checkpoint,
+        "step": meta.get("step"),
+        "prompts": len(parts.test_rows),
+        **{kind: evaluation.measures for kind, evaluation in found.items()},
+        **({"table": list(findings.records)} if findings.records else {}),
+    }
     if options.json:
         print(json.dumps(finite(report), indent=2))
         return
+    print(f"\n{report['prompts']} held-out prompts, checkpoint {options.checkpoint} (step {report['step']})")
+    _print_measures(report)
+    for line in findings.lines:
+        print(line)
+
+
+def _print_measures(report: Mapping[str, Any]) -> None:
     kinds = [kind for kind in ("unchanged", "greedy", "sampled", "oracle") if kind in report]
-    print(f"\n{len(rows)} held-out prompts, checkpoint {options.checkpoint} (step {report['step']})")
     print(f"{'measure':<20}" + "".join(f"{kind:>12}" for kind in kinds))
     for name in report["greedy"]:
         cells = (report[kind].get(name) for kind in kinds)
         print(f"{name:<20}" + "".join(f"{'':>12}" if cell is None else f"{cell:>12.4f}" for cell in cells))
-    if table:
-        print(f"\n{format_table(table)}")
 
 
 if __name__ == "__main__":

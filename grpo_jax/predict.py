@@ -1,7 +1,7 @@
 """A trained policy as a function from prompt to prompt.
 
-from grpo_jax.predict import load_rewriter
-rewrite = load_rewriter("runs/miniature")
+from grpo_jax import load_rewriter
+rewrite = load_rewriter("runs/my_run")
 rewrite("a huge crimson disc")
 """
 
@@ -26,25 +26,27 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[[s
     Raises:
         UserError: There is no such run or checkpoint.
     """
-    from grpo_jax.rollout.environment import make_decode, make_encode
-    from grpo_jax.runs.parts import allowed_tokens, restore_policy, run_config
+    from grpo_jax.rollout.texts import make_decode, make_encode
+    from grpo_jax.runs.parts import policy_tokens
+    from grpo_jax.runs.policy import restore_policy
     from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
-    config = run_config(run_dir)
-    loaded, policy, _, variables, _ = restore_policy(run_dir, checkpoint)
+    config, policy, _ = restore_policy(run_dir, checkpoint)
+    loaded = policy.loaded
     sample = make_sampler(
-        policy,
+        policy.functions,
         SamplingParams(1, config.sampling.max_new_tokens, 0.0),
         eos_ids=loaded.eos_ids,
         pad_id=loaded.pad_id,
-        allowed_tokens=allowed_tokens(config, loaded),
+        allowed_tokens=policy_tokens(config, loaded),
     )
-    encode, decode = make_encode(loaded.tokenizer, config, loaded.pad_id), make_decode(loaded.tokenizer, config)
+    encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id)
+    decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
 
     def rewrite(prompt: str) -> str:
         tokens, mask = encode([prompt])
-        samples = jax.device_get(sample(variables, tokens, mask, keys))
+        samples = jax.device_get(sample(policy.variables, tokens, mask, keys))
         return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1]
 
     return rewrite

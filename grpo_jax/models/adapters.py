@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.config import LoraSection
+from grpo_jax.config.policy import LoraSection
 from grpo_jax.errors import UserError
 
 

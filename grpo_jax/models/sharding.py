@@ -24,7 +24,7 @@ _COLUMNS = "(q_proj|k_proj|v_proj|gate_proj|up_proj|c_fc)"  # each device makes 
 _ROWS = "(o_proj|down_proj|attn_c_proj|mlp_c_proj)"  # each device reads some of the inputs; the products are added
 
 
-class Row(NamedTuple):
+class Partition(NamedTuple):
     """A line of the table.
 
     Attributes:
@@ -40,22 +40,22 @@ class Row(NamedTuple):
 
 TABLE = (
     # [V, D]; vocabularies are what a tensor axis divides or not (GPT-2's 50257).
-    Row("embed_tokens|lm_head", P(TENSOR, FSDP), P(None, BOTH)),
-    Row("embed_positions", P(None, BOTH)),
+    Partition("embed_tokens|lm_head", P(TENSOR, FSDP), P(None, BOTH)),
+    Partition("embed_positions", P(None, BOTH)),
     # Kernels [layers, in, out].
-    Row(f"layers/{_COLUMNS}/kernel", P(None, FSDP, TENSOR)),
-    Row(f"layers/{_ROWS}/kernel", P(None, TENSOR, FSDP)),
+    Partition(f"layers/{_COLUMNS}/kernel", P(None, FSDP, TENSOR)),
+    Partition(f"layers/{_ROWS}/kernel", P(None, TENSOR, FSDP)),
     # Queries, keys and values in one product: a cut through its outputs would not be one through the heads.
-    Row("layers/c_attn/kernel", P(None, BOTH)),
+    Partition("layers/c_attn/kernel", P(None, BOTH)),
     # Adapters, a [layers, in, rank] and b [layers, rank, out], as the kernel beside them.
-    Row(f"layers/{_COLUMNS}/a", P(None, FSDP)),
-    Row(f"layers/{_COLUMNS}/b", P(None, None, TENSOR)),
-    Row(f"layers/{_ROWS}/a", P(None, TENSOR)),
-    Row(f"layers/{_ROWS}/b", P(None, None, FSDP)),
-    Row("layers/c_attn/a", P(None, BOTH)),
-    Row("layers/c_attn/b", P()),
+    Partition(f"layers/{_COLUMNS}/a", P(None, FSDP)),
+    Partition(f"layers/{_COLUMNS}/b", P(None, None, TENSOR)),
+    Partition(f"layers/{_ROWS}/a", P(None, TENSOR)),
+    Partition(f"layers/{_ROWS}/b", P(None, None, FSDP)),
+    Partition("layers/c_attn/a", P(None, BOTH)),
+    Partition("layers/c_attn/b", P()),
     # A few kilobytes each: whole on every device.
-    Row("scale|bias|value/kernel", P()),
+    Partition("scale|bias|value/kernel", P()),
 )
 """What lies where. State of an optimizer follows its parameter: its path ends alike. Numbers are on every device."""
 
@@ -127,7 +127,7 @@ def _shortest(spec: P, mesh: Mesh) -> P:
     return P(*axes)
 
 
-def place(tree: Any, mesh: Mesh | None) -> Any:
+def shard(tree: Any, mesh: Mesh | None) -> Any:
     """A tree of parameters or state on the mesh; leaves that lie right already are not copied.
 
     Here and below, without a mesh (None) everything stays as it is, on one device. Each process of several needs the
@@ -139,7 +139,7 @@ def place(tree: Any, mesh: Mesh | None) -> Any:
     return tree if mesh is None else jax.tree.map(_put, tree, shardings(tree, mesh))
 
 
-def place_batch(tree: Any, mesh: Mesh | None) -> Any:
+def shard_batch(tree: Any, mesh: Mesh | None) -> Any:
     """Arrays [P, ..] with the prompts shared out over `fsdp`, alike along `tensor`; P must be a multiple of `fsdp`."""
     return tree if mesh is None else jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, P(FSDP))), tree)
 

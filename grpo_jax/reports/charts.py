@@ -88,11 +88,6 @@ def number(value: float | None) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def is_ranking(name: str) -> bool:
-    """Whether a measure is one of ranking (ndcg@10, hr@5, mrr): they are small, and four decimals tell."""
-    return "@" in name or name in ("ndcg", "mrr")
-
-
 def _scale(low, high, start, end):
     span = (high - low) or 1.0
     return lambda value: start + (value - low) / span * (end - start)

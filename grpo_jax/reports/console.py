@@ -1,42 +1,18 @@
-"""What a run tells: lines and a progress bar on the terminal, the log, the metrics, the report."""
+"""The terminal and train.log: lines, and one live line while a run goes on."""
 
-import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from grpo_jax.reports.charts import is_ranking
-from grpo_jax.reports.writers import MetricWriter, open_writers
-from grpo_jax.runs.directory import AppendedFile, GalleryEntry, RunDirectory
+from grpo_jax.runs.directory import AppendedFile
+from grpo_jax.tasks.display import Display
 
-__all__ = [
-    "Console",
-    "GalleryEntry",
-    "Progress",
-    "RunDirectory",
-    "RunOutput",
-    "epoch_line",
-    "result_lines",
-    "status",
-    "versions",
-    "write_run_report",
-]
-
-_PACKAGES = (
-    "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "torch",
-    "diffusers", "open_clip_torch", "gymnax",
-)  # fmt: skip
-
-_SHOWN = (
-    ("episode_return", "return"), ("evaluation/episode_return", "evaluated"), ("solved", "solved"),
-    ("loss", "loss"), ("dead_groups/total", "dead"), ("kl", "kl"), ("entropy", "entropy"),
-    ("watch/pixel_accuracy/mean", "pixels"), ("watch/ndcg@10/mean", "ndcg@10"),
-)  # fmt: skip
+_LIVE = (("loss", "loss"), ("dead_groups/total", "dead"), ("kl", "kl"), ("entropy", "entropy"))
 
 
 class Console:
@@ -81,11 +57,12 @@ class Console:
             self._log.write(text + "\n")
 
     @contextmanager
-    def progress(self, total: int, *, done: int = 0, every: int | None = None) -> Iterator["Progress"]:
+    def live(self, total: int, display: Display, *, done: int = 0, every: int | None = None) -> Iterator["LiveLine"]:
         """A bar over the steps of a run: one line, in which the figures have what bar, count and time leave.
 
         Args:
           total: steps in all.
+          display: which figures of the task are shown.
           done: steps done before a resume.
           every: steps between lines where there is no terminal; None makes about twenty.
         """
@@ -118,7 +95,7 @@ class Console:
                 if due:
                     self.record(line)
 
-            yield Progress(advance, total, done)
+            yield LiveLine(advance, total, display)
 
     def close(self) -> None:
         """Closes the log."""
@@ -126,12 +103,12 @@ class Console:
             self._log.close()
 
 
-class Progress:
-    """Live figures of a run; made by `Console.progress`."""
+class LiveLine:
+    """Live figures of a run; made by `Console.live`."""
 
-    def __init__(self, advance, total: int, done: int):
+    def __init__(self, advance: Callable[[int, str, str | None], None], total: int, display: Display):
         """Starts the clock of the remaining time at the end of the first step, which compiles."""
-        self._advance, self._total = advance, total
+        self._advance, self._total, self._display = advance, total, display
         self._first: tuple[int, float] | None = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -142,144 +119,36 @@ class Progress:
         elif step > self._first[0]:
             pace = (now - self._first[1]) / (step - self._first[0])
             eta = str(timedelta(seconds=round(pace * (self._total - step))))
-        self._advance(step, status(metrics), eta)
+        self._advance(step, status(metrics, self._display), eta)
 
 
-def status(metrics: Mapping[str, float]) -> str:
-    """The figures of a metrics row in one line: rewards with deviation, loss, KL, tokens or steps per second."""
+def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
+    """The figures of a metrics row in one line: rewards with deviation, loss, KL, the task's own, pace."""
     total = metrics.get("reward/total/mean")
     parts: list[str] = []
     if total is not None:
         parts.append(f"reward {total:.3f} ±{metrics.get('reward/total/std', float('nan')):.3f}")
-    singles = [name for name in metrics if name.startswith("reward/") and name.endswith("/mean")]
-    singles.remove("reward/total/mean") if total is not None else None
+    names = (name.removeprefix("reward/").removesuffix("/mean") for name in metrics if _is_reward(name))
+    singles = [name for name in names if name != "total"]
     if len(singles) > 1 or total is None:
-        parts += [f"{name.split('/', 1)[1].removesuffix('/mean')} {metrics[name]:.3f}" for name in singles]
-    shown = [(name, label) for name, label in _SHOWN if metrics.get(name) is not None]
+        parts += [f"{name} {metrics[f'reward/{name}/mean']:.3f}" for name in singles]
+    own = [(name, label) for name, label in display.live if metrics.get(name) is not None]
+    shown = [(name, label) for name, label in _LIVE if metrics.get(name) is not None]
     # Without a reference there is no KL, and rows hold 0.
-    parts += [f"{label} {metrics[name]:.3g}" for name, label in shown if name != "kl" or metrics[name]]
+    shown = [(name, label) for name, label in shown if name != "kl" or metrics[name]]
+    first = [pair for pair in own if not pair[0].startswith("watch/")]
+    last = [pair for pair in own if pair not in first]
+    parts += [f"{label} {metrics[name]:.3g}" for name, label in (*first, *shown, *last)]
     if metrics.get("epoch") is not None and total is not None:
         parts.insert(0, f"epoch {metrics['epoch']:.2f}")
-    if metrics.get("tokens_per_second") is not None:
-        parts.append(f"{metrics['tokens_per_second']:.0f} tok/s")
-    if metrics.get("environment_steps_per_second") is not None:
-        parts.append(f"{metrics['environment_steps_per_second']:.0f} steps/s")
+    for name, unit in (("tokens_per_second", "tok/s"), ("environment_steps_per_second", "steps/s")):
+        if metrics.get(name) is not None:
+            parts.append(f"{metrics[name]:.0f} {unit}")
     return "  ".join(parts)
 
 
-class RunOutput:
-    """Everything a training run writes but its checkpoints: folder, terminal, log, metrics, completions."""
-
-    def __init__(
-        self,
-        config: Any,
-        *,
-        stream: TextIO | None = None,
-        folders: Sequence[str] = ("completions", "images"),
-    ):
-        """Makes or opens the run directory and writes config.yaml.
-
-        Args:
-          config: a dataclass with `run_dir`, `resume` and `report_to`.
-          stream: in place of standard output.
-          folders: made in the run directory.
-
-        Raises:
-          UserError: the run directory cannot be used.
-        """
-        import yaml
-
-        self._config = config
-        self.directory = RunDirectory.open(config.run_dir, resume=config.resume, folders=folders)
-        if not config.resume:
-            text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
-            self.directory.write_config(text)
-        self.console = Console(self.directory.log, stream=stream)
-        self.say, self.part, self.note = self.console.say, self.console.part, self.console.note
-        self._writers: list[MetricWriter] = []
-        self._progress: Progress | None = None
-        self._open_bar = ExitStack()
-
-    def truncate(self, step: int) -> None:
-        """Cuts off what was written after a step (0 for a new run) and opens the metric writers.
-
-        Raises:
-          UserError: a writer that was asked for is missing or cannot write.
-        """
-        self._writers, notes = open_writers(
-            self.directory,
-            self._config.report_to,
-            resume_step=step if self._config.resume else None,
-            config=dataclasses.asdict(self._config),
-        )
-        for note in notes:
-            self.note(note)
-
-    def start(self, total: int, done: int = 0) -> None:
-        """Starts the progress bar of `total` iterations, `done` of them before a resume."""
-        self._progress = self._open_bar.enter_context(self.console.progress(total, done=done))
-
-    def iteration(self, row: Mapping[str, Any], parts: Any, result: Any) -> None:
-        """Writes and shows one iteration.
-
-        Args:
-          row: its metrics, with "step".
-          parts: the run's parts; `environment` names the rewards.
-          result: an `Iteration`: its rollout and advantages.
-        """
-        self.directory.write_completions(int(row["step"]), _completion_columns(parts.environment, result))
-        self.row(row)
-
-    def epoch(self, epoch: float) -> None:
-        """Sums up an epoch in a line when it is over; nothing for epochs of fewer iterations than ten."""
-        from grpo_jax.reports.writers import read_metrics
-
-        if epoch != int(epoch):
-            return
-        rows = [row for row in read_metrics(self.directory.metrics) if epoch - 1 < row["epoch"] <= epoch]
-        if len(rows) >= 10:
-            self.say(epoch_line(int(epoch), rows))
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        """Writes and shows the metrics of one iteration, with "step"."""
-        step = int(row["step"])
-        for writer in self._writers:
-            writer.write(step, row)
-        if self._progress is not None:
-            self._progress.update(step, row)
-
-    def result(self, summary: Mapping[str, Any], lines: Sequence[str] = (), tables: Sequence[Any] = ()) -> None:
-        """Prints the end of a run: measures before, after and at best, the improvement, `lines`, the report's place.
-
-        Metric writers that have a place for them get the summary and the `report_page.Table`s.
-        """
-        self._end_bar()
-        for writer in self._writers:
-            writer.finish(summary, tables)
-        self.say()
-        for line in [*result_lines(summary), *lines]:
-            self.say(line)
-        self.say(f"report: {self.directory.report}", style="bold green")
-
-    def close(self) -> None:
-        """Closes bar, writers and log."""
-        self._end_bar()
-        for writer in self._writers:
-            writer.close()
-        self._writers = []
-        self.console.close()
-
-    def __enter__(self) -> "RunOutput":
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes."""
-        self.close()
-
-    def _end_bar(self):
-        self._open_bar.close()
-        self._progress = None
+def _is_reward(name: str) -> bool:
+    return name.startswith("reward/") and name.endswith("/mean")
 
 
 def epoch_line(epoch: int, rows: Sequence[Mapping[str, float]]) -> str:
@@ -298,12 +167,11 @@ def epoch_line(epoch: int, rows: Sequence[Mapping[str, float]]) -> str:
     )
 
 
-def result_lines(summary: Mapping[str, Any]) -> list[str]:
+def result_lines(summary: Mapping[str, Any], display: Display = Display()) -> list[str]:
     """The table of a summary, and its improvement in one line."""
 
     def cell(name, value):
-        digits = 4 if is_ranking(name) else 3  # on real catalogues they are small
-        return f"{value:>9.{digits}f}" if isinstance(value, int | float) else f"{'–':>9}"
+        return f"{value:>9.{display.digits_of(name)}f}" if isinstance(value, int | float) else f"{'–':>9}"
 
     measures = summary["evaluation"]
     width = max([*map(len, measures), 16])
@@ -319,88 +187,3 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
             f" improvement {summary['improvement']:+.3f}{share}"
         )
     return lines
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes, where installed."""
-    import platform
-    from importlib import metadata
-
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def write_run_report(
-    directory: RunDirectory,
-    *,
-    summary: Mapping[str, Any],
-    gallery: Sequence[Mapping[str, Any]] = (),
-    added_words: Sequence[tuple[str, float]] = (),
-    table: Sequence[Mapping[str, Any]] = (),
-    table_title: str = "Held-out prompts after training",
-    first_tables: Sequence[Any] = (),
-    config_text: str = "",
-    starts: Sequence[int] = (),
-) -> None:
-    """Writes images/ and report.html of a finished run.
-
-    Args:
-      directory: of the run; its metrics.jsonl gives the curves.
-      summary: what summary.json holds.
-      gallery: fields of `GalleryEntry`.
-      added_words: (word, share of rewrites that add it to their prompt), most frequent first.
-      table: one row per held-out prompt.
-      table_title: its heading.
-      first_tables: `report_page.Table`s that stand before it.
-      config_text: the configuration as YAML.
-      starts: iterations done when a process began: the one after compiles.
-    """
-    from grpo_jax.reports.page import Table, write_report
-    from grpo_jax.reports.writers import read_metrics
-
-    entries = [GalleryEntry(**entry) for entry in gallery]
-    directory.write_images(entries)
-    tables = list(first_tables)
-    if table:
-        columns = tuple(table[0])
-        tables.append(Table(table_title, columns, [[row[c] for c in columns] for row in table]))
-    if added_words:
-        note = "Words that rewrites have and prompts lack. A word that appears everywhere may be gaming a judge."
-        columns, rows = ("word", "share of rewrites"), [list(pair) for pair in added_words]
-        tables.append(Table("Most added words", columns, rows, note))
-    write_report(
-        directory.report,
-        title=directory.path.name,
-        summary=summary,
-        metrics_rows=read_metrics(directory.metrics),
-        gallery=entries,
-        tables=tables,
-        config_text=config_text,
-        starts=starts,
-    )
-
-
-def _completion_columns(environment, result) -> dict[str, Any]:
-    """One entry per completion, groups one after another."""
-    rollout = result.rollout
-    group = len(rollout.completions[0])
-    columns = {
-        "prompt": [row.prompt for row in rollout.rows for _ in range(group)],
-        "completion": [text for texts in rollout.completions for text in texts],
-        "text": [text for texts in rollout.texts for text in texts],
-    }
-    judged = (("reward", environment.reward_names, rollout.judgement.rewards),
-              ("watch", environment.watch_names, rollout.judgement.watched))  # fmt: skip
-    for kind, names, values in judged:
-        columns |= {f"{kind}/{name}": np.ravel(values[..., n]) for n, name in enumerate(names)}
-    return columns | {
-        "advantage": np.ravel(result.advantages),
-        "length": np.ravel(np.asarray(rollout.samples.mask).sum(-1)),
-        "truncated": np.ravel(np.asarray(rollout.samples.truncated)),
-        "usable": np.ravel(rollout.usable),
-    }

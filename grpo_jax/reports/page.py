@@ -5,25 +5,17 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from grpo_jax.reports.charts import is_ranking, line_chart, number, series_of
+from grpo_jax.reports.charts import line_chart, number, series_of
 from grpo_jax.reports.style import STYLE
-from grpo_jax.runs.directory import GalleryEntry, encode_png, write_atomically
+from grpo_jax.runs.directory import encode_png, write_atomically
+from grpo_jax.tasks.display import Display, GalleryEntry, Table
 
 _SHOWN_SIZE = 128  # pictures are shown about this wide: small ones enlarged by whole factors
 _ROWS_SHOWN = 200
-
-
-class Table(NamedTuple):
-    """Rows under column names; the note stands above."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    note: str = ""
 
 
 def write_report(
@@ -31,6 +23,7 @@ def write_report(
     *,
     title: str,
     summary: Mapping[str, Any],
+    display: Display = Display(),
     metrics_rows: Sequence[Mapping[str, Any]] = (),
     gallery: Sequence[GalleryEntry] = (),
     tables: Sequence[Table] = (),
@@ -43,6 +36,7 @@ def write_report(
       path: of the HTML file.
       title: the run's name.
       summary: what summary.json holds; `evaluation.<measure>.{before, after, oracle}` makes the headline.
+      display: how the task's measures are shown.
       metrics_rows: rows of metrics.jsonl, for the curves.
       gallery: pairs of pictures.
       tables: rewards per prompt, most added words, …
@@ -53,9 +47,9 @@ def write_report(
       UserError: the disk is full or the place is not writable.
     """
     sections = [
-        _headline(title, summary),
-        _gallery(gallery),
-        _curves(metrics_rows, starts),
+        _headline(title, summary, display),
+        _gallery(gallery, display),
+        _curves(metrics_rows, starts, display),
         *(_table(table) for table in tables),
         _facts(summary, config_text),
     ]
@@ -68,33 +62,32 @@ def write_report(
     write_atomically(path, page)
 
 
-def _headline(title, summary):
+def _headline(title, summary, display):
     evaluation = dict(summary.get("evaluation", {}))
     total = evaluation.get("total")
     if any(values == total for name, values in evaluation.items() if name != "total"):
         del evaluation["total"]  # of a single objective, which it is
-    known = (name for name in ("pixel_accuracy", "ndcg@10", "total") if name in evaluation)
+    known = (name for name in (*display.headline, "total") if name in evaluation)
     main = next(known, next(iter(evaluation), None))
     parts = [f"<header><p class='over'>grpo_jax run</p><h1>{html.escape(title)}</h1>"]
     if main is not None:
-        parts.append(f"<p class='claim'>{_claim(main, evaluation[main], summary.get('prompts'))}</p>")
+        parts.append(f"<p class='claim'>{_claim(main, evaluation[main], summary.get('prompts'), display)}</p>")
     parts.append("</header>")
     if main is not None:
         names = [main, *(name for name in evaluation if name != main)]
-        cards = "".join(_card(name, evaluation[name], first=name == main) for name in names)
+        cards = "".join(_card(name, evaluation[name], display, first=name == main) for name in names)
         parts.append(f"<section class='cards'>{cards}</section>")
     return "".join(parts)
 
 
-def _claim(name, values, prompts):
+def _claim(name, values, prompts, display):
     before, after, oracle = (values.get(kind) for kind in ("before", "after", "oracle"))
-    told = f"{_label(name)} {_value(name, before)} → <strong>{_value(name, after)}</strong>"
+    told = f"{_label(name)} {_value(name, before, display)} → <strong>{_value(name, after, display)}</strong>"
     if prompts:
         told += f" on {prompts} held-out prompts"
     gap = _gap_closed(before, after, oracle)
     if gap is not None:
-        best = "the best possible" if is_ranking(name) or not prompts else "the best possible rewrite"
-        told += f", {gap:.0%} of the way to {best} ({_value(name, oracle)})"
+        told += f", {gap:.0%} of the way to {display.best} ({_value(name, oracle, display)})"
     return told + "."
 
 
@@ -104,16 +97,16 @@ def _gap_closed(before, after, oracle):
     return (after - before) / (oracle - before)
 
 
-def _card(name, values, first):
+def _card(name, values, display, first):
     before, after, oracle = (values.get(kind) for kind in ("before", "after", "oracle"))
     known = [value for value in (before, after, oracle) if value is not None]
     low, high = min([0.0, *known]), max([1e-9, *known])
     bars = "".join(
-        f"<div class='bar {kind}'><span>{kind}</span>{_bar(value, low, high)}<b>{_value(name, value)}</b></div>"
+        f"<div class='bar {kind}'><span>{kind}</span>{_bar(value, low, high)}<b>{_value(name, value, display)}</b></div>"
         for kind, value in (("before", before), ("after", after), ("oracle", oracle))
         if value is not None
     )
-    change = _change(name, before, after) if before is not None and after is not None else ""
+    change = _change(name, before, after, display) if before is not None and after is not None else ""
     return f"<article class='card{' first' if first else ''}'><h3>{_label(name)}{change}</h3>{bars}</article>"
 
 
@@ -131,41 +124,41 @@ def _is_share(name):
     return any(word in name for word in ("accuracy", "usable", "share"))
 
 
-def _value(name, value):
+def _value(name, value, display):
     if value is None or not math.isfinite(value):
         return "–"
     if _is_share(name):
         return f"{value:.1%}"
-    if is_ranking(name):
-        return f"{value:.4f}"
+    if display.digits_of(name) > 3:
+        return f"{value:.{display.digits_of(name)}f}"
     value = round(value, 2) + 0.0  # no "-0.00"
     return (f"{value:.2f}" if abs(value) < 100 else number(value)).replace("-", "−")
 
 
-def _change(name, before, after):
+def _change(name, before, after, display):
     sign = "+" if after >= before else "−"
-    size = f"{abs(after - before) * 100:.1f} points" if _is_share(name) else _value(name, abs(after - before))
+    size = f"{abs(after - before) * 100:.1f} points" if _is_share(name) else _value(name, abs(after - before), display)
     return f"<em>{sign}{size}</em>"
 
 
-def _gallery(gallery):
+def _gallery(gallery, display):
     if not gallery:
         return ""
-    items = "".join(_pair(entry) for entry in gallery)
+    items = "".join(_pair(entry, display) for entry in gallery)
     note = "Left: the prompt as it was typed. Right: as the trained policy rewrote it. Both from the same noise."
     if all(entry.before is None and entry.after is None for entry in gallery):
         note = "Grey: the prompt. Black: what the trained policy made of it."
     return f"<section><h2>Before and after</h2><p class='note'>{note}</p><div class='gallery'>{items}</div></section>"
 
 
-def _pair(entry):
+def _pair(entry, display):
     pictures = ""
     if entry.before is not None or entry.after is not None:
         before, after = _picture(entry.before, "before"), _picture(entry.after, "after")
         pictures = f"<div class='pair'>{before}<span class='arrow'>→</span>{after}</div>"
     scores = "".join(
-        f"<tr><td>{_label(name)}</td><td>{_value(name, before)}</td><td>→</td>"
-        f"<td class='{_trend(before, after)}'>{_value(name, after)}</td></tr>"
+        f"<tr><td>{_label(name)}</td><td>{_value(name, before, display)}</td><td>→</td>"
+        f"<td class='{_trend(before, after)}'>{_value(name, after, display)}</td></tr>"
         for name, (before, after) in entry.scores.items()
     )
     return (
@@ -191,15 +184,26 @@ def _picture(image: np.ndarray | None, kind: str) -> str:
     return f"<img{crisp} {size} alt='{kind}' src='data:image/png;base64,{data}'>"
 
 
-def _curves(rows, starts):
-    charts = "".join([*_chart_list(rows), _seconds_chart(rows, starts)])
+def _curves(rows, starts, display):
+    charts = "".join([*_task_charts(rows, display), *_chart_list(rows, display), _seconds_chart(rows, starts)])
     if not charts:
         return ""
     note = "Faint: each iteration. Bold: smoothed. Figures beside the names are the last ones."
     return f"<section><h2>Training</h2><p class='note'>{note}</p><div class='charts'>{charts}</div></section>"
 
 
-def _chart_list(rows):
+def _task_charts(rows, display):
+    return [
+        line_chart(
+            chart.title,
+            [series_of(rows, curve.metric, curve.label, sparse=curve.sparse) for curve in chart.curves],
+            note=chart.note,
+        )
+        for chart in display.charts
+    ]
+
+
+def _chart_list(rows, display):
     names = list(dict.fromkeys(key for row in rows for key in row))
 
     def group(prefix, suffix=""):
@@ -217,18 +221,11 @@ def _chart_list(rows):
     rewards.sort(key=lambda pair: pair[1] != "total")
     if len(rewards) == 2 and rewards[0][1] == "total":
         rewards = rewards[1:]  # a single objective is its own total, up to its weight
-    watched = [(k, n) for k, n in group("watch/", "/mean") if "pixel_accuracy" not in k and n != "rank"]
-    validated = [(k, n) for k, n in group("validation/") if n not in ("rank", "completion tokens", "usable")]
-    pixels = [("watch/pixel_accuracy/mean", "training batch")]
-    returns = [
-        series_of(rows, "episode_return", "training, sampled"),
-        series_of(rows, "evaluation/episode_return", "evaluation, greedy", sparse=True),
-        series_of(rows, "evaluation/lowest", "worst seed", sparse=True),
-    ]
+    charted = {curve.metric for chart in display.charts for curve in chart.curves}
+    hidden = (*display.hidden, "completion tokens", "usable")
+    watched = [(k, n) for k, n in group("watch/", "/mean") if k not in charted and n not in hidden]
+    validated = [(k, n) for k, n in group("validation/") if n not in hidden]
     return [
-        line_chart("Episode return", returns, note="Mean over the seeds; 500 is the longest episode."),
-        chart("Seeds solved", [("solved", "seeds")], sparse=True),
-        chart("Pixel accuracy", pixels, note="Read from the picture by rule; never trained on."),
         chart("Rewards", rewards),
         chart("Watched, never trained on", watched),
         chart("Validation", validated, sparse=True),

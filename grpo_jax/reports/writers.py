@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_jax.errors import UserError
-from grpo_jax.runs.directory import AppendedFile, RunDirectory, disk_errors, finite, write_atomically
+from grpo_jax.runs.directory import (
+    AppendedFile,
+    RunDirectory,
+    disk_errors,
+    finite,
+    truncate_metrics,
+    write_atomically,
+)
 
 
 class MetricWriter(Protocol):
@@ -19,7 +26,7 @@ class MetricWriter(Protocol):
         """Writes one row."""
 
     def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
-        """Takes what summary.json holds and the `report_page.Table`s of a finished run, if it has a place for them."""
+        """Takes what summary.json holds and the `Table`s of a finished run, if it has a place for them."""
 
     def close(self) -> None:
         """Flushes."""
@@ -157,7 +164,8 @@ def open_writers(
     if unknown:
         raise UserError(f"report_to: expected tensorboard or wandb, got {', '.join(unknown)}")
     if resume_step is not None:
-        run.rewind(resume_step)
+        truncate_metrics(run.metrics, resume_step)
+        run.forget_completions(resume_step)
     writers: list[MetricWriter] = [JsonLines(run.metrics)]
     notes = []
     try:
@@ -173,42 +181,6 @@ def open_writers(
             writer.close()
         raise
     return writers, notes
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line that a kill cut short is left out.
-
-    Raises:
-      UserError: a line before the last is not JSON.
-    """
-    path = Path(path)
-    if not path.is_file():
-        return []
-    rows = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("no step")
-        except ValueError as error:
-            if number == len(lines) - 1:
-                break
-            raise UserError(f"{path}, line {number + 1}: not a row of metrics; mend or delete the line") from error
-        rows.append(row)
-    return rows
-
-
-def truncate_metrics(path: str | Path, step: int) -> None:
-    """Cuts a metrics.jsonl back to the rows up to a step; the rest is kept byte for byte."""
-    path = Path(path)
-    if not path.is_file():
-        return
-    kept = sum(row["step"] <= step for row in read_metrics(path))
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
-    write_atomically(path, b"".join(line + b"\n" for line in lines[:kept]))
 
 
 def _is_number(value) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_jax.errors import StageError, StageTimeout
+
 _POLL_SECONDS = 0.5  # how often the waiting main thread looks up where a signal does not wake it
 _GRACE_SECONDS = 10.0  # how long a stopped pipeline waits for calls that are still running
 
@@ -35,20 +37,6 @@ class Stage:
     name: str
     function: Callable[[Any], Any]
     timed: bool = True
-
-
-class StageError(RuntimeError):
-    """A stage raised; the original exception is the `__cause__`. Has `stage` (name) and `chunk` (index)."""
-
-    def __init__(self, stage: str, chunk: int, reason: str):
-        """Say which stage failed, on which chunk, and why."""
-        super().__init__(f"stage {stage!r} failed on chunk {chunk}: {reason}")
-        self.stage = stage
-        self.chunk = chunk
-
-
-class StageTimeout(StageError):
-    """A stage took longer than allowed for one chunk."""
 
 
 class _Stopped(Exception):

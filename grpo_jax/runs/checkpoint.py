@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from grpo_jax.runs.checkpoint_tree import EVALUATED, check_fits, items, leaves, like, plain, storable, target
 from grpo_jax.errors import UserError
+from grpo_jax.runs.checkpoint_tree import EVALUATED, check_fits, items, leaves, like, plain, storable, target
 
 PyTree = Any
 

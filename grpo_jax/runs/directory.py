@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from grpo_jax.errors import UserError
+from grpo_jax.tasks.display import GalleryEntry
 
 
 @contextmanager
@@ -85,17 +86,6 @@ def encode_png(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-class GalleryEntry(NamedTuple):
-    """One prompt before and after training; pictures are uint8 [H, W, 3] or None."""
-
-    prompt: str
-    rewrite: str
-    before: np.ndarray | None = None
-    after: np.ndarray | None = None
-    scores: Mapping[str, tuple[float | None, float | None]] = {}  # name → (before, after)
-    seed: int | None = None  # of the noise that both pictures were drawn from
-
-
 class RunDirectory:
     """Paths of a run, and the files in it that are written whole."""
 
@@ -117,15 +107,12 @@ class RunDirectory:
         self.summary = self.path / "summary.json"
 
     @classmethod
-    def open(
-        cls, path: str | Path, *, resume: bool = False, folders: Sequence[str] = ("completions", "images")
-    ) -> "RunDirectory":
+    def open(cls, path: str | Path, *, resume: bool = False) -> "RunDirectory":
         """Makes the folder, or opens an earlier run's with `resume`.
 
         Args:
           path: of the run.
           resume: it must hold a run already.
-          folders: made inside it.
 
         Raises:
           UserError: it holds a run already, there is none to resume, or it is not writable.
@@ -140,8 +127,7 @@ class RunDirectory:
         with disk_errors(run.path):
             if not resume and run.log.is_file():
                 shutil.rmtree(run.start, ignore_errors=True)  # of a run that failed while loading
-            for folder in ("", *folders):
-                (run.path / folder).mkdir(parents=True, exist_ok=True)
+            run.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=run.path) as file:
                 file.write(b"x")
         return run
@@ -169,9 +155,12 @@ class RunDirectory:
 
     def write_images(self, gallery: Sequence[GalleryEntry]) -> None:
         """Writes images/000_before.png, 000_after.png, … of a gallery, and their texts and scores in gallery.json."""
+        if not gallery:
+            return
+        with disk_errors(self.images):
+            self.images.mkdir(exist_ok=True)
         texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
-        if gallery:
-            write_atomically(self.images / "gallery.json", json.dumps(texts, indent=1).encode())
+        write_atomically(self.images / "gallery.json", json.dumps(texts, indent=1).encode())
         for index, entry in enumerate(gallery):
             for name, image in (("before", entry.before), ("after", entry.after)):
                 if image is not None:
@@ -194,19 +183,54 @@ class RunDirectory:
         arrays = {"step": np.full(rows, step, np.int64)} | {name: _column(c) for name, c in columns.items()}
         sink = pyarrow.BufferOutputStream()
         pyarrow.parquet.write_table(pyarrow.table(arrays), sink)
+        with disk_errors(self.completions):
+            self.completions.mkdir(exist_ok=True)
         path = self.completions / f"step_{step:06d}.parquet"
         write_atomically(path, sink.getvalue().to_pybytes())
         return path
 
-    def rewind(self, step: int) -> None:
-        """Cuts metrics.jsonl and completions/ back to what had been written at a step (a checkpoint's)."""
-        from grpo_jax.reports.writers import truncate_metrics
-
-        truncate_metrics(self.metrics, step)
+    def forget_completions(self, step: int) -> None:
+        """Removes the completions of iterations after a step (a checkpoint's)."""
         with disk_errors(self.completions):
             for path in self.completions.glob("step_*.parquet"):
                 if int(path.stem.removeprefix("step_")) > step:
                     path.unlink()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl; a last line that a kill cut short is left out.
+
+    Raises:
+      UserError: a line before the last is not JSON.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return []
+    rows = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("no step")
+        except ValueError as error:
+            if number == len(lines) - 1:
+                break
+            raise UserError(f"{path}, line {number + 1}: not a row of metrics; mend or delete the line") from error
+        rows.append(row)
+    return rows
+
+
+def truncate_metrics(path: str | Path, step: int) -> None:
+    """Cuts a metrics.jsonl back to the rows up to a step; the rest is kept byte for byte."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    kept = sum(row["step"] <= step for row in read_metrics(path))
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    write_atomically(path, b"".join(line + b"\n" for line in lines[:kept]))
 
 
 def finite(value: Any) -> Any:

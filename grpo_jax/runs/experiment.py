@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from grpo_jax.config.build import to_yaml
-from grpo_jax.errors import StopRun, UserError
-from grpo_jax.rollout.pipeline import StageError
+from grpo_jax.errors import StageError, StopRun, UserError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.progress import Progress, added, identity_of, require_same, with_total
 from grpo_jax.runs.results import versions

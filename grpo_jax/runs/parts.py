@@ -144,7 +144,7 @@ def make_environment(
     every_prompt = [row.prompt for part in world.prompts for row in part]
     return Environment(
         encode=make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, prompts=every_prompt),
-        decode=make_decode(loaded.tokenizer, form=config.data.form, read=world.read),
+        decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
         render=None if world.render is None else world.render(judges),
         score=make_score(
             maximised, watched, missing=config.on_judge_error == "missing", columns_of=world.columns

@@ -14,7 +14,11 @@ task that is no task of language has a `program` instead, which does what one it
 
         largest: int = 20
 
-        def load(self, setup: Setup) -> World:
+        def reader(self, config: Any) -> Callable[[str, str], Reading]:
+        """The function (completion, user's prompt) → the text that is judged."""
+        return as_written
+
+    def load(self, setup: Setup) -> World:
             return World(make_prompt_set(puzzles(self.largest)), rewards={"right": right})
 
 `python -m grpo_jax.train --task my_tasks.py:Countdown --task.largest 9 …` trains it (examples/own_task).
@@ -76,7 +80,6 @@ class World:
         always_watched: Names among `rewards` that are watched in every run, last.
         render: render(judges) → (rows, texts [P][G], iteration, evaluation) → pictures; None where nothing is drawn.
         columns: (completions, columns) → further columns for the rewards, asked once for all of them.
-        read: (completion, user's prompt) → the text that is judged.
         adapt: Makes a reward function of the user's own fit the task's.
         conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
         references: rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
@@ -98,7 +101,6 @@ class World:
     always_watched: tuple[str, ...] = ()
     render: Callable[[Mapping[str, Any]], Callable[..., Any]] | None = None
     columns: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None
-    read: Callable[[str, str], Reading] = as_written
     adapt: Callable[[Reward], Reward] = lambda reward: reward
     conditions: Callable[[Sequence[Any]], Sequence[Any]] = lambda sections: sections
     references: Callable[[Sequence[Row]], dict[str, list[str]]] = oracle_column
@@ -137,6 +139,10 @@ class Task:
         Raises:
             UserError: Naming the field.
         """
+
+    def reader(self, config: Any) -> Callable[[str, str], Reading]:
+        """The function (completion, user's prompt) → the text that is judged."""
+        return as_written
 
     def load(self, setup: Setup) -> World:
         """What the task works on. Loads no weights.

@@ -1,4 +1,4 @@
-"""What an update minimises: a batch, the forward pass over its completions, and the loss that a config names.
+"""What an update minimises: the forward pass over a batch's completions, and the loss that a config names.
 
 Nothing here knows a concrete model or task: the policy comes as functions (`forward_group`, `head`).
 """
@@ -10,48 +10,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from grpo_jax.config import AlgorithmSection
+from grpo_jax.config.algorithm import AlgorithmSection
 from grpo_jax.core import losses
+from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.logprobs import token_logprobs
+from grpo_jax.core.masking import count, select
 from grpo_jax.models.value_head import VALUE, token_values
-from grpo_jax.training.packing import Packing, packed, unpacked
+from grpo_jax.training.batch import Batch
+from grpo_jax.training.packing import packed, unpacked
 
 Tree = Any
-
-
-class Batch(NamedTuple):
-    """One sampled batch on the policy's device; P may be a minibatch's share.
-
-    Attributes:
-        prompt_tokens: i32 [P, L], left-padded.
-        prompt_mask: bool [P, L].
-        tokens: i32 [P, G, T].
-        mask: bool [P, G, T], EOS included.
-        advantages: f32 [P, G], or [P, G, T] under PPO; None where they wait for the values.
-        scores: f32 [P, G], the rewards' sum that PPO's advantages are made of, or None.
-        old_logprobs: f32 [P, G, T] of the policy that sampled, or None with one update per batch.
-        ref_logprobs: f32 [P, G, T] of the reference, or None where nothing is measured against one.
-        sampler_logprobs: f32 [P, G, T] of the distribution drawn from, or None without importance correction.
-        token_weights: f32 [P, G, T] on each token's policy gradient, or None for 1.
-        old_values: f32 [P, G, T] before the first update, or None without a value head.
-        returns: f32 [P, G, T], what the values learn, or None.
-        packing: Rows that short completions share, or None for a row each.
-    """
-
-    prompt_tokens: jax.Array
-    prompt_mask: jax.Array
-    tokens: jax.Array
-    mask: jax.Array
-    advantages: jax.Array | None = None
-    scores: jax.Array | None = None
-    old_logprobs: jax.Array | None = None
-    ref_logprobs: jax.Array | None = None
-    sampler_logprobs: jax.Array | None = None
-    token_weights: jax.Array | None = None
-    old_values: jax.Array | None = None
-    returns: jax.Array | None = None
-    packing: Packing | None = None
 
 
 class Forward(NamedTuple):
@@ -90,19 +60,27 @@ def make_forward(policy: Any, *, temperature: float, allowed_tokens: jax.Array |
     return forward
 
 
-def loss_options(section: AlgorithmSection) -> dict[str, Any]:
-    """The keyword arguments of `losses.grpo_loss` that a config names: a preset with its overrides."""
+def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str, Any]:
+    """The keyword arguments of `losses.grpo_loss` that a config names: a preset with its overrides.
+
+    Args:
+        section: Preset, clip bounds, KL and entropy.
+        max_new_tokens: The token budget that Dr. GRPO divides by. A batch's width would not do: it is cut to its longest
+            completion.
+    """
     options = dict(losses.PRESETS[section.preset])
+    if isinstance(options["aggregation"], FixedLength):
+        options["aggregation"] = FixedLength(max_new_tokens)
     surrogate = options["surrogate"]
     bounds = {"low": section.clip_low, "high": section.clip_high}
-    given = {name: value for name, value in bounds.items() if value is not None}
-    if given:
+    changed = {name: value for name, value in bounds.items() if value is not None}
+    if changed:
         if not isinstance(surrogate, losses.Clip):
             raise ValueError(
                 f"algorithm.clip_low/clip_high: expected null for preset {section.preset!r}, which has no clip bounds, "
-                f"got {given}"
+                f"got {changed}"
             )
-        options["surrogate"] = dataclasses.replace(surrogate, **given)
+        options["surrogate"] = dataclasses.replace(surrogate, **changed)
     if section.kl_coef > 0:
         options["kl"] = losses.KLPenalty(
             section.kl_coef,
@@ -116,10 +94,16 @@ def loss_options(section: AlgorithmSection) -> dict[str, Any]:
 
 def policy_loss(
     seen: Forward, batch: Batch, options: dict[str, Any], normaliser: Any
-) -> tuple[jax.Array, losses.GRPOMetrics]:
-    """`losses.grpo_loss` of a forward pass; without old log-probabilities the policy is its own old one."""
+) -> tuple[jax.Array, dict[str, Any]]:
+    """`losses.grpo_loss` of a forward pass; without old log-probabilities the policy is its own old one.
+
+    Returns:
+        (loss, {"policy": GRPOMetrics, "sampler_gap": Mean}). The gap, where the batch has the sampler's
+        log-probabilities, is the mean over tokens of |log π_old - log π_sampler|: the same policy, as trainer and
+        sampler compute it.
+    """
     old = jax.lax.stop_gradient(seen.logprobs) if batch.old_logprobs is None else batch.old_logprobs
-    return losses.grpo_loss(
+    loss, metrics = losses.grpo_loss(
         seen.logprobs,
         old,
         batch.advantages,
@@ -130,6 +114,11 @@ def policy_loss(
         token_weights=batch.token_weights,
         **options,
     )
+    measured = {"policy": metrics}
+    if batch.rollout_logprobs is not None:
+        gap = select(batch.mask, jnp.abs(old - batch.rollout_logprobs))
+        measured["sampler_gap"] = Mean(jnp.sum(gap), count(batch.mask))
+    return loss, measured
 
 
 def make_policy_objective(forward: ForwardPass, options: dict[str, Any]) -> Objective:
@@ -140,11 +129,10 @@ def make_policy_objective(forward: ForwardPass, options: dict[str, Any]) -> Obje
         options: Keyword arguments of `losses.grpo_loss`.
 
     Returns:
-        objective(variables, batch, normaliser) → (loss, {"policy": GRPOMetrics}).
+        objective(variables, batch, normaliser) → (loss, what `policy_loss` measured).
     """
 
     def objective(variables: dict[str, Tree], batch: Batch, normaliser: Any) -> tuple[jax.Array, dict[str, Any]]:
-        loss, metrics = policy_loss(forward(variables, batch), batch, options, normaliser)
-        return loss, {"policy": metrics}
+        return policy_loss(forward(variables, batch), batch, options, normaliser)
 
     return objective

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -71,20 +71,21 @@ class PromptEnhancement(Task):
         require(known, "watch.pixel_accuracy", f'the prompts it knows, data.prompts "{MINIATURE}"', config.data.prompts)
         conditioned(config.rewards)
 
+    def reader(self, config: Config) -> Callable[[str, str], Reading]:
+        """The prompt that a completion makes."""
+        form = config.data.form
+        return lambda written, prompt: parse_rewrite(written, form, prompt)
+
     def load(self, setup: Setup) -> World:
         """Prompts, and what draws; the judges come later."""
-        config, form = setup.config, setup.config.data.form
+        config = setup.config
         wanted = any(_asks_for_baselines(name) for name in [*(r.name for r in config.rewards), *config.watch])
-
-        def read(written: str, prompt: str) -> Reading:
-            return parse_rewrite(written, form, prompt)
 
         return World(
             prompts=setup.prompts or _prompts(config),
             rewards=REWARDS,
             default_rewards=DEFAULT_REWARDS,
             render=lambda judges: make_render(judges, config, baselines=wanted),
-            read=read,
             conditions=conditioned,
             references=lambda rows: {"unchanged": [row.prompt for row in rows], **oracle_column(rows)},
         )

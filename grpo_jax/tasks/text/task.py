@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_jax.config.fields import require
+from grpo_jax.config.run import Config
 from grpo_jax.rollout.data import load_prompts
-from grpo_jax.rollout.texts import as_written, continued
+from grpo_jax.rollout.texts import Reading, as_written, continued
 from grpo_jax.tasks.task import Setup, Task, World
 
 
@@ -18,11 +19,14 @@ class Text(Task):
 
     defaults: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 128}}  # room for an answer
 
+    def reader(self, config: Config) -> Callable[[str, str], Reading]:
+        """Completions as they are; a continuation with its prompt."""
+        return continued if config.data.form == "append" else as_written
+
     def load(self, setup: Setup) -> World:
         """The prompts."""
-        config = setup.config
-        if setup.prompts is None:
-            require(bool(config.data.prompts), "data.prompts", "a .jsonl or .txt file", config.data.prompts)
-        prompts = setup.prompts or load_prompts(config.data.prompts, held_out=config.data.held_out)
-
-        return World(prompts, read=continued if config.data.form == "append" else as_written)
+        section = setup.config.data
+        if setup.prompts is not None:
+            return World(setup.prompts)
+        require(bool(section.prompts), "data.prompts", "a .jsonl or .txt file", section.prompts)
+        return World(load_prompts(section.prompts, held_out=section.held_out))

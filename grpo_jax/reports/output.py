@@ -1,0 +1,132 @@
+"""Everything a run writes but its checkpoints: folder, terminal, log, metrics, completions, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TextIO
+
+from grpo_jax.config.build import to_dict, to_yaml
+from grpo_jax.reports.console import Console, LiveLine, epoch_line, result_lines
+from grpo_jax.reports.page import write_report
+from grpo_jax.reports.writers import MetricWriter, open_writers
+from grpo_jax.runs.directory import RunDirectory, read_metrics
+from grpo_jax.tasks.task import Finished
+
+
+class RunOutput:
+    """The output of one run; closed when its block ends."""
+
+    def __init__(self, config: Any, *, stream: TextIO | None = None):
+        """Makes or opens the run directory and writes config.yaml.
+
+        Args:
+          config: of a run: its `run_dir`, `resume`, `report_to` and `task` are read.
+          stream: in place of standard output.
+
+        Raises:
+          UserError: the run directory cannot be used.
+        """
+        self._config, self._display = config, config.task.display
+        self.directory = RunDirectory.open(config.run_dir, resume=config.resume)
+        if not config.resume:
+            self.directory.write_config(to_yaml(config))
+        self.console = Console(self.directory.log, stream=stream)
+        self.say, self.part, self.note = self.console.say, self.console.part, self.console.note
+        self._writers: list[MetricWriter] = []
+        self._live: LiveLine | None = None
+        self._open_line = ExitStack()
+
+    def truncate(self, step: int) -> None:
+        """Cuts off what was written after a step (0 for a new run) and opens the metric writers.
+
+        Raises:
+          UserError: a writer that was asked for is missing or cannot write.
+        """
+        self._writers, notes = open_writers(
+            self.directory,
+            self._config.report_to,
+            resume_step=step if self._config.resume else None,
+            config=to_dict(self._config),
+        )
+        for note in notes:
+            self.note(note)
+
+    def start(self, total: int, done: int = 0) -> None:
+        """Starts the live line of `total` iterations, `done` of them before a resume."""
+        self._live = self._open_line.enter_context(self.console.live(total, self._display, done=done))
+
+    def iteration(self, row: Mapping[str, Any], completions: Mapping[str, Sequence[Any]] | None = None) -> None:
+        """Writes and shows one iteration; an epoch that ends with it is summed up.
+
+        Args:
+          row: its metrics, with "step".
+          completions: columns of completions/, or None.
+        """
+        step = int(row["step"])
+        if completions is not None:
+            self.directory.write_completions(step, completions)
+        for writer in self._writers:
+            writer.write(step, row)
+        if self._live is not None:
+            self._live.update(step, row)
+        if "epoch" in row:
+            self._epoch(row["epoch"])
+
+    def _epoch(self, epoch: float) -> None:
+        """Nothing for epochs of fewer iterations than ten."""
+        if epoch != int(epoch):
+            return
+        rows = [row for row in read_metrics(self.directory.metrics) if epoch - 1 < row["epoch"] <= epoch]
+        if len(rows) >= 10:
+            self.say(epoch_line(int(epoch), rows))
+
+    def finish(self, finished: Finished, *, config: Any, starts: Sequence[int] = ()) -> None:
+        """Writes summary.json, images/ and report.html, and prints the end of a run.
+
+        Args:
+          finished: what the run shows.
+          config: of the run, shown in the report.
+          starts: iterations done when a process began: the one after compiles.
+        """
+        self._end_line()
+        summary, tables = finished.summary, finished.tables
+        self.directory.write_summary(summary)
+        self.directory.write_images(finished.gallery)
+        write_report(
+            self.directory.report,
+            title=self.directory.path.name,
+            summary=summary,
+            display=self._display,
+            metrics_rows=read_metrics(self.directory.metrics),
+            gallery=finished.gallery,
+            tables=[*tables, *finished.tables_below],
+            config_text=to_yaml(config),
+            starts=starts,
+        )
+        for writer in self._writers:
+            writer.finish(summary, tables)
+        self.say()
+        for line in [*result_lines(summary, self._display), *finished.lines]:
+            self.say(line)
+        self.say(f"report: {self.directory.report}", style="bold green")
+
+    def close(self) -> None:
+        """Closes live line, writers and log."""
+        self._end_line()
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+        self.console.close()
+
+    def __enter__(self) -> RunOutput:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes."""
+        self.close()
+
+    def _end_line(self) -> None:
+        self._open_line.close()
+        self._live = None

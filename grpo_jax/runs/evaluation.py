@@ -1,0 +1,96 @@
+"""Held-out measurement: the policy's texts, and others measured in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.rollout.rollout import Judgement, Rollout, collect, judge
+from grpo_jax.runs.parts import Parts, objectives_of
+
+PICTURE_CHUNK = 32
+"""Prompts that travel together: bounds the pictures held at once, and lets judges work while the policy writes."""
+TEXT_CHUNK = 256
+"""The same where nothing is drawn."""
+TOTAL = "total"
+"""Name of the measure that is maximised, in which "best" and the improvement are told."""
+
+
+class Evaluation(NamedTuple):
+    """Means over prompts by measure name (`TOTAL` among them), with what they were measured on."""
+
+    measures: dict[str, float]
+    judgement: Judgement
+    rollout: Rollout | None
+
+
+def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sampled: bool = False) -> Evaluation:
+    """Measures the policy on held-out prompts, with fixed noise: one completion each, greedy or sampled."""
+    rollout = collect(
+        parts.environment,
+        parts.samplers.sampled if sampled else parts.samplers.greedy,
+        variables,
+        rows,
+        key=parts.key,
+        iteration=0,
+        evaluation=True,
+        chunk_prompts=_chunk(parts),
+        timeout=parts.timeout,
+    )
+    measures = means(parts, rollout.judgement, rollout.samples.mask.sum(-1, dtype=np.int32))
+    measures["completion_tokens"] = float(rollout.samples.mask.sum(-1).mean())
+    measures["usable"] = float(rollout.usable.mean())
+    return Evaluation(measures, rollout.judgement, rollout)
+
+
+def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> Evaluation:
+    """Measures given texts in the policy's place: the unchanged prompts, or the oracle's rewrites.
+
+    They were not written token by token: the penalty on length is not theirs.
+    """
+    judgement = judge(
+        parts.environment, rows, [[text] for text in texts], chunk_prompts=_chunk(parts), timeout=parts.timeout
+    )
+    return Evaluation(means(parts, judgement, np.zeros((len(rows), 1), np.int32)), judgement, None)
+
+
+def _chunk(parts: Parts) -> int:
+    return TEXT_CHUNK if parts.environment.render is None else PICTURE_CHUNK
+
+
+def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
+    """The test prompts measured alike: the policy's texts, and those that the task measures in its place."""
+    rows = parts.test_rows
+    found = {"greedy": evaluate_policy(parts, variables, rows)}
+    if parts.config.evaluation.sampled:
+        found["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
+    for kind, texts in parts.world.references(rows).items():
+        found[kind] = evaluate_texts(parts, rows, texts)
+    return found
+
+
+def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:
+    """Mean of each reward as judged and of each watched measure, and of what is maximised: `TOTAL`.
+
+    The total is the weighted sum of the objectives' means, each over the rows that have it: groups of one have no
+    mean of their own that could take a missing value's place. It is NaN where an objective is missing in all rows.
+
+    Args:
+        parts: Weights, conditions and the penalty on length.
+        judgement: Of P texts: rewards f32 [P, 1, N], watched f32 [P, 1, W].
+        lengths: i32 [P, 1], tokens of each completion.
+    """
+    names = parts.environment.reward_names + parts.environment.watch_names
+    judged = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
+    objectives = objectives_of(parts, judgement.rewards, lengths)
+    terms = zip(objectives.weights, _present_means(np.asarray(objectives.rewards)), strict=True)
+    total = float(sum(weight * mean for weight, mean in terms if weight))
+    return {**dict(zip(names, _present_means(judged), strict=True)), TOTAL: total}
+
+
+def _present_means(values: np.ndarray) -> list[float]:
+    """Means of the present values [.., N] of each column; NaN where there is none."""
+    columns = [column[np.isfinite(column)] for column in np.moveaxis(values, -1, 0)]
+    return [float(column.mean(dtype=np.float64)) if column.size else float("nan") for column in columns]

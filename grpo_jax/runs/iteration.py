@@ -1,0 +1,279 @@
+"""One iteration of training: draw a batch, estimate advantages, update, and say what happened.
+
+Every random number and every position follows from (seed, iteration), so a run is resumed by its number of
+iterations and its arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.sharding import shard, shard_optimizer
+from grpo_jax.rollout.data import batches_per_epoch, further_batch_at
+from grpo_jax.rollout.drawing import Judged, draw
+from grpo_jax.rollout.rollout import Rollout, collect
+from grpo_jax.runs.parts import Parts, objectives_of
+from grpo_jax.training.batch import Batch, make_batch
+from grpo_jax.training.estimators import (
+    OVERLONG,
+    learning_groups,
+    signal_metrics,
+    total_rewards,
+)
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.state import TrainState, init_state, needs_reference, refresh_reference, release
+from grpo_jax.training.update import make_update
+
+_UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
+
+
+class Learner(NamedTuple):
+    """The compiled parts of training.
+
+    Attributes:
+        update: update(state, batch, key) → (state, report).
+        schedule: Learning rate by update.
+        iterations: Iterations in all.
+        updates_per_iteration: Optimizer updates of one iteration.
+        start: start(variables) → the state that training begins with. It takes the trained weights over: where they
+            are not the reference, they can be read until the first update only.
+    """
+
+    update: Callable[..., tuple[TrainState, dict[str, Any]]]
+    schedule: Callable[[Any], Any]
+    iterations: int
+    updates_per_iteration: int
+    start: Callable[[dict[str, Any]], TrainState]
+
+
+class Iteration(NamedTuple):
+    """What one iteration gives.
+
+    Attributes:
+        state: After the update.
+        row: Its metrics.
+        seconds: Seconds of work by stage.
+        completions: Columns of completions/, one entry per completion of the groups it learned from.
+    """
+
+    state: TrainState
+    row: dict[str, Any]
+    seconds: dict[str, float]
+    completions: dict[str, Any]
+
+
+def make_learner(parts: Parts) -> Learner:
+    """Optimizer, schedule and update step that a config names."""
+    config, policy = parts.config, parts.policy
+    per_epoch = batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch)
+    iterations = config.training.max_steps or config.training.num_epochs * per_epoch
+    per_iteration = config.training.inner_epochs * config.training.minibatches
+    section = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)
+    schedule = make_schedule(section, iterations * per_iteration)
+    optimizer = shard_optimizer(make_optimizer(section, schedule, value_rate=config.ppo.value_rate), policy.mesh)
+    update = make_update(
+        policy.functions,
+        optimizer,
+        config.algorithm,
+        config.training,
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
+        allowed_tokens=None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens),
+        ppo=config.ppo,
+    )
+    steered = config.algorithm.learns_values and config.ppo.kl_coef > 0
+
+    # New adapters change nothing: the base is the policy at the start, and stays the reference if none replaces it.
+    untouched = config.policy.lora.path is None and config.warm_start.steps == 0
+    base_reference = untouched and config.algorithm.update_ref_every == 0
+
+    def start(variables: dict[str, Any]) -> TrainState:
+        state = init_state(
+            variables,
+            optimizer,
+            keep_reference=needs_reference(config.algorithm, config.ppo),
+            base_reference=base_reference,
+            kl_coef=config.ppo.kl_coef if steered else None,
+            loss_scale=make_loss_scale(config.policy.compute_dtype),
+            take_over=True,
+        )
+        return shard(state, policy.mesh)
+
+    return Learner(update, schedule, iterations, per_iteration, start)
+
+
+def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: int) -> Iteration:
+    """Samples a batch, judges it and learns from it.
+
+    Args:
+        parts: The run's parts.
+        learner: Its compiled steps.
+        state: Donated.
+        iteration: From 0.
+    """
+    started = time.monotonic()
+    config, algorithm = parts.config, parts.config.algorithm
+    further = algorithm.resample_rounds if algorithm.dead_groups == "resample" else 0
+    drawn = draw(lambda number: sample_batch(parts, state.variables, iteration, number), further=further)
+    before_update = time.perf_counter()
+    batch = batch_of(parts, drawn.batch)
+    key = jax.random.fold_in(jax.random.fold_in(parts.key, _UPDATE_STREAM), iteration)
+    first_update = int(state.step)  # of those that were made: what is left out does not move the schedule
+    state, report = learner.update(state, batch, key)
+    seconds = {**drawn.seconds, "update": time.perf_counter() - before_update}
+    every = algorithm.update_ref_every
+    if needs_reference(algorithm, config.ppo) and every and (iteration + 1) % every == 0:
+        before, state = state.reference, refresh_reference(state)
+        release(before)
+    row = {
+        "step": iteration + 1,
+        "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
+        **update_metrics(report),
+        "learning_rate": float(learner.schedule(first_update)),
+        **rollout_metrics(parts, drawn.first),
+    }
+    if state.loss_scale is not None:
+        row["loss_scale"] = float(state.loss_scale.scale)
+    if algorithm.dead_groups != "keep":
+        row |= {"draws": drawn.draws, "groups_kept": int(drawn.batch.teaching.sum())}
+    row |= _timings(parts, {**seconds, "total": time.monotonic() - started}, row)
+    estimates = report["measured"].get("estimates")
+    advantages = np.asarray(batch.advantages if estimates is None else estimates.advantages)
+    return Iteration(state, row, seconds, completion_columns(parts, drawn.batch.rollout, advantages))
+
+
+def sample_batch(parts: Parts, variables: Any, iteration: int, number: int) -> Judged:
+    """The batch of an iteration's draw: rows and random numbers are functions of (seed, iteration, number)."""
+    config, rows = parts.config, parts.prompts.train
+    places = further_batch_at(config.seed, iteration, number, batch_size=config.training.prompts_per_batch, n=len(rows))
+    # A prompt that comes twice in an iteration, when prompts run out, gets other completions.
+    key = jax.random.fold_in(jax.random.fold_in(parts.key, _DRAW_STREAM), number) if number else parts.key
+    rollout = collect(
+        parts.environment,
+        parts.samplers.training,
+        variables,
+        [rows[place] for place in places],
+        key=key,
+        iteration=iteration,
+        chunk_prompts=config.training.chunk_prompts,
+        timeout=parts.timeout,
+    )
+    objectives = objectives_of(parts, rollout.judgement.rewards, rollout.samples.mask.sum(-1, dtype=np.int32))
+    teaching = np.asarray(learning_groups(objectives.rewards, objectives.weights, config.algorithm))
+    return Judged(rollout, objectives, teaching)
+
+
+def batch_of(parts: Parts, judged: Judged) -> Batch:
+    """A judged batch as the update takes it."""
+    rollout = judged.rollout
+    prompts = (rollout.prompt_tokens, rollout.prompt_mask)
+    return make_batch(
+        prompts, rollout.samples, judged.objectives, judged.teaching, parts.config.algorithm, mesh=parts.policy.mesh
+    )
+
+
+def update_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The update's part of a metrics row; a value head adds its own."""
+    parts, measured = report["metrics"], report["measured"]
+    policy = {name: float(mean.value()) for name, mean in parts["policy"]._asdict().items()}
+    row = {
+        "loss": report["loss"],
+        "policy_loss": policy["policy_loss"],
+        "kl": policy["kl"],
+        "entropy": policy["entropy"],
+        "mean_advantage": policy["advantage"],
+        "grad_norm": report["grad_norm"],
+        "clip_low": policy["clip_low"],
+        "clip_high": policy["clip_high"],
+        "mean_ratio": policy["ratio"],
+        "old_kl": policy["old_kl"],
+        "sampler_gap": float(parts["sampler_gap"].value()),
+        "skipped_updates": report["skipped"],
+    }
+    if "value" in parts:
+        estimates = measured["estimates"]
+        row |= {
+            "value/loss": float(parts["value"].loss.value()),
+            "value/clipped": float(parts["value"].clip_fraction.value()),
+            "value/mean": float(estimates.value),
+            "value/return": float(estimates.returns),
+            "value/explained_variance": float(estimates.explained_variance),
+            "completion_kl": float(estimates.completion_kl),
+        }
+    return row | {name: float(measured[name]) for name in ("kl_coef", "importance_weight") if name in measured}
+
+
+def rollout_metrics(parts: Parts, judged: Judged) -> dict[str, float]:
+    """The batch's part of a metrics row: rewards as judged and their total as maximised, signal, lengths, texts."""
+    rollout, objectives = judged.rollout, judged.objectives
+    samples, judgement = rollout.samples, rollout.judgement
+    row: dict[str, float] = {}
+    for index, name in enumerate(parts.environment.reward_names):
+        values = judgement.rewards[..., index]
+        row |= _spread(f"reward/{name}", values)
+        row[f"missing/{name}"] = float(np.isnan(values).mean())
+    row |= _spread("reward/total", total_rewards(objectives))
+    if OVERLONG in objectives.names:
+        row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[..., -1]))
+    row |= signal_metrics(objectives)
+    for index, name in enumerate(parts.environment.watch_names):
+        row |= _spread(f"watch/{name}", judgement.watched[..., index])
+    lengths = samples.mask.sum(-1)
+    row |= {
+        "completion_tokens": float(lengths.mean()),
+        "completion_tokens_max": float(lengths.max()),
+        "truncated": float(samples.truncated.mean()),
+    }
+    prompts = [row.prompt for row in rollout.rows]
+    return row | parts.world.statistics(prompts, rollout.texts, rollout.usable.tolist())
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    present = values[np.isfinite(values)].astype(np.float64)
+    if not present.size:
+        return {f"{name}/mean": float("nan"), f"{name}/std": float("nan")}
+    return {f"{name}/mean": float(present.mean()), f"{name}/std": float(present.std())}
+
+
+def _timings(parts: Parts, seconds: Mapping[str, float], row: Mapping[str, Any]) -> dict[str, float]:
+    prompts = parts.config.training.prompts_per_batch * row.get("draws", 1)
+    tokens = row["completion_tokens"] * prompts * parts.config.sampling.group_size
+    timings = {f"seconds/{name}": value for name, value in seconds.items()}
+    return {**timings, "tokens_per_second": tokens / max(seconds["sample"], 1e-9)}
+
+
+def completion_columns(parts: Parts, rollout: Rollout, advantages: np.ndarray) -> dict[str, Any]:
+    """The completions of a batch as columns, one entry each, groups one after another.
+
+    Args:
+        parts: Names of rewards and watched measures.
+        rollout: The groups that were learned from.
+        advantages: f32 [P, G]; of PPO the mean over each completion's tokens.
+    """
+    group = len(rollout.completions[0])
+    columns: dict[str, Any] = {
+        "prompt": [row.prompt for row in rollout.rows for _ in range(group)],
+        "completion": [text for texts in rollout.completions for text in texts],
+        "text": [text for texts in rollout.texts for text in texts],
+    }
+    judgement, environment = rollout.judgement, parts.environment
+    judged = (
+        ("reward", environment.reward_names, judgement.rewards),
+        ("watch", environment.watch_names, judgement.watched),
+    )
+    for kind, names, values in judged:
+        columns |= {f"{kind}/{name}": np.ravel(values[..., n]) for n, name in enumerate(names)}
+    return columns | {
+        "advantage": np.ravel(advantages),
+        "length": np.ravel(np.asarray(rollout.samples.mask).sum(-1)),
+        "truncated": np.ravel(np.asarray(rollout.samples.truncated)),
+        "usable": np.ravel(rollout.usable),
+    }

@@ -1,0 +1,164 @@
+"""What an experiment drives of a language policy: warm start, iterations, validation, the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.config.run import Config
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_policy, measure_all
+from grpo_jax.runs.iteration import Learner, make_learner, run_iteration
+from grpo_jax.runs.parts import Parts, load_parts, within_budget
+from grpo_jax.runs.progress import added, identity_of, require_same, with_total
+from grpo_jax.runs.results import finish_language
+from grpo_jax.runs.warm_start import warm_start
+from grpo_jax.tasks.task import Advanced, Begun, Finished
+from grpo_jax.training.state import TrainState, release, restored_state, saved_parts
+
+UNTRAINED = "untrained"
+"""The policy as it was loaded, before the warm start."""
+
+
+@dataclass(frozen=True)
+class LanguageProgram:
+    """A language policy's run.
+
+    Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged", "oracle")
+    and of the policy before a warm start ("untrained"); and "remembered", what the task's findings need of them.
+
+    Attributes:
+        parts: Policy, data and judges.
+        learner: Compiled steps.
+        say: Prints a line.
+        clock: `time.monotonic()` at the start of this process's part of the run.
+    """
+
+    parts: Parts
+    learner: Learner
+    say: Callable[[str], None]
+    clock: float
+
+    @property
+    def iterations(self) -> int:
+        """In all."""
+        return self.learner.iterations
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the task says."""
+        return self.parts.world.identity
+
+    def template(self) -> TrainState:
+        """The start without its arrays: two states at once may not fit."""
+        state = self.learner.start(self.parts.policy.variables)
+        release(saved_parts(state))
+        return state
+
+    def saved(self, state: TrainState) -> dict[str, Any]:
+        """All that training changes; frozen weights are left out."""
+        return saved_parts(state)
+
+    def restored(self, saved: Mapping[str, Any], template: TrainState) -> TrainState:
+        """With the frozen weights of the template."""
+        return restored_state(saved, template.variables)
+
+    def begin(self, folder: Path, stop: threading.Event) -> Begun | None:
+        """Teaches what there is to teach, and measures the start."""
+        seconds: dict[str, float] = {}
+        notes: dict[str, Any] = {"before": {}, "remembered": {}}
+        if self.parts.config.warm_start.steps:
+            warmed = self._warm_up(folder, stop)
+            if warmed is None:
+                return None
+            state, notes, seconds = warmed
+        else:
+            state = self.learner.start(self.parts.policy.variables)
+        started = time.monotonic()
+        before = measure_all(self.parts, state.variables)
+        notes = self._noted(notes, "before", before)
+        seconds = added(seconds, {"evaluate": time.monotonic() - started})
+        measures = "  ".join(f"{name} {value:.3f}" for name, value in before["greedy"].measures.items())
+        return Begun(state, notes, seconds, f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}")
+
+    def _warm_up(
+        self, folder: Path, stop: threading.Event
+    ) -> tuple[TrainState, dict[str, Any], dict[str, float]] | None:
+        """Measures the policy as it was loaded and teaches it the task's pairs; None if stopped on the way."""
+        parts = self.parts
+        meta = self._interrupted(folder)
+        if meta is None:
+            started = time.monotonic()
+            untrained = evaluate_policy(parts, parts.policy.variables, parts.test_rows)
+            remembered = parts.world.remember(UNTRAINED, {"greedy": untrained.judgement})
+            meta = {
+                "identity": identity_of(parts.config, self.identity),
+                "notes": {"before": {UNTRAINED: untrained.measures}, "remembered": remembered},
+                "seconds": {"evaluate": time.monotonic() - started},
+            }
+
+        def remembered() -> dict[str, Any]:
+            return {**meta, "seconds": with_total(meta["seconds"], self.clock)}
+
+        with Checkpoints(folder, keep=1) as checkpoints:
+            warmed = warm_start(parts, checkpoints=checkpoints, meta=remembered, stop=stop, say=self.say)
+        if warmed is None:
+            return None
+        variables, seconds = warmed
+        return self.learner.start(variables), meta["notes"], {**meta["seconds"], "warm_start": seconds}
+
+    def _interrupted(self, folder: Path) -> dict[str, Any] | None:
+        """What the last checkpoint of an interrupted warm start remembers; None if there is none."""
+        if not folder.is_dir():
+            return None
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            if checkpoints.latest_step() is None:
+                return None
+            meta = checkpoints.read_meta("latest")
+        require_same(meta["identity"], self.parts.config, self.identity, folder)
+        return {name: meta[name] for name in ("identity", "notes", "seconds")}
+
+    def _noted(self, notes: Mapping[str, Any], name: str, found: Mapping[str, Evaluation]) -> dict[str, Any]:
+        measures = {kind: evaluation.measures for kind, evaluation in found.items()}
+        judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
+        return {
+            "before": notes["before"] | measures,
+            "remembered": notes["remembered"] | self.parts.world.remember(name, judgements),
+        }
+
+    def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
+        """One iteration."""
+        result = run_iteration(self.parts, self.learner, state, iteration)
+        return Advanced(result.state, [result.row], result.seconds, dict(notes), result.completions)
+
+    def validate(self, state: TrainState, iteration: int) -> tuple[dict[str, float], float] | None:
+        """The validation prompts' measures and what the rewards make of them."""
+        every = self.parts.config.evaluation.every
+        due = every and (iteration % every == 0 or iteration == self.iterations)
+        if not due or not self.parts.validation_rows:
+            return None
+        found = evaluate_policy(self.parts, state.variables, self.parts.validation_rows)
+        measures = dict(found.measures)
+        return measures, measures.pop(TOTAL)
+
+    def finish(self, state: TrainState, progress: Any, directory: Any) -> Finished:
+        """Measures the held-out prompts after training, and writes `policy/` and `adapter/`."""
+        return finish_language(self.parts, state, progress, directory)
+
+
+def load_program(config: Config, output: Any, *, prompts: Any, rewards: Any, clock: float) -> LanguageProgram:
+    """Loads a language run.
+
+    Args:
+        config: The run's.
+        output: Its terminal (`reports.output.RunOutput`).
+        prompts: In place of the task's own, or None.
+        rewards: In place of the config's, or None.
+        clock: `time.monotonic()` at the start.
+    """
+    parts = within_budget(load_parts(config, output.part, prompts=prompts, rewards=rewards), output.part)
+    return LanguageProgram(parts, make_learner(parts), output.say, clock)

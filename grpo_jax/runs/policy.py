@@ -1,0 +1,184 @@
+"""The policy that a config names: its folder, its functions and its variables on their devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from grpo_jax.config import Config, MeshSection, to_dict
+from grpo_jax.config.command_line import load_config
+from grpo_jax.config.named import own_package
+from grpo_jax.errors import UserError
+from grpo_jax.models import hf
+from grpo_jax.models.adapters import first_adapters, lora_config
+from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.new import write_policy
+from grpo_jax.models.quantised import count_weights, quantise
+from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
+from grpo_jax.models.value_head import VALUE, init_value_head
+from grpo_jax.runs.checkpoint import restore_params
+from grpo_jax.runs.directory import RunDirectory
+from grpo_jax.training.state import trained_collections
+
+NEW = "new"
+"""As policy.path: a small policy with random weights, made of the task's words."""
+
+
+class Policy(NamedTuple):
+    """A policy as a run uses it.
+
+    Attributes:
+        functions: Its pure functions (`models.decoder.Policy`).
+        loaded: Its folder as read, without the weights: decoder config, tokenizer, special ids.
+        lora: Adapters' config, or None.
+        variables: The start, on the devices.
+        mesh: The devices where they are several, else None.
+    """
+
+    functions: Any
+    loaded: Any
+    lora: Any
+    variables: dict[str, Any]
+    mesh: jax.sharding.Mesh | None
+
+
+def policy_folder(config: Config) -> str:
+    """The folder or hub id of policy.path: as it stands, a bundled policy's, or where the run keeps its new one."""
+    path = config.policy.path
+    if path == NEW:
+        return str(RunDirectory(config.run_dir).start)
+    if not path:
+        raise UserError("policy.path: expected a Hugging Face folder or hub id, got none")
+    return str(own_package("bridges").bundled(path, "policy") or path)
+
+
+def make_new_policy(config: Config, words: Callable[[], Sequence[str]] | None) -> None:
+    """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths.
+
+    Raises:
+        UserError: The task has no words for one.
+    """
+    if config.policy.path != NEW:
+        return
+    if words is None:
+        raise UserError("policy.path: expected a folder, got 'new': this task has no words to make a policy of")
+    folder, section = RunDirectory(config.run_dir).start, config.policy.new
+    if not (folder / "config.json").is_file():
+        write_policy(
+            folder,
+            words(),
+            architecture=section.architecture,
+            width=section.width,
+            layers=section.layers,
+            heads=section.heads,
+            window=section.window,
+            seed=config.seed,
+            plain_words=True,
+        )
+
+
+def load_policy(config: Config, devices: Sequence[jax.Device], say: Callable[..., None]) -> Policy:
+    """Loads what policy.* names.
+
+    Args:
+        config: The run's.
+        devices: As many as its mesh takes.
+        say: say(name, detail) prints a line.
+
+    Raises:
+        UserError: The folder is missing, broken or unsupported, or does not fit mesh, adapters or lengths.
+    """
+    section = config.policy
+    mesh = make_mesh(section.mesh.fsdp, section.mesh.tensor, devices) if section.mesh.size > 1 else None
+
+    def put(tree: Any) -> Any:
+        return jax.device_put(tree, devices[0]) if mesh is None else shard(tree, mesh)
+
+    dtype = section.frozen_dtype if section.lora.used else "float32"
+    store = None if mesh is None else put
+    if section.quantised != "none":
+        store = partial(quantise, kind=section.quantised, device=devices[0])
+    try:
+        loaded = hf.load_folder(policy_folder(config), param_dtype=dtype, put=store)
+    except ValueError as error:  # a weight that does not divide
+        raise UserError(f"policy.mesh: {error}") from error
+    lora = lora_config(section.lora, loaded.config)
+    functions = make_policy(
+        loaded.config,
+        compute_dtype=section.compute_dtype,
+        remat=section.remat,
+        lora=lora,
+        spread=over_prompts(mesh),
+    )
+    _check_room(config, functions.max_positions)
+    variables = {"params": put(loaded.params)}
+    if lora is not None:
+        variables["lora"] = put(first_adapters(section.lora, lora, loaded.config, variables["params"], config.seed))
+    if config.algorithm.learns_values:
+        variables[VALUE] = put({VALUE: init_value_head(loaded.config.hidden_size)})[VALUE]
+    say("policy", _described(config, variables, lora, devices))
+    return Policy(shard_policy(functions, mesh), loaded._replace(params=None), lora, variables, mesh)
+
+
+def _described(config: Config, variables: Mapping[str, Any], lora: Any, devices: Sequence[jax.Device]) -> str:
+    section = config.policy
+    trained = (f", LoRA rank {lora.rank}" if lora else "") + (", value head" if VALUE in variables else "")
+    trained = trained if section.quantised == "none" else f" on {section.quantised}{trained}"
+    count = count_weights(variables["params"])
+    return f"{section.path}: {count:,} parameters, {section.compute_dtype}{trained}, on {', '.join(map(str, devices))}"
+
+
+def _check_room(config: Config, limit: int | None) -> None:
+    """Learned positions end: the longest prompt and the longest completion must fit together."""
+    prompt, completion = config.data.max_prompt_tokens, config.sampling.max_new_tokens
+    if limit is not None and prompt + completion > limit:
+        raise UserError(
+            f"data.max_prompt_tokens = {prompt} and sampling.max_new_tokens = {completion} make {prompt + completion} "
+            f"tokens, but {config.policy.path} has learned positions for {limit} only: lower one of them"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- restoring
+
+
+def run_config(run_dir: str | Path) -> Config:
+    """The config that a run directory was made with.
+
+    Raises:
+        UserError: There is no run, its config cannot be read, or it is not of a language policy.
+    """
+    path = Path(run_dir) / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"{run_dir}: no config.yaml there; give the run directory of a training run")
+    config = load_config(path)
+    if not isinstance(config, Config):
+        name = to_dict(config)["task"]["kind"]
+        raise UserError(f"{run_dir}: a {name} run has no language policy; its results are in summary.json")
+    return dataclasses.replace(config, run_dir=str(run_dir))  # the folder may have moved since
+
+
+def restore_policy(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy, dict[str, Any]]:
+    """A run's config, its policy as a checkpoint has it, without judges and on one device, and the checkpoint's meta."""
+    config = run_config(run_dir)
+    config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
+    policy = load_policy(config, jax.devices()[:1], lambda *_: None)
+    variables, meta = restore_variables(policy.variables, run_dir, checkpoint)
+    return config, policy._replace(variables=variables), meta
+
+
+def restore_variables(
+    variables: dict[str, Any], run_dir: str | Path, checkpoint: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint's variables ("final", "best" or a step) on the devices of `variables`, and its meta.
+
+    It holds the trained collections alone; frozen weights are those of the folder.
+    """
+    which = int(checkpoint) if checkpoint.isdigit() else checkpoint
+    trained = {name: variables[name] for name in trained_collections(variables)}
+    restored, meta = restore_params(run_dir, which, trained)
+    return {**variables, **restored}, meta

@@ -1,0 +1,86 @@
+"""Where a run stands: what a checkpoint remembers beside the arrays, and whether a config may go on from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_jax.config.build import differences, identity
+from grpo_jax.errors import UserError
+
+
+class Progress(NamedTuple):
+    """What a checkpoint remembers beside the arrays; all of it JSON.
+
+    Attributes:
+        iteration: Iterations done.
+        iterations: That there were to be.
+        best_score: Best validation score so far, or None.
+        best_iteration: Where it was reached.
+        seconds: Seconds by stage so far; "total" of the processes before this one, in a checkpoint of all until then.
+        starts: Iterations done when a process began: 0, and wherever the run was resumed.
+        identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
+        notes: What the program must remember, such as the measures of the start.
+    """
+
+    iteration: int
+    iterations: int
+    best_score: float | None
+    best_iteration: int
+    seconds: dict[str, float]
+    starts: list[int]
+    identity: dict[str, dict[str, Any]]
+    notes: dict[str, Any]
+
+
+def identity_of(config: Any, task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What must be the same when a run goes on from a checkpoint."""
+    return {"config": identity(config), "task": dict(task)}
+
+
+def require_same(saved: Mapping[str, Mapping[str, Any]], config: Any, task: Mapping[str, Any], folder: Path) -> None:
+    """Refuses a checkpoint of another configuration, or of other data.
+
+    Raises:
+        UserError: Naming the fields that differ.
+    """
+    changed = differences(saved["config"], config)
+    if changed:
+        raise UserError(
+            f"--resume: the checkpoint in {folder} was made with other values ({'; '.join(changed)}): give those again, "
+            "or start a new run in another --run_dir"
+        )
+    require_same_task(saved["task"], task, folder)
+
+
+def require_same_task(saved: Mapping[str, Any], task: Mapping[str, Any], folder: Path) -> None:
+    """Refuses a checkpoint of other data than the task has loaded.
+
+    Raises:
+        UserError: Naming what differs.
+    """
+    changed = [f"{name}: {saved.get(name)} → {value}" for name, value in task.items() if saved.get(name) != value]
+    if changed:
+        raise UserError(
+            f"the checkpoint in {folder} was made with other data or models ({'; '.join(changed)}): give it those again"
+        )
+
+
+def with_total(seconds: Mapping[str, float], clock: float) -> dict[str, float]:
+    """Seconds as checkpoints and summary hold them: "total" is the whole run's until now.
+
+    While a process runs, "total" is what earlier ones took: the checkpoint that it started from says so.
+
+    Args:
+        seconds: By name; no "total" where there was no process before.
+        clock: `time.monotonic()` at the start of this process.
+    """
+    parts = {name: value for name, value in seconds.items() if name != "total"}
+    return {**parts, "total": seconds.get("total", 0.0) + time.monotonic() - clock}
+
+
+def added(total: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by name, summed."""
+    return {name: total.get(name, 0.0) + more.get(name, 0.0) for name in {**total, **more}}

@@ -1,0 +1,126 @@
+"""A judged batch as an update takes it: trimmed, packed and placed on the host, once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.config.algorithm import AlgorithmSection
+from grpo_jax.core.advantages import sum_rewards
+from grpo_jax.core.selection import without_truncated
+from grpo_jax.models.sharding import shard_batch
+from grpo_jax.sampling.sampler import Samples
+from grpo_jax.training.estimators import Objectives, estimate_advantages
+from grpo_jax.training.packing import Packing, pack, trimmed
+
+
+class Batch(NamedTuple):
+    """One sampled batch on the policy's device; P may be a minibatch's share.
+
+    Attributes:
+        prompt_tokens: i32 [P, L], left-padded.
+        prompt_mask: bool [P, L].
+        tokens: i32 [P, G, T].
+        mask: bool [P, G, T], EOS included.
+        advantages: f32 [P, G], or [P, G, T] under PPO; None where they wait for the values.
+        scores: f32 [P, G], the rewards' sum that PPO's advantages are made of, or None.
+        old_logprobs: f32 [P, G, T] of the policy that sampled, or None with one update per batch.
+        ref_logprobs: f32 [P, G, T] of the reference, or None where nothing is measured against one.
+        rollout_logprobs: f32 [P, G, T] of the policy as the sampler computed them: what the gap between sampler and
+            trainer is measured against. None measures none.
+        sampler_logprobs: f32 [P, G, T] of the distribution drawn from, or None without importance correction.
+        token_weights: f32 [P, G, T] on each token's policy gradient, or None for 1.
+        old_values: f32 [P, G, T] before the first update, or None without a value head.
+        returns: f32 [P, G, T], what the values learn, or None.
+        packing: Rows that short completions share, or None for a row each.
+    """
+
+    prompt_tokens: jax.Array
+    prompt_mask: jax.Array
+    tokens: jax.Array
+    mask: jax.Array
+    advantages: jax.Array | None = None
+    scores: jax.Array | None = None
+    old_logprobs: jax.Array | None = None
+    ref_logprobs: jax.Array | None = None
+    rollout_logprobs: jax.Array | None = None
+    sampler_logprobs: jax.Array | None = None
+    token_weights: jax.Array | None = None
+    old_values: jax.Array | None = None
+    returns: jax.Array | None = None
+    packing: Packing | None = None
+
+    def read_by_policy(self) -> Batch:
+        """Only what a forward pass reads."""
+        return Batch(self.prompt_tokens, self.prompt_mask, self.tokens, self.mask, packing=self.packing)
+
+
+def make_batch(
+    prompts: tuple[np.ndarray, np.ndarray],
+    samples: Samples,
+    objectives: Objectives,
+    teaching: np.ndarray,
+    algorithm: AlgorithmSection,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Batch:
+    """What is learned from, on the policy's devices.
+
+    Prompts and completions are cut to the longest of the batch; short completions share rows (`packing`).
+    Under dead_groups "drop" and "resample" groups that teach nothing are masked, and out of every statistic.
+
+    Args:
+        prompts: i32 [P, L] and bool [P, L], left-padded, on the host.
+        samples: Completions, on the host.
+        objectives: What is maximised, on the policy's device.
+        teaching: bool [P], the groups that teach something.
+        algorithm: What is learned, and from which tokens.
+        mesh: The policy's devices where they are several.
+    """
+    device = next(iter(objectives.rewards.devices()))
+    written = samples.mask
+    prompt_tokens, prompt_mask = (trimmed(array, prompts[1], left=True) for array in prompts)
+    tokens, mask, logprobs, sampler_logprobs = (
+        trimmed(array, written) for array in (samples.tokens, written, samples.logprobs, samples.sampler_logprobs)
+    )
+    prompt_tokens, prompt_mask, tokens, mask, logprobs, truncated = jax.device_put(
+        (prompt_tokens, prompt_mask, tokens, mask, logprobs, samples.truncated), device
+    )
+    if algorithm.mask_truncated:
+        mask = without_truncated(mask, truncated)
+    rewards = objectives.rewards
+    if algorithm.dead_groups != "keep":
+        kept = jnp.asarray(teaching)
+        mask &= kept[:, None, None]
+        rewards = jnp.where(kept[:, None, None], rewards, jnp.nan)
+    batch = Batch(prompt_tokens, prompt_mask, tokens, mask, rollout_logprobs=logprobs)
+    if algorithm.importance_cap > 0:
+        batch = batch._replace(sampler_logprobs=jax.device_put(sampler_logprobs, device))
+    if algorithm.learns_values:
+        # A completion without a reward says nothing about its tokens: it takes no part.
+        scores = sum_rewards(rewards, weights=objectives.weights)
+        batch = batch._replace(scores=scores, mask=mask & ~jnp.isnan(scores)[..., None])
+    else:
+        batch = batch._replace(advantages=estimate_advantages(rewards, mask, algorithm, objectives.weights))
+    batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.mask)), device))
+    return shard_batch(batch, mesh)
+
+
+def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
+    """Cuts a batch into `count` equal parts along P, in an order drawn from `key`; groups stay whole."""
+    if count == 1:
+        return [batch]
+    prompts = batch.tokens.shape[0]
+    order = jax.random.permutation(key, prompts).reshape(count, prompts // count)
+    return [jax.tree.map(lambda array, rows=rows: array[rows], batch) for rows in order]
+
+
+def micro_batches(batch: Batch, parts: int) -> Batch:
+    """The batch as `parts` equal micro-batches along P: a leading axis more."""
+    prompts = batch.tokens.shape[0]
+    if prompts % parts:
+        raise ValueError(f"batch: expected a number of prompts that {parts} micro-batches divide, got {prompts}")
+    return jax.tree.map(lambda array: array.reshape(parts, prompts // parts, *array.shape[1:]), batch)

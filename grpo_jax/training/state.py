@@ -1,0 +1,128 @@
+"""What training changes: weights, moments, reference; how it begins, what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
+from grpo_jax.models.value_head import VALUE
+
+Tree = Any
+
+
+class TrainState(NamedTuple):
+    """Everything an update changes.
+
+    Attributes:
+        step: i32 scalar, optimizer updates so far.
+        variables: {"params": …}, perhaps "lora" (then the params are frozen), perhaps "value" (PPO's value head).
+        opt_state: Optimizer state of the trained collections.
+        reference: The policy's trained collection that KL is measured against, as it was; or None: no KL, or (with
+            LoRA) the base without its adapters.
+        skipped: i32 scalar, updates in a row that were left out because loss or gradient were not finite; of float16
+            those alone at which the loss scale could fall no further.
+        kl_coef: f32 scalar, the weight of the KL in PPO's rewards, or None where there is none.
+        loss_scale: Flax's `DynamicScale` under float16, or None.
+    """
+
+    step: jax.Array
+    variables: dict[str, Tree]
+    opt_state: Tree
+    reference: Tree | None
+    skipped: jax.Array
+    kl_coef: jax.Array | None = None
+    loss_scale: Any = None
+
+
+def policy_collection(variables: dict[str, Tree]) -> str:
+    """The collection that holds the policy's trained weights: "lora" if there is one, else "params"."""
+    return "lora" if "lora" in variables else "params"
+
+
+def trained_collections(variables: dict[str, Tree]) -> tuple[str, ...]:
+    """The collections that gradients are taken for: the policy's, and the value head where there is one."""
+    policy = policy_collection(variables)
+    return (policy, VALUE) if VALUE in variables else (policy,)
+
+
+def trained_weights(variables: dict[str, Tree]) -> dict[str, Tree]:
+    return {name: variables[name] for name in trained_collections(variables)}
+
+
+def needs_reference(algorithm: AlgorithmSection, ppo: PPOSection) -> bool:
+    """Whether anything is measured against a reference: a KL term of the loss, or PPO's KL in the rewards."""
+    return algorithm.kl_coef > 0 or (algorithm.learns_values and ppo.kl_coef > 0)
+
+
+def init_state(
+    variables: dict[str, Tree],
+    optimizer: optax.GradientTransformation,
+    *,
+    keep_reference: bool,
+    base_reference: bool = True,
+    kl_coef: float | None = None,
+    loss_scale: Any = None,
+    take_over: bool = False,
+) -> TrainState:
+    """A fresh state; owns copies of the trained weights, so that they can be donated. Its reference is the start.
+
+    Args:
+        variables: The start.
+        optimizer: Gives the optimizer state.
+        keep_reference: A KL will be computed.
+        base_reference: With LoRA, the base without adapters is the reference and nothing is kept. False keeps the
+            adapters of the start: where they already say something, or the reference will be refreshed.
+        kl_coef: Weight of the KL in PPO's rewards, or None.
+        loss_scale: Flax's `DynamicScale` under float16, or None.
+        take_over: The start itself is trained where no reference needs it: no copy, and `variables` can be read until
+            the first update only.
+    """
+    name, trained = policy_collection(variables), trained_weights(variables)
+    # The start itself: no update touches it, so nothing has to be copied.
+    reference = variables[name] if keep_reference and not (name == "lora" and base_reference) else None
+    if reference is not None or not take_over:
+        trained = jax.tree.map(jnp.array, trained)
+    coefficient = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
+    step, skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
+    loss_scale = jax.tree.map(jnp.array, loss_scale)
+    variables = {**variables, **trained}
+    return TrainState(step, variables, optimizer.init(trained), reference, skipped, coefficient, loss_scale)
+
+
+def saved_parts(state: TrainState) -> dict[str, Tree]:
+    """What a checkpoint holds of a state: everything that training changes, frozen weights left out."""
+    return {**state._asdict(), "variables": trained_weights(state.variables)}
+
+
+def release(tree: Tree) -> None:
+    """Frees a tree's arrays, whoever else refers to them. It still has shapes, dtypes and places: a template."""
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
+
+
+def restored_state(parts: dict[str, Tree], variables: dict[str, Tree]) -> TrainState:
+    """The state of a checkpoint's parts, with the frozen weights of `variables`."""
+    return TrainState(**{**parts, "variables": {**variables, **parts["variables"]}})
+
+
+def reference_variables(state: TrainState) -> dict[str, Tree]:
+    """The variables of the reference policy; it has no value head."""
+    policy = {name: tree for name, tree in state.variables.items() if name != VALUE}
+    name = policy_collection(policy)
+    if state.reference is not None:
+        return {**policy, name: state.reference}
+    if name == "lora":
+        return {"params": policy["params"]}
+    raise ValueError(
+        "state.reference: expected the reference weights, got None; pass keep_reference=True to init_state"
+    )
+
+
+def refresh_reference(state: TrainState) -> TrainState:
+    """The current policy becomes the reference."""
+    name = policy_collection(state.variables)
+    return state._replace(reference=jax.tree.map(jnp.array, state.variables[name]))

@@ -1,0 +1,259 @@
+"""From a batch to a better policy: one donated update step, and all that is learned from a batch.
+
+Nothing here knows a concrete model or task: the policy comes as functions (`prefill`, `forward_group`, `head`),
+rewards have already become advantages, or scores that PPO's values make advantages of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
+from grpo_jax.config.sections import TrainingSection
+from grpo_jax.core.aggregation import loss_normaliser
+from grpo_jax.core.masking import masked_mean
+from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
+from grpo_jax.training.batch import Batch, micro_batches, minibatches
+from grpo_jax.training.objectives import (
+    Forward,
+    ForwardPass,
+    Objective,
+    loss_options,
+    make_forward,
+    make_policy_objective,
+)
+from grpo_jax.training.ppo import make_estimates, make_kl_control, make_ppo_objective
+from grpo_jax.training.state import TrainState, needs_reference, reference_variables, trained_weights
+
+Tree = Any
+
+PATIENCE = 3
+"""A run ends when it left out as many updates in a row as this number of iterations makes: one batch may be at fault."""
+
+
+def make_train_step(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    *,
+    normaliser: Callable[[Batch], Any],
+    accumulation: int = 1,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
+    """One optimizer update as one compiled function; what it changes is donated.
+
+    An update whose loss or gradient is not finite is left out: weights, moments and counts stay as they were, and the
+    state counts it (`skipped`). optax.apply_if_finite would let it through after a few, and knows no loss scale.
+
+    Args:
+        objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
+        optimizer: For the trained collections.
+        normaliser: Denominators of the whole update from its whole batch, so that splitting changes nothing.
+        accumulation: Micro-batches along P, run one after the other; P must be a multiple.
+
+    Returns:
+        train_step(state, batch) → (state, {"loss", "grad_norm", "skipped" (0 or 1), "metrics"}).
+    """
+
+    def compute(moving: TrainState, frozen: dict[str, Tree], batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        trained, whole, scale = moving.variables, normaliser(batch), moving.loss_scale
+
+        def scaled(trained: dict[str, Tree], micro: Batch) -> tuple[jax.Array, Any]:
+            loss, metrics = objective({**frozen, **trained}, micro, whole)
+            return loss if scale is None else loss * scale.scale, (loss, metrics)
+
+        gradient = jax.value_and_grad(scaled, has_aux=True)
+        (_, (loss, metrics)), grads = _accumulate(lambda micro: gradient(trained, micro), batch, accumulation)
+        if scale is not None:
+            grads = jax.tree.map(lambda leaf: leaf / scale.scale, grads)
+        updates, opt_state = optimizer.update(grads, moving.opt_state, trained)
+        variables = optax.apply_updates(trained, updates)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+        after = moving._replace(step=moving.step + 1, variables=variables, opt_state=opt_state)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        report = {"loss": loss, "grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32), "metrics": metrics}
+        return _where_finite(finite, after, moving), report
+
+    compiled = jax.jit(compute, donate_argnums=0)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        # Frozen weights and reference stay outside what is donated: they may be shared, and are never copied.
+        trained = trained_weights(state.variables)
+        frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
+        moving, report = compiled(state._replace(variables=trained, reference=None), frozen, batch)
+        return moving._replace(variables={**frozen, **moving.variables}, reference=state.reference), report
+
+    return train_step
+
+
+def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> TrainState:
+    """The state after an update, or before it where that was not finite; skip count and loss scale learn of it."""
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    scale = before.loss_scale
+    if scale is None:
+        return kept._replace(skipped=jnp.where(finite, 0, before.skipped + 1))
+    # The scale judges a function's gradient itself: it is shown one that is finite exactly if the batch's was, all
+    # micro-batches together.
+    told = scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.ones(()))
+    hopeless = (scale.scale <= scale.minimum_scale).astype(jnp.int32)
+    return kept._replace(skipped=jnp.where(finite, 0, before.skipped + hopeless), loss_scale=told.dynamic_scale)
+
+
+def _accumulate(function: Callable[[Batch], Tree], batch: Batch, parts: int) -> Tree:
+    """Sums function(part) over `parts` equal parts of the batch along P, one at a time."""
+    if parts == 1:
+        return function(batch)
+    split = micro_batches(batch, parts)
+    # From zeros rather than from the first part: the program is there once.
+    shapes = jax.eval_shape(function, jax.tree.map(lambda array: array[0], split))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None), zeros, split)[0]
+
+
+def make_forward_step(forward: ForwardPass, *, accumulation: int = 1) -> Callable[[dict[str, Tree], Batch], Forward]:
+    """A compiled function (variables, batch) → `Forward`, without gradients, some prompts at a time.
+
+    The reference's, and the old policy's when a batch is used for more than one update.
+    """
+
+    def step(variables: dict[str, Tree], batch: Batch) -> Forward:
+        if accumulation == 1:
+            return forward(variables, batch)
+        parts = jax.lax.map(lambda micro: forward(variables, micro), micro_batches(batch, accumulation))
+        return jax.tree.map(lambda array: array.reshape(batch.tokens.shape), parts)
+
+    compiled = jax.jit(step)
+    # Only what the policy reads goes in: whatever else a batch holds by then must not compile it anew.
+    return lambda variables, batch: compiled(variables, batch.read_by_policy())
+
+
+def make_token_weights(section: AlgorithmSection) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The compiled function (batch, entropy [P, G, T]) → weights f32 [P, G, T] and their mean over tokens.
+
+    The product of what the config asks for: 1 for the tokens of high entropy and 0 for the others, and the truncated
+    importance weight. Both are those of the policy that sampled, over the whole batch: however an update splits it,
+    the same tokens take part.
+    """
+
+    def weigh(batch: Batch, entropy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights = jnp.ones_like(entropy)
+        if section.importance_cap > 0:
+            weights *= truncated_importance_weights(
+                batch.old_logprobs, batch.sampler_logprobs, batch.mask, cap=section.importance_cap
+            )
+        mean = masked_mean(weights, batch.mask)
+        if section.entropy_share < 1:
+            weights *= high_entropy_mask(entropy, batch.mask, share=section.entropy_share)
+        return weights, mean
+
+    return jax.jit(weigh)
+
+
+def make_preparation(
+    forward: ForwardPass, algorithm: AlgorithmSection, ppo: PPOSection, training: TrainingSection
+) -> Callable[[TrainState, Batch], tuple[Batch, dict[str, Any]]]:
+    """All that is computed once from a batch before its first update, and only where it is needed.
+
+    The old policy's log-probabilities (with one update per batch they are the new ones, unless something is made of
+    them), the reference's, the tokens' weights, PPO's advantages and returns.
+
+    Returns:
+        prepare(state, batch) → (batch, measured): "importance_weight" and PPO's "estimates", where there are any.
+    """
+    look = make_forward_step(forward, accumulation=training.minibatches * training.accumulation)
+    several = training.inner_epochs * training.minibatches > 1
+    weighted = algorithm.importance_cap > 0 or algorithm.entropy_share < 1
+    weigh, estimate = make_token_weights(algorithm), make_estimates(ppo)
+
+    def prepare(state: TrainState, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        measured: dict[str, Any] = {}
+        old = None
+        if several or weighted or algorithm.learns_values:
+            old = look(state.variables, batch)
+            batch = batch._replace(old_logprobs=old.logprobs)
+        if needs_reference(algorithm, ppo):
+            batch = batch._replace(ref_logprobs=look(reference_variables(state), batch).logprobs)
+        if weighted:
+            weights, mean = weigh(batch, old.entropy)
+            batch = batch._replace(token_weights=weights, sampler_logprobs=None)
+            if algorithm.importance_cap > 0:
+                measured["importance_weight"] = mean
+        if algorithm.learns_values:
+            coefficient = jnp.zeros((), jnp.float32) if state.kl_coef is None else state.kl_coef
+            batch, measured["estimates"] = estimate(batch, old.values, coefficient)
+        return batch, measured
+
+    return prepare
+
+
+def make_configured_step(
+    forward: ForwardPass,
+    optimizer: optax.GradientTransformation,
+    algorithm: AlgorithmSection,
+    training: TrainingSection,
+    ppo: PPOSection = PPOSection(),
+    *,
+    max_new_tokens: int,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
+    """The train step of the objective that a config names; `max_new_tokens` is the longest completion there may be."""
+    options = loss_options(algorithm, max_new_tokens=max_new_tokens)
+    objective = (
+        make_ppo_objective(forward, options, ppo)
+        if algorithm.learns_values
+        else make_policy_objective(forward, options)
+    )
+    return make_train_step(
+        objective,
+        optimizer,
+        normaliser=lambda batch: loss_normaliser(batch.mask, options["aggregation"]),
+        accumulation=training.accumulation,
+    )
+
+
+def make_update(
+    policy: Any,
+    optimizer: optax.GradientTransformation,
+    algorithm: AlgorithmSection,
+    training: TrainingSection,
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    allowed_tokens: jax.Array | None = None,
+    ppo: PPOSection = PPOSection(),
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, dict[str, Any]]]:
+    """Everything that is learned from one batch: inner epochs of minibatches, one compiled step each.
+
+    Returns:
+        update(state, batch, key) → (state, report): "loss" and "grad_norm" averaged over the steps, "skipped" steps
+        counted, "metrics" by part of the loss, and "measured" before the first step (`make_preparation`), with the
+        "kl_coef" that was used.
+    """
+    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens)
+    step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
+    prepare, steer = make_preparation(forward, algorithm, ppo, training), make_kl_control(ppo)
+
+    def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, Any]]:
+        batch, measured = prepare(state, batch)
+        if state.kl_coef is not None:
+            rows, observed = batch.tokens[..., 0].size, measured["estimates"].completion_kl
+            measured["kl_coef"] = float(state.kl_coef)  # now: the state will be donated
+            state = state._replace(kl_coef=steer(state.kl_coef, observed, rows))
+        reports = []
+        for epoch in range(training.inner_epochs):
+            for part in minibatches(batch, training.minibatches, jax.random.fold_in(key, epoch)):
+                state, report = step(state, part)
+                reports.append(report)
+        return state, {**_average(jax.device_get(reports)), "measured": jax.device_get(measured)}
+
+    return update
+
+
+def _average(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Joins the reports of a batch's steps: (total, weight) pairs add up, loss and gradient norm are averaged."""
+    joined = jax.tree.map(lambda *values: sum(values), *[report["metrics"] for report in reports])
+    count, skipped = len(reports), sum(int(report["skipped"]) for report in reports)
+    scalars = {name: sum(float(report[name]) for report in reports) / count for name in ("loss", "grad_norm")}
+    return {**scalars, "skipped": skipped, "metrics": joined}

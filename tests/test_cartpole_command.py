@@ -88,7 +88,7 @@ def test_resumed_is_uninterrupted(finished, tmp_path, capsys):
     assert len(rows(folder)) == 2 and not (folder / "summary.json").exists()
     with open(folder / "metrics.jsonl", "a") as file:  # of iterations that a kill left without a checkpoint
         file.write('{"step": 3}\n')
-    aged(folder, 2, 1000.0)
+    aged(folder / "checkpoints" / "step_2", 1000.0)
     assert main(["--resume", "--run_dir", str(folder)]) == 0
     assert "resumed after iteration 2 of 4" in capsys.readouterr().out
     assert rows(folder) == rows(finished[0])

@@ -64,7 +64,7 @@ def turned(config, tmp_path_factory):
     """Killed by its judge after three iterations, as if they had taken a thousand seconds; then five in all."""
     folder = tmp_path_factory.mktemp("turned") / "run"
     train(config, folder, judge="raise:3", expected=2)
-    aged(folder, 3, 1000.0)
+    aged(folder / "checkpoints" / "step_3", 1000.0)
     train(config, folder, "--resume")
     return folder
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from text_task import aged
 
 from grpo_jax.config import from_dict
 from grpo_jax.config.command_line import parse
@@ -208,6 +209,7 @@ def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(
     assert main(resumed) == 0  # SIGTERM
     assert f"stopped and saved in the warm start: --resume --run_dir {place} goes on" in capsys.readouterr().out
     assert calls == [1, 2, 3] and rows_of(place) == []
+    aged(place / "warm_start" / "step_2", 1000.0)
     assert main(resumed) == 0
     assert calls == [1, 2, 3, 4]
     assert not (place / "warm_start").exists()
@@ -215,7 +217,10 @@ def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(
     assert "goes on after update 1 of 3" in log and "goes on after update 2 of 3" in log
 
     assert rows_of(place) == rows_of(folder / "whole")
-    assert json.loads((place / "summary.json").read_text())["table"] == summary["table"]
+    ended = json.loads((place / "summary.json").read_text())
+    assert ended["table"] == summary["table"]
+    seconds = ended["seconds"]  # of all processes
+    assert 1000 < seconds["warm_start"] < max(seconds.values()) == seconds["total"] < 2000
     ours, theirs = (restore_params(path, "final")[0] for path in (place, folder / "whole"))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 

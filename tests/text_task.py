@@ -184,12 +184,14 @@ def final_state(run: Path, which: int | str = "final"):
     return state, progress
 
 
-def aged(run: Path, step: int, seconds: float) -> None:
+def aged(checkpoint: Path, seconds: float) -> None:
     """Makes a checkpoint one of a process that took that much longer, in all and in each of its stages."""
-    file = run / "checkpoints" / f"step_{step}" / "meta" / "metadata"
+    file = checkpoint / "meta" / "metadata"
     meta = json.loads(file.read_text())
     spent = meta["progress"]["seconds"]
     spent |= {name: value + seconds for name, value in spent.items()}
+    if "warm_start" in meta:
+        meta["warm_start"] += seconds
     file.write_text(json.dumps(meta))
 
 

@@ -70,17 +70,11 @@ class Console:
         from rich.progress import Progress as Bar
         from rich.table import Column
 
-        columns = (
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TextColumn("eta {task.fields[eta]}", markup=False),
-            # Cut and never wrapped: a terminal that wraps it has lines that the next drawing does not remove.
-            TextColumn(
-                "{task.fields[status]}",
-                markup=False,
-                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-            ),
-        )
+        # Cut and never wrapped: a terminal that wraps it has lines that the next drawing does not remove.
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        left = TextColumn("eta {task.fields[eta]}", markup=False)
+        figures = TextColumn("{task.fields[status]}", markup=False, table_column=rest)
+        columns = (BarColumn(bar_width=16), MofNCompleteColumn(), left, figures)
         shown = self.is_terminal
         with Bar(*columns, console=self._terminal, disable=not shown, transient=False, expand=True) as bar:
             task = bar.add_task("training", total=total, completed=done, status="compiling …", eta="-:--:--")

@@ -143,7 +143,8 @@ class DataSection:
         instruction: What a chat policy is told in the rewrite form; {prompt} stands for the user's prompt.
             Empty: the chat template alone.
         max_prompt_tokens: Longest prompt in policy tokens, instruction included; a longer one is an error.
-        allowed_tokens: "all", or "english" to sample printable ASCII tokens alone.
+        allowed_tokens: What may be sampled: "all" tokens; "ascii", those of printable ASCII characters alone;
+            "english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone. End tokens always may.
     """
 
     prompts: str = "miniature"
@@ -151,7 +152,7 @@ class DataSection:
     form: Literal["rewrite", "append"] = "rewrite"
     instruction: str = ""
     max_prompt_tokens: int = 256
-    allowed_tokens: Literal["all", "english"] = "all"
+    allowed_tokens: Literal["all", "ascii", "english"] = "all"
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

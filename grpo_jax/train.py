@@ -14,11 +14,12 @@ from typing import Any
 
 from grpo_jax.config import Config
 from grpo_jax.config.command_line import arguments_with_defaults, parse, take_request
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, extras_named
 from grpo_jax.runs.processes import refuse_several
 from grpo_jax.tasks.cartpole.config import CartPoleConfig
 
 
+@extras_named()
 def run(
     config: Config | CartPoleConfig,
     *,
@@ -38,7 +39,8 @@ def run(
         What summary.json holds, and "stopped": whether a signal ended the run early.
 
     Raises:
-        UserError: A mistake in the config or the files it names, or a judge that failed; checkpoints stay valid.
+        UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
+            failed; checkpoints stay valid.
     """
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")

@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_jax.models.adapters import first_adapters, lora_config
 from grpo_jax.config import Config, MeshSection, RewardSection, from_dict
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, extras_named
 from grpo_jax.rollout.environment import make_environment
 from grpo_jax.models.sharding import gather, make_mesh, over_prompts, place, shard_policy
 from grpo_jax.rollout.pipeline import StageError
@@ -93,7 +93,8 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
         debug: Let tracebacks through.
     """
     try:
-        result = function()
+        with extras_named():
+            result = function()
     except (UserError, StageError) as error:
         if debug or (isinstance(error, StageError) and error.stage == "sample"):
             raise
@@ -230,14 +231,7 @@ def own_bridges() -> Callable[[str], Any]:
             "it or put grpo_jax first on the path"
         )
 
-    def load(name: str) -> Any:
-        try:
-            return importlib.import_module(f"bridges.{name}")
-        except ModuleNotFoundError as error:
-            extra = "recommendation" if name == "retrieval" else "diffusion"
-            raise UserError(f'{error.name} is not installed; run pip install "grpo_jax[{extra}]"') from error
-
-    return load
+    return lambda name: importlib.import_module(f"bridges.{name}")
 
 
 def _policy_devices(placement: Any, section: MeshSection) -> list[jax.Device]:
@@ -313,7 +307,7 @@ def _check_room(config: Config, limit: int | None) -> None:
 
 
 def _load_prompts(config: Config, prompts: Any, say: Say) -> Any:
-    from grpo_jax.rollout.rollout import data
+    from grpo_jax.rollout import data
 
     name = config.data.prompts
     if prompts is not None:

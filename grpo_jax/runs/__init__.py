@@ -1,0 +1,1 @@
+"""A run in time and on disk."""

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+EXTRAS = {
+    **dict.fromkeys(("torch", "torchvision", "diffusers", "open_clip", "accelerate", "PIL"), "diffusion"),
+    **dict.fromkeys(("sklearn", "ray", "sentence_transformers"), "recommendation"),
+    **dict.fromkeys(("gymnax", "six"), "cartpole"),
+    **dict.fromkeys(("tensorboard", "wandb"), "logging"),
+    "qwix": "quantised",
+}
+"""The extra that brings a module which is imported only where it is needed."""
 
 
 class UserError(Exception):
@@ -29,6 +39,21 @@ class StageTimeout(StageError):
     """A stage took longer than allowed for one chunk."""
 
 
+@contextmanager
+def extras_named() -> Iterator[None]:
+    """Says which extra brings a module that an import inside did not find; a decorator too.
+
+    Raises:
+        UserError: A module of `EXTRAS` is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        raise UserError(f'{error.name} is not installed; run pip install "grpo_jax[{EXTRAS[error.name]}]"') from error
+
+
 def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
     """Runs a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
 
@@ -37,7 +62,8 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
         debug: Let tracebacks through.
     """
     try:
-        result = function()
+        with extras_named():
+            result = function()
     except (UserError, StageError) as error:
         if debug or (isinstance(error, StageError) and error.stage == "sample"):
             raise

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import jax
 
+from grpo_jax.errors import extras_named
 
+
+@extras_named()
 def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[[str], str]:
     """Restores the policy of a run.
 
@@ -24,7 +27,7 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[[s
         rewrite(prompt) → the greedy rewrite, or the prompt itself where the policy's answer is unusable.
 
     Raises:
-        UserError: There is no such run or checkpoint.
+        UserError: There is no such run or checkpoint, or a package that it needs is missing.
     """
     from grpo_jax.rollout.texts import make_decode, make_encode
     from grpo_jax.runs.parts import policy_tokens

@@ -14,10 +14,11 @@ from typing import Any
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import UserError, guarded
+from grpo_jax.errors import UserError, extras_named, guarded
 from grpo_jax.planning.request import take_request
 
 
+@extras_named()
 def run(
     config: Any,
     *,
@@ -38,7 +39,8 @@ def run(
         What summary.json holds, and "stopped": whether a signal ended the run early.
 
     Raises:
-        UserError: A mistake in the config or the files it names, or a judge that failed; checkpoints stay valid.
+        UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
+            failed; checkpoints stay valid.
     """
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")

@@ -1,6 +1,7 @@
 """Prompts, forms, parsing and picture rewards, against slow loops and tokenizers made here."""
 
 import json
+import string
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
+from grpo_jax.models.hf import load_folder
 from grpo_jax.rollout.data import (
     TIERS,
     Row,
@@ -26,6 +29,7 @@ from grpo_jax.rollout.data import (
     repeat_rows,
     split_rows,
 )
+from grpo_jax.runs import parts
 from grpo_jax.tasks.prompt_enhancement import rewards as image_rewards
 from grpo_jax.tasks.prompt_enhancement.rewriting import (
     INSTRUCTION,
@@ -37,6 +41,7 @@ from grpo_jax.tasks.prompt_enhancement.rewriting import (
     parse_rewrite,
     rewrite_statistics,
 )
+from grpo_jax.train import main
 
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
@@ -309,6 +314,30 @@ def test_allowed_bytes_are_printable_ascii():
     allowed = allowed_tokens(tokenizer, "ascii", vocab_size=len(tokenizer), eos_ids=[tokenizer.eos_token_id])
     written = {tokenizer.decode([int(i)]) for i in np.flatnonzero(allowed)} - {"<|end|>"}
     assert written == {chr(code) for code in range(0x20, 0x7F)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [("ascii", string.printable[:-5]), ("english", string.ascii_letters + string.digits + " .,;:!?'\"()-")],
+    ids=["ascii", "english"],
+)
+def test_every_rule_can_be_named_and_allows_what_help_says(rule, expected, place, capsys):
+    config = parse([f"--config={place.config}", f"--data.allowed_tokens={rule}"])
+    loaded = load_folder(place.policy)  # a token for each byte, and a chat mark that is no named special token
+    allowed = parts.allowed_tokens(config, loaded)
+    written = {loaded.tokenizer.decode([int(i)]) for i in np.flatnonzero(allowed) if i not in loaded.eos_ids}
+    assert written == set(expected) and allowed[list(loaded.eos_ids)].all()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert '"ascii", those of printable ASCII characters alone' in told
+    assert """"english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone""" in told
+
+
+def test_another_rule_is_refused(place, capsys):
+    assert main(["--config", str(place.config), "--data.allowed_tokens", "french"]) == 2
+    error = capsys.readouterr().err
+    assert "data.allowed_tokens" in error and all(rule in error for rule in ("all", "ascii", "english"))
 
 
 # ------------------------------------------------------------------------------------------------------- reading

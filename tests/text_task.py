@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import yaml
-from tiny_models import causal_lm
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 600  # seconds; only a hang takes that long
@@ -73,6 +72,8 @@ class Place(NamedTuple):
 
 def make_place(folder: Path) -> Place:
     """Writes policy, prompts, judge and a config in which everything that a resume must restore matters."""
+    from tiny_models import causal_lm  # torch: CartPole's tests, which need the rest of this file, run without it
+
     policy = causal_lm(folder / "policy")
     judge = folder / "judge.py"
     judge.write_text(JUDGE)

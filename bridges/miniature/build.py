@@ -1,52 +1,53 @@
 """Builds and measures the miniature.
 
-    python -m bridges.miniature.build scorer|renderer|policy|all     trains parts into bridges/miniature/weights
+    python -m bridges.miniature.build policy|renderer|scorer|all     trains parts into bridges/miniature/weights
     python -m bridges.miniature.build check                          measures what is there, writes figures.json
 
-Seeds are fixed. Renderer and scorer may be trained at the same time, in two processes of one thread each: on two busy
-cores that took 45 and 31 minutes, the policy 7 (about half of it on idle ones).
+--out FOLDER builds and measures there instead; --steps and --prompts make a trial of it, which the package's own
+weights refuse. Seeds are fixed. Renderer and scorer may be trained at the same time, in two processes of one thread
+each: on two busy cores that took 45 and 31 minutes, the policy 7 (about half of it on idle ones).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from bridges import miniature
 from bridges.miniature import world
+from grpo_jax.errors import UserError, guarded
 
-FIGURES = Path(__file__).parent / "weights" / "figures.json"
+WEIGHTS = Path(miniature.__file__).parent / "weights"
 _PROMPTS, _RENDER_STEPS, _SEED = 256, 4, 11
 
 
-def _train(part: str, folder: Path) -> None:
-    if part == "scorer":
-        from bridges.miniature import train_scorer
+def build(parts: Sequence[str], folder: Path, steps: int | None = None) -> None:
+    """Train parts into folders of their names.
 
-        train_scorer.train(folder)
-    elif part == "renderer":
-        from bridges.miniature import train_renderer
+    Args:
+        parts: Some of `miniature.PARTS`, in this order.
+        folder: Where to.
+        steps: Updates of each part; None for as many as the package's weights took.
+    """
+    # All are imported before the first is trained: what is missing must not show an hour later.
+    trainers = [importlib.import_module(f"bridges.miniature.train_{part}") for part in parts]
+    length = {} if steps is None else {"steps": steps}
+    for part, trainer in zip(parts, trainers, strict=True):
+        trainer.train(folder / part, **length)
 
-        train_renderer.train(folder, log=Path(tempfile.mkdtemp(prefix="miniature_")))
-    else:
-        from bridges.miniature import train_policy
 
-        train_policy.train(folder)
-
-
-def greedy_rewrites(prompts: list[str]) -> list[str]:
-    """What the policy's starting point writes, greedily, through transformers."""
+def greedy_rewrites(folder: Path, prompts: list[str]) -> list[str]:
+    """What the policy in ``folder`` writes, greedily, through transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = miniature.path("policy")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts = [
@@ -75,39 +76,52 @@ def _measure(texts: list[str], rows: list[dict], draw: Callable, score: Callable
     figures = {"pixel_accuracy": float(world.pixel_accuracy(pictures.numpy(), requested).mean())}
     for name in world.ATTRIBUTES:
         asked = [i for i, wanted in enumerate(requested) if name in wanted]
+        if not asked:  # among few prompts
+            continue
         only = [{name: requested[i][name]} for i in asked]
         figures[name] = float(world.pixel_accuracy(pictures.numpy()[asked], only).mean())
     figures["clip_score"] = float(score(pictures, [row["prompt"] for row in rows]).mean())
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-def check() -> dict:
-    """Measure the world's validity on held-out prompts; print and write the figures."""
+def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
+    """Measure the world's validity on held-out prompts; print the figures and write them beside the weights.
+
+    Args:
+        folder: Holds a folder for each of the three parts.
+        prompts: How many.
+
+    Raises:
+        UserError: A part is not there.
+    """
+    missing = [part for part in miniature.PARTS if not (folder / part).is_dir()]
+    if missing:
+        raise UserError(f"{folder} has no {' and no '.join(missing)}: build it there first, or give another --out")
     import torch
 
     from bridges.clip import load_scorer
     from bridges.diffusion import RenderSettings, load_renderer
     from bridges.miniature import train_scorer
 
-    renderer, scorer = load_renderer("miniature"), load_scorer("miniature")
+    renderer, scorer = load_renderer(folder / "renderer"), load_scorer(folder / "scorer")
     settings = RenderSettings(steps=_RENDER_STEPS, guidance=1.0, size=world.SIZE, max_sequence_length=1, batch_size=64)
 
     def draw(texts: list[str]) -> torch.Tensor:
         return renderer.render(texts, list(range(len(texts))), settings)
 
-    rows = world.prompts("test", _PROMPTS, seed=_SEED)
+    rows = world.prompts("test", prompts, seed=_SEED)
     true = np.stack([world.indices(world.complete(row["requested"])) for row in rows])
     start = time.perf_counter()
     draw([row["oracle"] for row in rows])
     speed = len(rows) / (time.perf_counter() - start)
     ways = {
         "unchanged": [row["prompt"] for row in rows],
-        "start": greedy_rewrites([row["prompt"] for row in rows]),
+        "start": greedy_rewrites(folder / "policy", [row["prompt"] for row in rows]),
         "oracle": [row["oracle"] for row in rows],
     }
     figures = {
-        "checker_on_true_pictures": _checker_figures(2000),
-        "test_prompts": _PROMPTS,
+        "checker_on_true_pictures": _checker_figures(min(2000, 8 * prompts)),
+        "test_prompts": prompts,
         "render_steps": _RENDER_STEPS,
         "images_per_second": round(speed, 1),
         **{name: _measure(texts, rows, draw, scorer.image_text) for name, texts in ways.items()},
@@ -122,25 +136,37 @@ def check() -> dict:
     }
     text = json.dumps(figures, indent=2)
     print(text)
-    FIGURES.write_text(text + "\n")
+    (folder / "figures.json").write_text(text + "\n")
     return figures
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 0 if the world is valid."""
+    """Run the command; 0 if the world is valid, 1 if not, 2 for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m bridges.miniature.build", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["scorer", "renderer", "policy", "all", "check"])
+    parser.add_argument("what", choices=[*miniature.PARTS, "all", "check"])
+    parser.add_argument("--out", type=Path, default=WEIGHTS, metavar="FOLDER", help="of the three parts (%(default)s)")
+    parser.add_argument("--steps", type=int, help="updates of each part, for a trial; needs --out")
+    parser.add_argument("--prompts", type=int, help=f"test prompts of check, for a trial ({_PROMPTS}); needs --out")
     parser.add_argument("--threads", type=int, default=0, help="threads of torch; 0 leaves its own choice")
-    options = parser.parse_args(arguments)
+    return guarded(lambda: _run(parser.parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    for name in ("steps", "prompts"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name}: expected at least 1, got {value}")
+        if value is not None and options.out.resolve() == WEIGHTS.resolve():
+            raise UserError(f"--{name} is for trials: the package's weights are built and measured in full; give --out")
     if options.threads:
         import torch
 
         torch.set_num_threads(options.threads)
     if options.what != "check":
-        for part in ("scorer", "renderer", "policy") if options.what == "all" else (options.what,):
-            _train(part, miniature.path(part))
+        # In the order of their cost: what can fail early fails early.
+        build(miniature.PARTS if options.what == "all" else [options.what], options.out, options.steps)
     if options.what in ("check", "all"):
-        return 0 if all(check()["valid"].values()) else 1
+        return 0 if all(check(options.out, options.prompts or _PROMPTS)["valid"].values()) else 1
     return 0
 
 

@@ -23,15 +23,13 @@ from bridges.miniature import world
 from grpo_jax.config import OptimizerSection
 from grpo_jax.core import losses
 from grpo_jax.models import hf
-from grpo_jax.models.decoder import Policy, make_policy
-from grpo_jax.training.trainer import (
-    Batch,
-    completion_logprobs,
-    init_state,
-    make_optimizer,
-    make_schedule,
-    make_train_step,
-)
+from grpo_jax.models.decoder import make_policy
+from grpo_jax.training.batch import Batch
+from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.state import init_state
+from grpo_jax.training.supervised import make_supervised_objective
+from grpo_jax.training.update import make_train_step
 
 PAD, END, USER, REWRITE = "<|pad|>", "<|end|>", "<|user|>", "<|rewrite|>"
 CHAT_TEMPLATE = (
@@ -168,17 +166,7 @@ def _batch(tokenizer, pairs: list[tuple[str, str]]) -> Batch:
     )
     tokens = np.array(answers["input_ids"], np.int32)[:, None]
     written = np.array(answers["attention_mask"], bool)[:, None]
-    return Batch(prompts, mask, tokens, written, np.zeros(tokens.shape[:2], np.float32))
-
-
-def make_sft_objective(policy: Policy):
-    """The supervised objective in the trainer's form."""
-
-    def objective(variables, batch: Batch, normaliser):
-        logprobs, _ = completion_logprobs(policy, variables, batch, temperature=1.0, allowed_tokens=None)
-        return losses.sft_loss(logprobs, batch.mask, normaliser=normaliser)
-
-    return objective
+    return Batch(prompts, mask, tokens, written)
 
 
 def train(folder: Path, *, steps: int = 1000, seed: int = 0, batch_size: int = 64, learning_rate: float = 2e-3) -> None:
@@ -194,7 +182,7 @@ def train(folder: Path, *, steps: int = 1000, seed: int = 0, batch_size: int = 6
         optimizer = make_optimizer(section, make_schedule(section, steps))
         state = init_state({"params": loaded.params}, optimizer, keep_reference=False)
         step_function = make_train_step(
-            make_sft_objective(policy),
+            make_supervised_objective(make_forward(policy, temperature=1.0)),
             optimizer,
             normaliser=lambda batch: losses.loss_normaliser(batch.mask, "token"),
         )
@@ -203,7 +191,7 @@ def train(folder: Path, *, steps: int = 1000, seed: int = 0, batch_size: int = 6
             pairs = [lesson(rng, wrong) for _ in range(batch_size)]
             state, report = step_function(state, _batch(loaded.tokenizer, pairs))
             recent.append(report["loss"])
-            if step % 100 == 0:
+            if step % 100 == 0 or step == steps:
                 mean = float(np.mean(jax.device_get(recent[-100:])))
                 print(f"policy {step}/{steps} loss {mean:.3f} {time.time() - start:.0f} s", flush=True)
         hf.save_folder(folder, source, loaded.config, state.variables["params"])

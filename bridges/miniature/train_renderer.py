@@ -153,25 +153,17 @@ def _optimizers(model: Renderer, learning_rate: float) -> list[torch.optim.Optim
     return [muon, torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
-def _report(model: Renderer, captions: Captions, step: int, log: Path | None) -> float:
-    """Print how many attributes the checker finds in renders of 96 fixed scenes; keep a grid of them."""
+def _report(model: Renderer, captions: Captions) -> None:
+    """Print how many attributes the checker finds in renders of 96 fixed scenes."""
     rows = world.sample_indices(np.random.default_rng(5), 96)
-    figures = {}
     for steps in (4, 8):
         pictures = sample(model, torch.from_numpy(captions(rows)), steps, seed=1)
         found = world.read(pictures) == rows
-        figures[steps] = found.mean()
         print(f"  {steps} steps: {found.mean():.3f}", np.round(found.mean(0), 2), flush=True)
-    if log is not None:
-        from PIL import Image
-
-        tiles = pictures[:48].reshape(6, 8, 3, 32, 32).transpose(0, 3, 1, 4, 2).reshape(192, 256, 3)
-        Image.fromarray((tiles * 255).astype("uint8")).resize((768, 576), 0).save(log / f"render_{step:05d}.png")
-    return figures[8]
 
 
 def train(folder: Path, *, steps: int = 3000, seed: int = 0, batch_size: int = 64, learning_rate: float = 2e-3,
-          report_every: int = 300, log: Path | None = None) -> None:  # fmt: skip
+          report_every: int = 300) -> None:  # fmt: skip
     """Train from nothing and write the pipeline to ``folder`` at every report."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -206,5 +198,5 @@ def train(folder: Path, *, steps: int = 3000, seed: int = 0, batch_size: int = 6
         if step % 50 == 0:
             print(f"renderer {step}/{steps} loss {np.mean(losses[-50:]):.4f} {time.time() - start:.0f} s", flush=True)
         if step % report_every == 0 or step == steps:
-            _report(average, captions, step, log)
+            _report(average, captions)
             save(average, folder)

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, extras_named
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--cache", help="folder for vectors; every node must see it (default: ~/.cache/grpo_jax)")
     command.add_argument("--address", help='of a Ray cluster ("auto": the one here); by default one is started')
     try:
-        return serve(parser.parse_args(arguments))
+        with extras_named():
+            return serve(parser.parse_args(arguments))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

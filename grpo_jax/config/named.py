@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, extras_named
 
 KEY = "kind"
 """The key beside an object's fields that says its class."""
@@ -91,7 +91,8 @@ def load_module(place: str, what: str) -> ModuleType:
     """
     is_file = place.endswith(".py")
     try:
-        return _load_file(Path(place), what) if is_file else importlib.import_module(place)
+        with extras_named():
+            return _load_file(Path(place), what) if is_file else importlib.import_module(place)
     except UserError:
         raise
     except ModuleNotFoundError as error:
@@ -103,10 +104,10 @@ def load_module(place: str, what: str) -> ModuleType:
 
 
 def own_package(package: str, module: str = "") -> Any:
-    """A package, or a module of it, that this project installs, and another distribution perhaps too under the same name.
+    """A package that this project installs, or a module of it; another distribution may install one of its name.
 
     Raises:
-        UserError: The package that is imported is not this project's, or the module needs what is not installed.
+        UserError: The package that is imported is not this project's.
     """
     found = _import_own(package)
     if not getattr(found, "__grpo_jax__", False):
@@ -114,12 +115,7 @@ def own_package(package: str, module: str = "") -> Any:
             f"{getattr(found, '__file__', package)} is another package called `{package}`, not grpo_jax's; uninstall "
             "it or put grpo_jax first on the path"
         )
-    if not module:
-        return found
-    try:
-        return importlib.import_module(f"{package}.{module}")
-    except ModuleNotFoundError as error:
-        raise missing_module(error) from error
+    return importlib.import_module(f"{package}.{module}") if module else found
 
 
 def _import_own(package: str) -> ModuleType:
@@ -155,11 +151,13 @@ def _built_in(name: str, places: Sequence[str], what: str) -> ModuleType:
     for place in places:
         module = place.format(name)
         try:
-            if importlib.util.find_spec(module) is not None:
-                return importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(error.name):  # a package it needs, not the module itself
-                raise UserError(f"{what}: {name} needs the module {error.name}, which is not installed") from error
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # no such package, or another one of its name
+            found = None
+        if found is not None:
+            return importlib.import_module(module)
+    for place in places:
+        own_package(place.partition(".")[0])
     known = ", ".join(built_in_names(places))
     raise UserError(f"{what}: expected {known}, package.module:Class or file.py:Class, got {name!r}")
 

@@ -35,9 +35,9 @@ class LoraSection:
         require(self.rank >= 0, "policy.lora.rank", "a number >= 0", self.rank)
         require(self.alpha > 0, "policy.lora.alpha", "a number > 0", self.alpha)
         if self.path is not None:
-            given = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
-            alone = given == {"rank": 0, "alpha": 32.0, "targets": []}
-            require(alone, "policy.lora.path", "no rank, alpha or targets beside it: the adapter has its own", given)
+            own = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
+            alone = own == {"rank": 0, "alpha": 32.0, "targets": []}
+            require(alone, "policy.lora.path", "no rank, alpha or targets beside it: the adapter has its own", own)
 
     @property
     def used(self) -> bool:
@@ -102,8 +102,8 @@ class PolicySection:
     """The policy that is trained.
 
     Args:
-        path: Hugging Face folder or hub id of a Qwen2, Qwen2.5, Qwen3, Llama, GPT-2 or Qwen-VL model; the name of a policy
-            that ships with the package; or "new".
+        path: Hugging Face folder or hub id of a Qwen2, Qwen2.5, Qwen3, Llama, GPT-2 or Qwen-VL model; the name of a
+            policy that ships with the package; or "new".
         new: The small untrained policy that "new" makes, where the task has words for one.
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.

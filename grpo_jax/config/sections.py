@@ -20,12 +20,13 @@ class DataSection:
         prompts: A .jsonl or .txt file; "builtin", "builtin:plain", "builtin:attributes" or "builtin:crowded" for the
             prompts that ship with the package; or a name that the task knows.
         held_out: Share of a file's prompts kept apart for testing (and as many for validation) if it has no
-            "split" column.
+            "split" column; 0 trains on all of them, and nothing is measured before and after.
         form: "rewrite" asks the policy for a new prompt; "append" lets it continue the user's.
         instruction: What a chat policy is told in the rewrite form; {prompt} stands for the user's prompt.
             Empty: the chat template alone.
         max_prompt_tokens: Longest prompt in policy tokens, instruction included; a longer one is an error.
-        allowed_tokens: "all", or "english" to sample printable ASCII tokens alone.
+        allowed_tokens: What may be sampled: "all" tokens; "ascii", those of printable ASCII characters alone;
+            "english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone. End tokens always may.
     """
 
     prompts: str = ""
@@ -33,11 +34,11 @@ class DataSection:
     form: Literal["rewrite", "append"] = "rewrite"
     instruction: str = ""
     max_prompt_tokens: int = 256
-    allowed_tokens: Literal["all", "english"] = "all"
+    allowed_tokens: Literal["all", "ascii", "english"] = "all"
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        require(0 < self.held_out < 0.5, "data.held_out", "a share between 0 and 0.5", self.held_out)
+        require(0 <= self.held_out < 0.5, "data.held_out", "a share in [0, 0.5)", self.held_out)
         require(self.max_prompt_tokens > 0, "data.max_prompt_tokens", "a number > 0", self.max_prompt_tokens)
 
 
@@ -76,11 +77,12 @@ class OptimizerSection:
     """AdamW and its schedule.
 
     Args:
-        learning_rate: Peak learning rate; null takes one that is safe for a pretrained policy: 1e-6 where all weights are
-            trained, 1e-4 where adapters are (policy.lora).
+        learning_rate: Peak learning rate; null takes one that is safe for a pretrained policy: 1e-6 where all weights
+            are trained, 1e-4 where adapters are (policy.lora).
         schedule: Learning-rate schedule after the warm-up.
         warmup_steps: Updates of linear warm-up.
-        weight_decay: Decoupled weight decay.
+        weight_decay: Decoupled weight decay of projections and adapters; norms, biases, embeddings, the unembedding and
+            the value head do not decay.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         max_grad_norm: Gradients are scaled down to this global norm; 0 for never.

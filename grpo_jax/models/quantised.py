@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import extras_named
 
 KINDS = ("int8", "int4")
 TILE = 64  # inputs that share a scale in 4 bits; in 8 bits a whole column does
@@ -38,10 +38,8 @@ def quantise(params: Mapping[str, Any], kind: str, device: jax.Device | None = N
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
-    try:
+    with extras_named():
         import qwix
-    except ImportError as error:
-        raise UserError('quantised weights need qwix: run pip install "grpo_jax[quantised]"') from error
 
     @jax.jit
     def store(kernel: jax.Array) -> qwix.QArray:

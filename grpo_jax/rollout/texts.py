@@ -146,7 +146,8 @@ def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Seque
     if rule not in patterns:
         raise ValueError(f"rule must be all, {', '.join(patterns)}, got {rule!r}")
     pattern = re.compile(patterns[rule])
-    special = set(tokenizer.all_special_ids)
+    # Those that it has a name for are not all: chat marks and reserved tokens are special too.
+    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
     known = min(len(tokenizer), vocab_size)
     texts = tokenizer.batch_decode([[i] for i in range(known)], clean_up_tokenization_spaces=False)
     allowed = np.zeros(vocab_size, bool)

@@ -50,6 +50,7 @@ def trained_collections(variables: dict[str, Tree]) -> tuple[str, ...]:
 
 
 def trained_weights(variables: dict[str, Tree]) -> dict[str, Tree]:
+    """The trained collections themselves."""
     return {name: variables[name] for name in trained_collections(variables)}
 
 

@@ -33,7 +33,7 @@ from grpo_jax.training.state import TrainState, needs_reference, reference_varia
 Tree = Any
 
 PATIENCE = 3
-"""A run ends when it left out as many updates in a row as this number of iterations makes: one batch may be at fault."""
+"""A run ends when it left out as many updates in a row as so many iterations make: one batch may be at fault."""
 
 
 def make_train_step(

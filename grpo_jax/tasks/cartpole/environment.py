@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, extras_named
 
 MAX_STEPS = 500
 FEATURES = 4
@@ -97,12 +97,13 @@ def make_cartpole() -> CartPole:
     Its `step_env` is used directly: `step` would draw a reset at every step.
 
     Raises:
-        UserError: gymnax is not installed.
+        UserError: gymnax, or a package that it needs, is not installed.
     """
     try:
-        from gymnax.environments.classic_control.cartpole import CartPole as Gymnax
-    except ImportError as error:
-        raise UserError(f'gymnax cannot be imported ({error}); run pip install "grpo_jax[cartpole]"') from error
+        with extras_named():
+            from gymnax.environments.classic_control.cartpole import CartPole as Gymnax
+    except ImportError as error:  # of something else that it needs
+        raise UserError(f"gymnax cannot be imported: {error}") from error
     environment = Gymnax()
     params, unused = environment.default_params, jax.random.key(0)
 

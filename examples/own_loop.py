@@ -2,7 +2,8 @@
 
     python examples/own_loop.py FOLDER        # any Hugging Face folder of a supported shape
 
-The one-file twin of `python -m grpo_jax.train --task text`: the same functions with a loop and an optimizer of one's own.
+The one-file twin of `python -m grpo_jax.train --task text`: the same functions, with a loop and an optimizer of one's
+own.
 """
 
 import sys

@@ -48,7 +48,7 @@ def run(
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run, execute
     from grpo_jax.runs.language import load_program
-    from grpo_jax.runs.signals import stop_requests
+    from grpo_jax.runs.processes import stop_requests
 
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:

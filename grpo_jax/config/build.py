@@ -16,7 +16,6 @@ from grpo_jax.config.fields import CLASSES, MAY_CHANGE, require
 from grpo_jax.config.named import KEY, class_name, find_class
 from grpo_jax.errors import UserError
 
-
 _LISTED = 20
 
 

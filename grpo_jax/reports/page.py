@@ -50,7 +50,7 @@ def write_report(
         _headline(title, summary, display),
         _gallery(gallery, display),
         _curves(metrics_rows, starts, display),
-        *(_table(table) for table in tables),
+        *(_table(table) for table in tables if table.rows),
         _facts(summary, config_text),
     ]
     page = (
@@ -102,7 +102,8 @@ def _card(name, values, display, first):
     known = [value for value in (before, after, oracle) if value is not None]
     low, high = min([0.0, *known]), max([1e-9, *known])
     bars = "".join(
-        f"<div class='bar {kind}'><span>{kind}</span>{_bar(value, low, high)}<b>{_value(name, value, display)}</b></div>"
+        f"<div class='bar {kind}'><span>{kind}</span>{_bar(value, low, high)}"
+        f"<b>{_value(name, value, display)}</b></div>"
         for kind, value in (("before", before), ("after", after), ("oracle", oracle))
         if value is not None
     )

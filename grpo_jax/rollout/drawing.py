@@ -1,4 +1,4 @@
-"""The groups that an iteration learns from: its own batch, and with dynamic sampling others for those without signal."""
+"""The groups that an iteration learns from: its own batch, and with dynamic sampling others in place of silent ones."""
 
 from __future__ import annotations
 

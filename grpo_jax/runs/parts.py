@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,9 @@ from grpo_jax.runs.policy import Policy, load_policy, make_new_policy
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.tasks.task import Say, Setup, World
 from grpo_jax.training.estimators import Objectives, make_objectives
+from grpo_jax.training.memory import fewest_parts, update_bytes
+
+_GIB = 2**30
 
 
 class Samplers(NamedTuple):
@@ -146,9 +150,7 @@ def make_environment(
         encode=make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, prompts=every_prompt),
         decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
         render=None if world.render is None else world.render(judges),
-        score=make_score(
-            maximised, watched, missing=config.on_judge_error == "missing", columns_of=world.columns
-        ),
+        score=make_score(maximised, watched, missing=config.on_judge_error == "missing", columns_of=world.columns),
         reward_names=tuple(maximised),
         watch_names=tuple(watched),
     )
@@ -166,9 +168,7 @@ def make_samplers(config: Config, policy: Policy, allowed: np.ndarray | None) ->
         )
         return lambda *arguments: gather(sample(*arguments), policy.mesh)
 
-    return Samplers(
-        sampler(section.group_size, section.temperature), sampler(1, 0.0), sampler(1, section.temperature)
-    )
+    return Samplers(sampler(section.group_size, section.temperature), sampler(1, 0.0), sampler(1, section.temperature))
 
 
 def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Objectives:
@@ -232,3 +232,43 @@ def _tell_prompts(config: Config, prompts: PromptSet, source: str, say: Say) -> 
     sizes = f"{len(prompts.train)} train, {len(prompts.validation)} validation, {len(prompts.test)} test"
     say("prompts", f"{source}: {sizes}")
     batches_per_epoch(len(prompts.train), config.training.prompts_per_batch)
+
+
+def within_budget(parts: Parts, say: Say) -> Parts:
+    """The parts with training.accumulation as training.memory_budget_gib asks for; as they are where it is 0.
+
+    The update is compiled for the longest prompts and completions there may be, and XLA tells its temporary memory.
+    Weights and optimizer state are not part of it.
+
+    Raises:
+        UserError: One prompt at a time does not fit.
+    """
+    config, training = parts.config, parts.config.training
+    if training.memory_budget_gib == 0:
+        return parts
+    length = parts.environment.encode([parts.prompts.train[0].prompt])[0].shape[1]
+    data = dataclasses.replace(config.data, max_prompt_tokens=length)
+    prompts, budget = training.prompts_per_batch // training.minibatches, training.memory_budget_gib
+
+    def with_accumulation(count: int) -> Config:
+        return dataclasses.replace(config, training=dataclasses.replace(training, accumulation=count))
+
+    def measured(count: int) -> int:
+        longest = dataclasses.replace(with_accumulation(count), data=data)
+        return update_bytes(longest, parts.policy.loaded.config, parts.policy.mesh)
+
+    count, used = fewest_parts(
+        measured, prompts // config.policy.mesh.fsdp, budget=int(budget * _GIB), least=training.accumulation
+    )
+    if used > budget * _GIB:
+        raise UserError(
+            f"training.memory_budget_gib = {budget:g}: an update takes {used / _GIB:.2f} GiB with {prompts // count} "
+            "of its prompts at a time, and no fewer are possible; choose policy.remat layer, or a smaller "
+            "sampling.group_size or max_new_tokens"
+        )
+    say(
+        "update",
+        f"{count} micro-batches of {prompts // count} prompts: {used / _GIB:.2f} GiB beside the weights, of "
+        f"{budget:g} allowed",
+    )
+    return parts._replace(config=with_accumulation(count))

@@ -163,7 +163,7 @@ def run_config(run_dir: str | Path) -> Config:
 
 
 def restore_policy(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy, dict[str, Any]]:
-    """A run's config, its policy as a checkpoint has it, without judges and on one device, and the checkpoint's meta."""
+    """A run's config, its policy as a checkpoint has it (without judges, on one device), and the checkpoint's meta."""
     config = run_config(run_dir)
     config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
     policy = load_policy(config, jax.devices()[:1], lambda *_: None)

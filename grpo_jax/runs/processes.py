@@ -1,4 +1,4 @@
-"""Several processes on one mesh: joining them when the environment says so.
+"""This process among others: signals that ask it to stop, and several processes on one mesh.
 
 The training command itself runs in one process, with all the devices that this one sees. `join_processes` is for a
 program of one's own around `grpo_jax.training.trainer` and `grpo_jax.models.sharding` (docs/scaling.md).
@@ -7,7 +7,10 @@ program of one's own around `grpo_jax.training.trainer` and `grpo_jax.models.sha
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import jax
@@ -16,6 +19,31 @@ from grpo_jax.errors import UserError
 
 COORDINATOR, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 SLURM_COUNT = "SLURM_STEP_NUM_TASKS"  # of srun's step: a batch script in an allocation of many tasks is one process
+
+
+@contextmanager
+def stop_requests() -> Iterator[threading.Event]:
+    """SIGTERM (and SLURM's SIGUSR1) set the event instead of ending the process; Ctrl-C does so the first time.
+
+    The loop looks at the event after each iteration, saves and leaves. A second Ctrl-C interrupts at once: the last
+    checkpoint stays valid. Outside the main thread, where Python takes no handlers, the event is never set.
+    """
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def handle(number: int, frame: object) -> None:
+        if number == signal.SIGINT and event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Announcement(NamedTuple):

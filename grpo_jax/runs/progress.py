@@ -49,8 +49,8 @@ def require_same(saved: Mapping[str, Mapping[str, Any]], config: Any, task: Mapp
     changed = differences(saved["config"], config)
     if changed:
         raise UserError(
-            f"--resume: the checkpoint in {folder} was made with other values ({'; '.join(changed)}): give those again, "
-            "or start a new run in another --run_dir"
+            f"--resume: the checkpoint in {folder} was made with other values ({'; '.join(changed)}): give those "
+            "again, or start a new run in another --run_dir"
         )
     require_same_task(saved["task"], task, folder)
 

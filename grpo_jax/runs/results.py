@@ -58,7 +58,7 @@ def finish_language(parts: Parts, state: TrainState, progress: Any, directory: A
         lines=found.lines,
         tables=found.tables,
         gallery=make_gallery(parts, after["greedy"]),
-        tables_below=[table for table in (texts_table(parts, after["greedy"]), words_table(parts, after["greedy"])) if table.rows],
+        tables_below=[texts_table(parts, after["greedy"]), words_table(parts, after["greedy"])],
     )
 
 

@@ -14,11 +14,7 @@ task that is no task of language has a `program` instead, which does what one it
 
         largest: int = 20
 
-        def reader(self, config: Any) -> Callable[[str, str], Reading]:
-        """The function (completion, user's prompt) → the text that is judged."""
-        return as_written
-
-    def load(self, setup: Setup) -> World:
+        def load(self, setup: Setup) -> World:
             return World(make_prompt_set(puzzles(self.largest)), rewards={"right": right})
 
 `python -m grpo_jax.train --task my_tasks.py:Countdown --task.largest 9 …` trains it (examples/own_task).

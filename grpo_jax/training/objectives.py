@@ -65,8 +65,8 @@ def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str,
 
     Args:
         section: Preset, clip bounds, KL and entropy.
-        max_new_tokens: The token budget that Dr. GRPO divides by. A batch's width would not do: it is cut to its longest
-            completion.
+        max_new_tokens: The token budget that Dr. GRPO divides by. A batch's width would not do: it is cut to its
+            longest completion.
     """
     options = dict(losses.PRESETS[section.preset])
     if isinstance(options["aggregation"], FixedLength):

@@ -1,0 +1,158 @@
+"""Supervised steps before reinforcement learning, by the same trainer: pairs of a prompt and the text to write."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.core.aggregation import loss_normaliser
+from grpo_jax.errors import UserError
+from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.sharding import shard, shard_optimizer
+from grpo_jax.rollout.data import batch_at
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.parts import Parts
+from grpo_jax.training.batch import Batch
+from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.state import TrainState, init_state, release, restored_state, saved_parts
+from grpo_jax.training.supervised import make_supervised_objective, optimizer_section
+from grpo_jax.training.update import PATIENCE, make_train_step
+
+_LINES = 20  # lines on the console
+
+
+def warm_start(
+    parts: Parts,
+    *,
+    checkpoints: Checkpoints,
+    meta: Callable[[], dict[str, Any]],
+    stop: threading.Event,
+    say: Callable[[str], None],
+) -> tuple[dict[str, Any], float] | None:
+    """Teaches the policy the task's pairs; what is trained (all weights, or the adapters) is what the run trains.
+
+    It goes on after its own last checkpoint, if there is one, as if it had never been interrupted, and saves every
+    `config.training.save_every` updates and when it is stopped. The weights in `parts.policy.variables` are taken over:
+    they cannot be read afterwards.
+
+    What is taught is what is sampled: the distribution over the allowed tokens, and texts that end as the sampler's do
+    (`taught_tokens`). A text with a token that is not allowed cannot be written: its pair is left out, and how many
+    were is said.
+
+    Args:
+        parts: Policy, tokenizer and `config.warm_start`.
+        checkpoints: Of the warm start alone.
+        meta: What it gives when a checkpoint is written is saved along, with the seconds so far as "warm_start".
+        stop: Set by a signal.
+        say: Prints a line.
+
+    Returns:
+        The policy's variables and the seconds it took, those before an interruption included; None if it was stopped.
+
+    Raises:
+        UserError: There are no pairs, or fewer than a batch takes; a checkpoint cannot be written or read, or the loss
+            is no longer finite.
+    """
+    config, section, policy = parts.config, parts.config.warm_start, parts.policy
+    if parts.world.pairs is None:
+        raise UserError(f"warm_start.steps: expected 0, this task has nothing to teach; got {section.steps}")
+    pairs = teachable(parts, parts.world.pairs(), say)
+    if len(pairs) < section.batch:
+        raise UserError(
+            f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
+        )
+    optimizing = optimizer_section(section, config.optimizer)
+    optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
+    optimizer = shard_optimizer(optimizer, policy.mesh)
+    allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
+    forward = make_forward(policy.functions, temperature=config.sampling.temperature, allowed_tokens=allowed)
+    step = make_train_step(
+        make_supervised_objective(forward),
+        optimizer,
+        normaliser=lambda batch: loss_normaliser(batch.mask, "token"),
+        accumulation=math.gcd(section.batch, config.training.accumulation),
+    )
+    scale = make_loss_scale(config.policy.compute_dtype)
+    state = init_state(policy.variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
+    state = shard(state, policy.mesh)
+    done, seconds = 0, 0.0
+    if checkpoints.latest_step() is not None:
+        release(saved_parts(state))
+        restored, saved = checkpoints.restore("latest", saved_parts(state))
+        state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["warm_start"]
+        say(f"warm start goes on after update {done} of {section.steps}")
+    started = time.monotonic() - seconds
+
+    def save(step: int, state: TrainState, *, wait: bool) -> None:
+        checkpoints.save(step, saved_parts(state), {**meta(), "warm_start": time.monotonic() - started}, wait=wait)
+
+    line_every, save_every = max(1, section.steps // _LINES), config.training.save_every
+    for number in range(done, section.steps):
+        if stop.is_set():
+            save(number, state, wait=True)
+            return None
+        places = batch_at(config.seed, number, batch_size=section.batch, n=len(pairs))
+        state, report = step(state, supervised_batch(parts, [pairs[place] for place in places]))
+        if (number + 1) % line_every == 0 or number + 1 == section.steps:
+            say(f"warm start {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
+            _require_updates(state)
+        if save_every and (number + 1) % save_every == 0:
+            save(number + 1, state, wait=False)
+    return state.variables, time.monotonic() - started
+
+
+def _require_updates(state: TrainState) -> None:
+    skipped = int(state.skipped)
+    if skipped >= PATIENCE:
+        raise UserError(
+            f"warm_start: the loss or its gradient was not finite in {skipped} updates in a row, which were left out; "
+            "lower warm_start.learning_rate, or look for what is wrong with the policy's weights"
+        )
+
+
+def teachable(parts: Parts, pairs: Sequence[tuple[str, str]], say: Callable[[str], None]) -> Sequence[tuple[str, str]]:
+    """The pairs whose texts the policy may write (`data.allowed_tokens`); says how many are left out."""
+    allowed = parts.allowed_tokens
+    if allowed is None:
+        return pairs
+    kept = [pair for pair in pairs if allowed[taught_tokens(parts, *pair)].all()]
+    if len(kept) < len(pairs):
+        say(
+            f"warm start: {len(pairs) - len(kept)} of {len(pairs)} pairs are left out, their texts hold tokens that "
+            f"data.allowed_tokens = {parts.config.data.allowed_tokens} rules out"
+        )
+    return kept
+
+
+def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
+    """A text as the completion of a prompt, up to the token that ends it; cut to max_new_tokens (then without it).
+
+    It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of the
+    folder's end tokens where that is none of them. The sampler stops at any: a text that holds one ends there.
+    """
+    tokenizer, ends = parts.policy.loaded.tokenizer, parts.policy.loaded.eos_ids
+    chat = bool(getattr(tokenizer, "chat_template", None)) and parts.config.data.form == "rewrite"
+    # Behind plain text a word starts with its space; behind a chat template's mark it does not.
+    gap = "" if chat or not prompt or prompt[-1].isspace() else " "
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
+    ids = [*tokenizer(gap + text, add_special_tokens=False)["input_ids"], end]
+    stop = next(place for place, token in enumerate(ids) if token in ends)
+    return ids[: stop + 1][: parts.config.sampling.max_new_tokens]
+
+
+def supervised_batch(parts: Parts, pairs: Sequence[tuple[str, str]]) -> Batch:
+    """The pairs as tokens: prompts as in sampling, texts as `taught_tokens`."""
+    prompt_tokens, prompt_mask = parts.environment.encode([prompt for prompt, _ in pairs])
+    tokens = np.full((len(pairs), 1, parts.config.sampling.max_new_tokens), parts.policy.loaded.pad_id, np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for row, pair in enumerate(pairs):
+        ids = taught_tokens(parts, *pair)
+        tokens[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True
+    return Batch(prompt_tokens, prompt_mask, tokens, mask)

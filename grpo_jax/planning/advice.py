@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
-from grpo_jax.config import Config, MeshSection
+from grpo_jax.config.policy import MeshSection
+from grpo_jax.config.run import POLICY, Config
 
 _WORTH = 2**26  # bytes: what saves less is not worth a word
 
@@ -22,7 +24,7 @@ class Step(NamedTuple):
     """A way to save memory.
 
     Attributes:
-        part: Whose memory: "policy" or "renderer".
+        part: Whose memory: "policy", or a judge's name.
         work: Whether it is activations that it saves, rather than weights and what goes with them.
         change: change(config) → Change, or None where that is done already.
     """
@@ -32,72 +34,87 @@ class Step(NamedTuple):
     change: Callable[[Config], Change | None]
 
 
-def steps(cards: int) -> list[Step]:
+def steps(config: Config, cards: int) -> list[Step]:
     """What can be done, in the order in which it is tried: what changes nothing that is learned comes first.
 
     Args:
+        config: Its judges say themselves what can be saved (`savings`).
         cards: That there are; with three or more the policy may have all but the last.
     """
 
-    def a_prompt_at_a_time(given: Config) -> Change | None:
-        prompts = given.training.prompts_per_batch // given.training.minibatches
-        return _changed(given, "training", accumulation=max(prompts // given.policy.mesh.fsdp, 1))
+    def a_prompt_at_a_time(config: Config) -> Change | None:
+        prompts = config.training.prompts_per_batch // config.training.minibatches
+        return _changed(config, "training", accumulation=max(prompts // config.policy.mesh.fsdp, 1))
 
-    def smaller_group(given: Config) -> Change | None:
-        return _changed(given, "sampling", group_size=max(given.sampling.group_size // 2, 2))
+    def smaller_group(config: Config) -> Change | None:
+        return _changed(config, "sampling", group_size=max(config.sampling.group_size // 2, 2))
 
     return [
-        Step("policy", True, lambda given: _changed(given, "policy", remat="layer")),
-        Step("policy", True, a_prompt_at_a_time),
-        Step("policy", True, lambda given: _changed(given, "training", chunk_prompts=1)),
-        Step("renderer", True, lambda given: _changed(given, "renderer", batch_size=1)),
-        Step("renderer", False, lambda given: _changed(given, "renderer", dtype="bfloat16")),
-        Step("renderer", False, lambda given: _changed(given, "renderer", use_t5=False)),
-        Step("policy", False, _adapters),
-        Step("policy", False, _narrow_base),
-        Step("policy", True, lambda given: _changed(given, "policy", compute_dtype="bfloat16")),
-        Step("policy", False, lambda given: _mesh(given, cards - 1)),
-        Step("policy", True, smaller_group),
+        Step(POLICY, True, lambda config: _changed(config, "policy", remat="layer")),
+        Step(POLICY, True, a_prompt_at_a_time),
+        Step(POLICY, True, lambda config: _changed(config, "training", chunk_prompts=1)),
+        *(
+            Step(name, False, partial(_judge_changed, name, fields))
+            for name, judge in config.judges.items()
+            for fields in getattr(judge, "savings", list)()
+        ),
+        Step(POLICY, False, _adapters),
+        Step(POLICY, False, _narrow_base),
+        Step(POLICY, True, lambda config: _changed(config, "policy", compute_dtype="bfloat16")),
+        Step(POLICY, False, lambda config: _mesh(config, cards - 1)),
+        Step(POLICY, True, smaller_group),
     ]
 
 
-def _changed(given: Config, section: str, **fields: Any) -> Change | None:
-    before = getattr(given, section)
+def _changed(config: Config, section: str, **fields: Any) -> Change | None:
+    before = getattr(config, section)
     fields = {name: value for name, value in fields.items() if getattr(before, name) != value}
     if not fields:
         return None
-    after = dataclasses.replace(given, **{section: dataclasses.replace(before, **fields)})
+    after = dataclasses.replace(config, **{section: dataclasses.replace(before, **fields)})
     return Change(" ".join(f"--{section}.{name} {_word(value)}" for name, value in fields.items()), after)
+
+
+def _judge_changed(name: str, fields: dict[str, Any], config: Config) -> Change | None:
+    before = config.judges[name]
+    fields = {field: value for field, value in fields.items() if getattr(before, field) != value}
+    if not fields:
+        return None
+    judges = {**config.judges, name: dataclasses.replace(before, **fields)}
+    words = " ".join(f"--judges.{name}.{field} {_word(value)}" for field, value in fields.items())
+    return Change(words, dataclasses.replace(config, judges=judges))
 
 
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _adapters(given: Config) -> Change | None:
-    if given.policy.lora.rank:
+def _adapters(config: Config) -> Change | None:
+    if config.policy.lora.rank:
         return None
-    policy = dataclasses.replace(given.policy, lora=dataclasses.replace(given.policy.lora, rank=16))
-    return Change("--policy.lora.rank 16", dataclasses.replace(given, policy=policy))
+    policy = dataclasses.replace(config.policy, lora=dataclasses.replace(config.policy.lora, rank=16))
+    return Change("--policy.lora.rank 16", dataclasses.replace(config, policy=policy))
 
 
-def _narrow_base(given: Config) -> Change | None:
+def _narrow_base(config: Config) -> Change | None:
     return (
-        _changed(given, "policy", frozen_dtype="bfloat16", compute_dtype="bfloat16") if given.policy.lora.rank else None
+        _changed(config, "policy", frozen_dtype="bfloat16", compute_dtype="bfloat16")
+        if config.policy.lora.rank
+        else None
     )
 
 
-def _mesh(given: Config, parts: int) -> Change | None:
-    prompts = given.training.prompts_per_batch // given.training.minibatches
-    if given.policy.mesh.size > 1 or parts < 2 or prompts % parts:
+def _mesh(config: Config, parts: int) -> Change | None:
+    prompts = config.training.prompts_per_batch // config.training.minibatches
+    if config.policy.mesh.size > 1 or parts < 2 or prompts % parts:
         return None
     # A micro-batch must have a prompt for each part.
-    training = dataclasses.replace(given.training, accumulation=min(given.training.accumulation, prompts // parts))
-    policy = dataclasses.replace(given.policy, mesh=MeshSection(fsdp=parts))
+    training = dataclasses.replace(config.training, accumulation=min(config.training.accumulation, prompts // parts))
+    policy = dataclasses.replace(config.policy, mesh=MeshSection(fsdp=parts))
     words = f"--policy.mesh.fsdp {parts}"
-    if training != given.training:
+    if training != config.training:
         words += f" --training.accumulation {training.accumulation}"
-    return Change(words, dataclasses.replace(given, policy=policy, training=training))
+    return Change(words, dataclasses.replace(config, policy=policy, training=training))
 
 
 class Excess(NamedTuple):
@@ -105,7 +122,7 @@ class Excess(NamedTuple):
 
     Attributes:
         bytes: 0 if it fits.
-        parts: "policy", "renderer" where their device is full.
+        parts: "policy" and judges whose device is full.
         weights: Whether the policy's weights alone are too much, so that saving activations cannot help.
     """
 
@@ -128,10 +145,10 @@ def changes_that_fit(config: Config, cards: int, excess: Callable[[Config], Exce
     words: list[str] = []
     left = excess(config)
     for _ in range(2):  # what could not help before the weights fitted may help now
-        for step in steps(cards):
+        for step in steps(config, cards):
             if not left.bytes:
                 return words, left
-            hopeless = step.part == "policy" and step.work and left.weights
+            hopeless = step.part == POLICY and step.work and left.weights
             change = None if hopeless or step.part not in left.parts else step.change(config)
             after = left if change is None else excess(change.config)
             if change is not None and after.bytes < left.bytes - _WORTH:

@@ -1,4 +1,4 @@
-"""What a run will need on each device, before any weight is loaded.
+"""What a run will need for its policy on each device, before any weight is loaded.
 
 Parameters, optimizer state and reference are counted from shapes (`jax.eval_shape`). What sampling and the update take
 beside them is asked of the compiler: both are compiled for arrays that do not exist, and XLA says how much temporary
@@ -13,22 +13,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from grpo_jax.config import Config
-from grpo_jax.models.adapters import lora_config
-from grpo_jax.models.decoder import init_variables, make_policy
-from grpo_jax.models.quantised import count_weights, quantise
-from grpo_jax.models.sharding import FSDP, gather, over_prompts, shard_optimizer, shard_policy, shardings
-from grpo_jax.models.value_head import VALUE, init_value_head
+from grpo_jax.config.run import Config
+from grpo_jax.models.quantised import count_weights
+from grpo_jax.models.sharding import gather
+from grpo_jax.models.value_head import VALUE
 from grpo_jax.sampling.sampler import SamplingParams, bucket_size, make_sampler
-from grpo_jax.training import trainer
-from grpo_jax.training.loss_scale import make_loss_scale
-from grpo_jax.training.objectives import Batch, make_forward
+from grpo_jax.training.memory import policy_functions, state_shapes, temporary_bytes, update_bytes, weight_dtype
+from grpo_jax.training.state import TrainState, trained_weights
 
 GIB = 2**30
-# The same programs without LLVM's slow passes: buffers are assigned before them.
-_FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 class PolicyMemory(NamedTuple):
@@ -94,16 +88,16 @@ def policy_memory(config: Config, model: Any, mesh: jax.sharding.Mesh | None = N
     Raises:
         ValueError: Adapters on projections that the architecture lacks, or weights that the mesh does not divide.
     """
-    narrow = {config.policy.compute_dtype, _param_dtype(config)} - {"float32"}
+    narrow = {config.policy.compute_dtype, weight_dtype(config)} - {"float32"}
     widened = bool(narrow) and jax.default_backend() == "cpu"
-    state = _state_shapes(config, model, mesh)
-    trained = {name: state.variables[name] for name in trainer.trained_collections(state.variables)}
+    state = state_shapes(config, model, mesh)
+    trained = trained_weights(state.variables)
     same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
     wide = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **same)) if widened else config
     gradients = tree_bytes(trained)
-    apart = _layers_bytes(_state_shapes(wide, model, mesh))
+    apart = _layers_bytes(state_shapes(wide, model, mesh))
     # Where they differ in type, the head is cast once for a whole program.
-    casts = _param_dtype(config) != config.policy.compute_dtype and widened
+    casts = weight_dtype(config) != config.policy.compute_dtype and widened
     cast = model.vocab_size * model.hidden_size * jnp.dtype(config.policy.compute_dtype).itemsize if casts else 0
     return PolicyMemory(
         parameters=count_weights(state.variables["params"]),
@@ -129,7 +123,7 @@ def cache_bytes(config: Config, model: Any) -> int:
     return size // (config.policy.mesh.fsdp * config.policy.mesh.tensor)
 
 
-def _layers_bytes(state: trainer.TrainState) -> int:
+def _layers_bytes(state: TrainState) -> int:
     return tree_bytes([tree.get("layers", {}) for name, tree in state.variables.items() if name != VALUE])
 
 
@@ -148,100 +142,9 @@ def _leaf_bytes(leaf: Any) -> int:
     return int(np.prod(shape)) * leaf.dtype.itemsize
 
 
-def _param_dtype(config: Config) -> str:
-    return config.policy.frozen_dtype if config.policy.lora.used else "float32"
-
-
 def _chunk(config: Config) -> int:
     """Prompts that are sampled together."""
     return config.training.chunk_prompts or config.training.prompts_per_batch
-
-
-def _on(mesh: jax.sharding.Mesh | None, tree: Any) -> Any:
-    """Shapes with the places that `TABLE` gives them."""
-    if mesh is None:
-        return tree
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, shardings(tree, mesh)
-    )
-
-
-def _policy(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> Any:
-    section = config.policy
-    policy = make_policy(
-        model,
-        compute_dtype=section.compute_dtype,
-        remat=section.remat,
-        lora=lora_config(section.lora, model),
-        spread=over_prompts(mesh),
-    )
-    return shard_policy(policy, mesh)
-
-
-def _optimizer(config: Config) -> Any:
-    schedule = trainer.make_schedule(config.optimizer, max(config.training.max_steps, 1))
-    return trainer.make_optimizer(config.optimizer, schedule, value_rate=config.ppo.value_rate)
-
-
-def _state_shapes(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> trainer.TrainState:
-    """The shapes of the state that training begins with."""
-    section, learns_values = config.policy, config.algorithm.advantage == "gae"
-
-    def start() -> trainer.TrainState:
-        variables = init_variables(
-            model, jax.random.key(0), param_dtype=_param_dtype(config), lora=lora_config(section.lora, model)
-        )
-        if learns_values:
-            variables[VALUE] = init_value_head(model.hidden_size)
-        if section.quantised != "none":
-            variables["params"] = quantise(variables["params"], section.quantised)
-        return trainer.init_state(
-            variables,
-            _optimizer(config),
-            keep_reference=trainer.needs_reference(config.algorithm, config.ppo),
-            kl_coef=config.ppo.kl_coef if learns_values and config.ppo.kl_coef > 0 else None,
-            loss_scale=make_loss_scale(section.compute_dtype),
-        )
-
-    return _on(mesh, jax.eval_shape(start))
-
-
-def _batch_shapes(config: Config, mesh: jax.sharding.Mesh | None) -> Batch:
-    """One update's batch."""
-    training, algorithm, sampling = config.training, config.algorithm, config.sampling
-    prompts, length = training.prompts_per_batch // training.minibatches, config.data.max_prompt_tokens
-    group, steps = sampling.group_size, sampling.max_new_tokens
-    place = None if mesh is None else NamedSharding(mesh, PartitionSpec(FSDP))
-
-    def shape(*axes: int, dtype: Any = jnp.float32) -> Any:
-        return jax.ShapeDtypeStruct((prompts, *axes), dtype, sharding=place)
-
-    learns_values = algorithm.advantage == "gae"
-    weighted = algorithm.importance_cap > 0 or algorithm.entropy_share < 1
-    several = training.inner_epochs * training.minibatches > 1
-    tokens = shape(group, steps)
-    return Batch(
-        shape(length, dtype=jnp.int32),
-        shape(length, dtype=bool),
-        shape(group, steps, dtype=jnp.int32),
-        shape(group, steps, dtype=bool),
-        advantages=tokens if learns_values else shape(group),
-        scores=shape(group) if learns_values else None,
-        old_logprobs=tokens if several or weighted or learns_values else None,
-        ref_logprobs=tokens if trainer.needs_reference(algorithm, config.ppo) else None,
-        token_weights=tokens if weighted else None,
-        old_values=tokens if learns_values else None,
-        returns=tokens if learns_values else None,
-    )
-
-
-def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> int:
-    """Temporary bytes of one optimizer update."""
-    forward = make_forward(_policy(config, model, mesh), temperature=config.sampling.temperature)
-    optimizer = shard_optimizer(_optimizer(config), mesh)
-    step = trainer.make_configured_step(forward, optimizer, config.algorithm, config.training, config.ppo)
-    state, batch = _state_shapes(config, model, mesh), _batch_shapes(config, mesh)
-    return temporary_bytes(jax.jit(step, donate_argnums=0), state, batch)
 
 
 def _compiled_sampling(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> int:
@@ -250,18 +153,12 @@ def _compiled_sampling(config: Config, model: Any, mesh: jax.sharding.Mesh | Non
     params = SamplingParams(
         section.group_size, section.max_new_tokens, section.temperature, section.top_k, section.top_p, section.min_p
     )
-    sample = make_sampler(_policy(config, model, mesh), params, eos_ids=(0,), pad_id=0)
+    sample = make_sampler(policy_functions(config, model, mesh), params, eos_ids=(0,), pad_id=0)
     tokens = np.zeros((_chunk(config), config.data.max_prompt_tokens), np.int32)
     keys = jax.random.split(jax.random.key(0), len(tokens))
 
     def draw(variables: Any) -> Any:
         return gather(sample(variables, tokens, np.ones_like(tokens, bool), keys), mesh)
 
-    variables = _state_shapes(config, model, mesh).variables
+    variables = state_shapes(config, model, mesh).variables
     return temporary_bytes(jax.jit(draw), {name: tree for name, tree in variables.items() if name != VALUE})
-
-
-def temporary_bytes(compiled: Any, *shapes: Any) -> int:
-    """Temporary memory of a jitted function for arguments of these shapes, without running it."""
-    options = _FAST_COMPILE if jax.default_backend() == "cpu" else None
-    return int(compiled.lower(*shapes).compile(compiler_options=options).memory_analysis().temp_size_in_bytes)

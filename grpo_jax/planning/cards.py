@@ -1,0 +1,149 @@
+"""What lies on each device of a run: lines of bytes by part, and whether they fit."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import jax
+
+from grpo_jax.config.named import own_package
+from grpo_jax.config.run import POLICY, Config
+from grpo_jax.errors import UserError
+from grpo_jax.models.sharding import make_mesh
+from grpo_jax.planning.advice import Excess
+from grpo_jax.planning.policy import GIB, PolicyMemory, policy_memory
+from grpo_jax.planning.request import MEMORY
+
+RUNTIME = GIB // 2
+"""A CUDA context and its libraries, for JAX and for torch each."""
+FREE = 0.05
+"""Of a device, left for what does not fit between other things."""
+
+
+class Line(NamedTuple):
+    """A line of a plan: what, how many bytes, why, and whether they count (of two that take turns one does)."""
+
+    name: str
+    bytes: int
+    note: str = ""
+    counted: bool = True
+
+
+class Card(NamedTuple):
+    """A device in a plan: its name, bytes, and lines by part."""
+
+    name: str
+    capacity: int
+    parts: dict[str, list[Line]]
+
+    @property
+    def needed(self) -> int:
+        """Bytes of all lines that count."""
+        return sum(line.bytes for lines in self.parts.values() for line in lines if line.counted)
+
+    @property
+    def excess(self) -> int:
+        """Bytes too much; 0 if it fits."""
+        return max(self.needed - int((1 - FREE) * self.capacity), 0)
+
+
+class Planner:
+    """Plans of configs with one policy's shape on the same devices; each shape is compiled once."""
+
+    def __init__(self, model: Any, gib: tuple[float, ...]):
+        """Takes the decoder's config and the devices' memory."""
+        self._model, self._gib = model, gib
+        self._known: dict[str, PolicyMemory] = {}
+
+    def policy(self, config: Config) -> PolicyMemory:
+        """The policy's memory, by device."""
+        relevant = (config.policy, config.training, config.sampling, config.data, config.algorithm, config.ppo)
+        if (key := repr(relevant)) not in self._known:
+            section = config.policy.mesh
+            try:
+                mesh = make_mesh(section.fsdp, section.tensor, jax.devices()) if section.size > 1 else None
+                self._known[key] = policy_memory(config, self._model, mesh)
+            except ValueError as error:  # no such projection, a weight that does not divide, too few devices
+                raise UserError(f"policy: {error}") from error
+        return self._known[key]
+
+    def cards(self, config: Config) -> list[Card]:
+        """All devices with what would lie on them."""
+        places = _places(config, len(self._gib))
+        names = list(dict.fromkeys([*(f"gpu:{i}" for i in range(len(self._gib))), *sum(places.values(), ())]))
+        cards = {name: Card(name, _capacity(name, self._gib), {}) for name in names}
+        lines = {POLICY: policy_lines(config, self.policy(config))}
+        lines |= {name: judge_lines(judge) for name, judge in config.judges.items()}
+        for part, where in places.items():
+            for name in where:
+                cards[name].parts[part] = lines[part]
+        for card in cards.values():
+            runtimes = (POLICY in card.parts) + bool(card.parts.keys() - {POLICY})
+            if card.name != "cpu" and runtimes:
+                card.parts["runtime"] = [Line("contexts and libraries", runtimes * RUNTIME, "allowance")]
+        return list(cards.values())
+
+    def excess(self, config: Config) -> Excess:
+        """What a config takes too much."""
+        cards = self.cards(config)
+        full = [card for card in cards if card.excess]
+        parts = frozenset(part for card in full for part in card.parts)
+        held = self.policy(config).held
+        hopeless = any(POLICY in card.parts and held > card.capacity for card in full)
+        return Excess(sum(card.excess for card in full), parts, hopeless)
+
+
+def _places(config: Config, count: int) -> dict[str, tuple[str, ...]]:
+    """Devices of each part, by the rules that a run follows, on `count` cards or on this machine."""
+    size, placement = config.policy.mesh.size, own_package("bridges", "placement")
+    requests = {name: config.devices.get(name, "auto") for name in (POLICY, *config.judges)}
+    if not count:
+        found, _ = placement.place(requests, policy_count=size)
+    else:
+        if requests[POLICY] == "auto" and size > 1:
+            requests[POLICY] = ",".join(f"gpu:{card}" for card in range(size))
+        found, _ = placement.resolve(requests, count)
+    return {name: tuple(where.split(",")) for name, where in found.items()}
+
+
+def _capacity(name: str, gib: tuple[float, ...]) -> int:
+    if name == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    index = int(name.removeprefix("gpu:"))
+    if gib:
+        if index >= len(gib):
+            raise UserError(f"{MEMORY}: {name} is asked for, but there are {len(gib)} devices in the list")
+        return int(gib[index] * GIB)
+    import torch
+
+    return torch.cuda.get_device_properties(index).total_memory
+
+
+def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
+    """The policy's part of a device; sampling and update take turns, and the larger counts."""
+    lora, section = config.policy.lora.rank, config.policy
+    sampling = memory.to_sample > memory.to_update
+    limit = "at most: compiled in float32" if memory.widened else "compiled"
+    no_copy = "the base without its adapters" if lora else "none: no KL"
+    dtype = f"{section.frozen_dtype}, adapters of rank {lora} float32" if lora else "float32"
+    chunk = config.training.chunk_prompts or config.training.prompts_per_batch
+    tokens = (
+        f"{chunk} x ({config.data.max_prompt_tokens} + {config.sampling.group_size} x {config.sampling.max_new_tokens})"
+    )
+    return [
+        Line("parameters", memory.weights, dtype),
+        Line("optimizer state", memory.optimizer, "float32"),
+        Line("reference", memory.reference, "float32" if memory.reference else no_copy),
+        Line("sampling: layers apart", memory.apart, "a copy in the order of decoding", sampling),
+        Line("sampling: decode cache", memory.cache, f"{tokens} tokens", sampling),
+        Line("sampling: the rest", memory.sampling, limit, sampling),
+        Line("update: gradients", memory.gradients, "float32", not sampling),
+        Line("update: activations", memory.update, f"{limit}; remat: {section.remat}", not sampling),
+    ]
+
+
+def judge_lines(judge: Any) -> list[Line]:
+    """What a judge says that it takes (`memory`)."""
+    count = getattr(judge, "memory", None)
+    return [Line(type(judge).__name__, 0, "it does not say")] if count is None else [Line(*row) for row in count()]

@@ -1,10 +1,11 @@
-# `make train` and `make test` create the environment they need (in .venv) and run.
+# `make train` and `make test` create the environment they need (in .venv) and run; `make test-install` makes one for each
+# extra and removes it again: ARGS="--extra cartpole --python python3.13" for one of them.
 PYTHON ?= python3
 VENV   ?= .venv
 EXTRAS ?= diffusion,cartpole,recommendation,logging,test,oracles
 BIN    := $(VENV)/bin
 
-.PHONY: train test lint clean
+.PHONY: train test test-install lint clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +18,9 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-install:
+	$(PYTHON) scripts/test_install.py $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lint]"

@@ -1,8 +1,10 @@
 """The wheel holds what a user needs, and runs outside the checkout."""
 
 import os
+import runpy
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
@@ -56,6 +58,13 @@ def test_contents(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"grpo_jax", "bridges"}
+
+
+def test_every_extra_of_users_is_tried_by_itself():
+    """`make test-install` knows what each is for; the others are for who works on the project."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    tried = runpy.run_path(str(ROOT / "scripts" / "test_install.py"))
+    assert tried["CHECKS"].keys() == {tried["ALONE"], *extras} - {"test", "oracles", "lint", "figures"}
 
 
 def test_packaged_configs_are_found_outside_the_checkout(outside):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_jax.errors import guarded
+from grpo_jax.errors import UserError, guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,11 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate_run(options: argparse.Namespace) -> None:
     from grpo_jax.config import MeshSection
+    from grpo_jax.rollout.rewards import IN_PYTHON
     from grpo_jax.runs.directory import RunDirectory, finite
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.parts import load_parts
     from grpo_jax.runs.policy import restore_variables, run_config
     from grpo_jax.runs.progress import require_same_task
+    from grpo_jax.runs.python_input import kept_prompts
     from grpo_jax.runs.results import find
 
     config = run_config(options.run)
@@ -48,7 +50,10 @@ def _evaluate_run(options: argparse.Namespace) -> None:
         section = dataclasses.replace(config.policy, mesh=MeshSection(*options.mesh))
         config = dataclasses.replace(config, policy=section)
     say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
-    parts = load_parts(config, say)
+    prompts = kept_prompts(RunDirectory(options.run)) if config.data.prompts == IN_PYTHON else None
+    parts = load_parts(config, say, prompts=prompts)
+    if not parts.test_rows:
+        raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
     variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)
     folder = RunDirectory(options.run).checkpoints
     require_same_task(meta["progress"]["identity"]["task"], parts.world.identity, folder)

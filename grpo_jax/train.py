@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_jax.config.build import to_dict
@@ -19,28 +19,26 @@ from grpo_jax.planning.request import take_request
 
 
 @extras_named()
-def run(
-    config: Any,
-    *,
-    prompts: Any = None,
-    rewards: Sequence[Callable[..., Any]] | None = None,
-) -> dict[str, Any]:
+def run(config: Any, *, prompts: Any = None, rewards: Any = None) -> dict[str, Any]:
     """Trains a policy and leaves a run directory.
 
     Args:
         config: The run, of `make_config`; its run_dir must be set.
-        prompts: A list of prompts, or of records {"prompt": …, column: …}, or a `PromptSet`, in place of
-            data.prompts.
-        rewards: Reward functions in place of those that the config names: reward(prompts, completions, **columns) →
-            P·G numbers, None for a missing one. A reward of the config with a function's name gives it weight and
-            condition; without one its weight is 1.
+        prompts: In place of data.prompts: a list of prompts, or of records {"prompt": …, column: …} as a .jsonl file
+            holds them ("split" included), a pandas DataFrame or a `datasets.Dataset` of such records, or a
+            `PromptSet`. They are kept in prompts.jsonl of the run directory, where --resume and evaluate find them.
+        rewards: In place of config.rewards: functions reward(prompts, completions, **columns) → P·G numbers, None for
+            a missing one; a list of them, each called by its own name, or {name: function}. The entry of config.rewards
+            with that name, if there is one, sets its weight, condition and options; otherwise it has weight 1. Every
+            entry must have its function. --resume and evaluate find functions at the top level of a module again,
+            others must be given again.
 
     Returns:
         What summary.json holds, and "stopped": whether a signal ended the run early.
 
     Raises:
         UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
-            failed; checkpoints stay valid.
+            failed; checkpoints stay valid. A run directory in which nothing was saved yet is taken back.
     """
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")

@@ -60,6 +60,16 @@ class StableDiffusion3:
         for name in ("size", "cache_megabytes"):
             require(getattr(self, name) >= 0, name, "a number >= 0", getattr(self, name))
 
+    def check(self) -> None:
+        """Refuses a pipeline that is not there or of another kind; no weight is read.
+
+        Raises:
+            UserError: Naming it.
+        """
+        from bridges.diffusion import find_pipeline
+
+        find_pipeline(self.path)
+
     def load(self, device: str) -> Any:
         """The pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`.
 

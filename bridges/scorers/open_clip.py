@@ -25,6 +25,16 @@ class OpenClip:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     quality_head: str | None = None
 
+    def check(self) -> None:
+        """Refuses a model that is not there; no weight is read.
+
+        Raises:
+            UserError: Naming it.
+        """
+        from bridges.clip import find_clip
+
+        find_clip(self.model, self.pretrained)
+
     def load(self, device: str) -> Any:
         """The model on "cpu" or "gpu:N", as a `bridges.clip.Scorer`.
 

@@ -168,6 +168,8 @@ def result_lines(summary: Mapping[str, Any], display: Display = Display()) -> li
         return f"{value:>9.{display.digits_of(name)}f}" if isinstance(value, int | float) else f"{'–':>9}"
 
     measures = summary["evaluation"]
+    if not measures:
+        return ["no prompts were held out: nothing was measured before and after training"]
     width = max([*map(len, measures), 16])
     lines = [f"{summary.get('measured_on', 'held-out prompts'):<{width}} {'before':>9} {'after':>9} {'oracle':>9}"]
     for name, values in measures.items():

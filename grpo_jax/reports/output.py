@@ -123,9 +123,11 @@ class RunOutput:
         """Returns itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Closes."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes; takes the run directory back where a start failed before it had saved anything."""
         self.close()
+        if kind is not None and not self.directory.holds_checkpoint():
+            self.directory.take_back()
 
     def _end_line(self) -> None:
         self._open_line.close()

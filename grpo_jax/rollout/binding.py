@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from grpo_jax.config.build import require_known
@@ -13,7 +14,7 @@ from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.rewards import Maker, Reward
+from grpo_jax.rollout.rewards import IN_PYTHON, Maker, Reward, with_options
 
 
 class Source(Protocol):
@@ -64,6 +65,11 @@ class Rewards(NamedTuple):
             if section.condition_on is not None
         )
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """Names of the arguments that they have."""
+        return frozenset(name for one in (*self.maximised, *self.watched) for name in _arguments(one.reward))
+
     def describe(self) -> str:
         """Name, weight and condition of each."""
         return ", ".join(map(_described, self.sections))
@@ -74,7 +80,7 @@ def find_rewards(
     watch: Sequence[str],
     source: Source,
     judges: Sequence[str],
-    given: Sequence[Reward] | None = None,
+    functions: Mapping[str, Reward] = MappingProxyType({}),
 ) -> Rewards:
     """Finds the rewards of a config and binds their options.
 
@@ -83,22 +89,17 @@ def find_rewards(
         watch: Names that are watched.
         source: The task's own rewards.
         judges: Names of the judges there are.
-        given: Functions in place of those that sections name. A section with the function's name gives it weight and
-            condition; without one its weight is 1.
+        functions: By label, in place of what sections name.
 
     Raises:
         UserError: A reward, judge or option that does not exist.
     """
-    if given is not None:
-        sections, functions = _given(sections, given)
-        found = [Wanted(s.label, source.adapt(f), "") for s, f in zip(sections, functions, strict=True)]
-    else:
-        sections = sections or source.default_rewards
-        found = [_find(section.name, section.options, source, judges, "rewards") for section in sections]
+    sections = source.conditions(sections or source.default_rewards)
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
+    found = [_maximised(section, functions, source, judges) for section in sections]
     watch = watch or source.default_watch
-    resolved = tuple(_without_none(section) for section in source.conditions(sections))
+    resolved = tuple(_without_none(section) for section in sections)
     watched = [_find(name, {}, source, judges, "watch") for name in (*watch, *source.always_watched)]
     return Rewards(resolved, tuple(found), tuple(watched))
 
@@ -115,21 +116,38 @@ def bind(wanted: Wanted, judges: Mapping[str, Any]) -> Reward:
     return functools.partial(wanted.reward, **bound) if bound else wanted.reward
 
 
+def _maximised(
+    section: RewardSection, functions: Mapping[str, Reward], source: Source, judges: Sequence[str]
+) -> Wanted:
+    if section.label not in functions:
+        return _find(section.name, section.options, source, judges, "rewards")
+    reward = with_options(functions[section.label], section.label, section.options)
+    return Wanted(section.label, source.adapt(reward), "")
+
+
 def _find(name: str, options: Mapping[str, Any], source: Source, judges: Sequence[str], where: str) -> Wanted:
     """A reward by import path, of the source, or of the source with another judge."""
-    label = name.rpartition(":")[2]
-    if ":" in name:
-        return Wanted(label, source.adapt(_with_options(load_object(name, "reward"), options, f"{where}.{label}")), "")
+    place, _, label = name.rpartition(":")
+    if place == IN_PYTHON:
+        raise UserError(
+            f"reward {label}: run() was given this function in Python and nothing here can import it: call "
+            f"run(config, rewards=[{label}]) again (with resume=True to go on or to measure), or keep it in a module"
+        )
+    if place:
+        reward = load_object(name, "reward")
+        if not callable(reward):
+            raise UserError(f"reward {name!r}: {label} is a {type(reward).__name__}, not a function")
+        return Wanted(label, source.adapt(with_options(reward, label, options)), "")
     base, _, judge = name.partition("@")
     if name in source.rewards:
         base, judge = name, ""
     elif (measured := source.measures(name)) is not None and where == "watch":
-        return Wanted(label, measured, "")
+        return Wanted(name, measured, "")
     if base not in source.rewards:
         _refuse(name, source, where)
     if judge:
         require_known(judge, judges, f"{where}.{name}: judges")
-    return Wanted(label, _with_options(source.rewards[base], options, f"{where}.{name}"), judge)
+    return Wanted(name, _own(source.rewards[base], options, name), judge)
 
 
 def _refuse(name: str, source: Source, where: str) -> None:
@@ -139,19 +157,15 @@ def _refuse(name: str, source: Source, where: str) -> None:
     )
 
 
-def _with_options(reward: Any, options: Mapping[str, Any], where: str) -> Reward:
-    """A reward with its options bound, or what its maker makes of them."""
+def _own(reward: Any, options: Mapping[str, Any], label: str) -> Reward:
+    """One of the source's rewards with its options, or what its maker makes of them."""
+    make = reward.make if isinstance(reward, Maker) else reward if inspect.isclass(reward) else None
+    if make is None:
+        return with_options(reward, label, options)
     try:
-        if isinstance(reward, Maker):
-            return reward.make(**options)
-        if inspect.isclass(reward):
-            return reward(**options)
+        return make(**options)
     except (TypeError, ValueError, UserError) as error:
-        raise UserError(f"{where}.options: {error}") from error
-    unknown = [name for name in options if name not in _arguments(reward) and not _takes_all(reward)]
-    if unknown:
-        raise UserError(f"{where}.options.{unknown[0]}: no such option; it takes {', '.join(_arguments(reward))}")
-    return functools.partial(reward, **options) if options else reward
+        raise UserError(f"rewards.{label}.options: {error}") from error
 
 
 def _arguments(reward: Reward) -> list[str]:
@@ -159,25 +173,11 @@ def _arguments(reward: Reward) -> list[str]:
     return [name for name, parameter in _parameters(reward).items() if parameter.kind in kinds]
 
 
-def _takes_all(reward: Reward) -> bool:
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in _parameters(reward).values())
-
-
 def _parameters(reward: Reward) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(reward).parameters
     except (TypeError, ValueError):  # of a builtin
         return {}
-
-
-def _given(sections: Sequence[RewardSection], given: Sequence[Reward]) -> tuple[list[RewardSection], Sequence[Reward]]:
-    names = [getattr(function, "__name__", type(function).__name__) for function in given]
-    if not names or len(set(names)) != len(names):
-        raise UserError(f"rewards: expected at least one function, each of another name, got {names}")
-    by_label = {section.label: section for section in sections}
-    for label in by_label:
-        require_known(label, names, "rewards")
-    return [by_label.get(name, RewardSection(name)) for name in names], given
 
 
 def _without_none(section: RewardSection) -> RewardSection:

@@ -6,19 +6,22 @@ flat, with each prompt repeated for its G completions; None is a reward that doe
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from grpo_jax.errors import StopRun, UserError
+from grpo_jax.rollout.data import RESERVED_COLUMNS
 
 Reward = Callable[..., Any]
+
+IN_PYTHON = "<given>"
+"""Stands in a run's config for what `run` was given in Python: as data.prompts, and as the place of a function."""
 
 
 class Maker(NamedTuple):
@@ -150,50 +153,64 @@ def _as_number(value: Any) -> float | None:
     return number if abs(number) <= float(np.finfo(np.float32).max) else None
 
 
-def load_reward(path: str) -> Reward:
-    """Finds a user's reward.
+def with_options(reward: Reward, label: str, options: Mapping[str, Any]) -> Reward:
+    """A reward with some of its arguments fixed; a column of the data of the same name does not reach it.
 
     Args:
-        path: "package.module:function", or "file.py:function" (relative to the working directory).
+        reward: A user's.
+        label: Its name, for errors.
+        options: Values by argument.
 
     Raises:
-        UserError: If there is no such module, file or function, or importing it fails.
+        UserError: As `check_options`.
     """
-    place, colon, name = path.rpartition(":")
-    if not colon or not place or not name:
-        raise UserError(f"reward {path!r}: write package.module:function or file.py:function")
-    is_file = place.endswith(".py")
-    try:
-        module = _load_file(Path(place)) if is_file else importlib.import_module(place)
-    except UserError:
-        raise
-    except ModuleNotFoundError as error:
-        if not is_file and error.name and (place == error.name or place.startswith(error.name + ".")):
-            raise UserError(f"reward {path!r}: no module {place}; a file is written as file.py:function") from None
-        raise UserError(f"reward {path!r}: {place} needs the module {error.name}, which is not installed") from error
-    except Exception as error:
-        raise UserError(f"reward {path!r}: importing {place} raised {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if function is None:
-        have = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise UserError(f"reward {path!r}: {place} has no {name} (its functions: {', '.join(have) or 'none'})")
-    if not callable(function):
-        raise UserError(f"reward {path!r}: {name} is a {type(function).__name__}, not a function")
-    return function
+    if not options:
+        return reward
+    check_options(label, reward, options, RESERVED_COLUMNS)
+
+    @functools.wraps(reward)
+    def fixed(**arguments: Any) -> Any:
+        return reward(**{**accepted_arguments(reward, arguments), **options})
+
+    return fixed
 
 
-def _load_file(path: Path) -> Any:
-    """Imports a file under a name of its own."""
-    if not path.is_file():
-        raise UserError(f"reward file {path} does not exist")
-    name = f"grpo_jax_reward_{path.stem}_{abs(hash(str(path.resolve()))):x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a .py file has a loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+def check_options(label: str, function: Callable[..., Any], options: Mapping[str, Any], other: Collection[str]) -> None:
+    """Refuses options that a function does not name among its arguments.
+
+    What it would only swallow in ``**columns`` is refused too: nearly every reward has them, and a mistyped option
+    would vanish there.
+
+    Args:
+        label: Name of the reward.
+        function: The reward, or what makes it.
+        options: Values by argument.
+        other: Arguments that are no options.
+
+    Raises:
+        UserError: Naming the option, and those there are.
+    """
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind in named and p.name not in other]
+    for option in options:
+        if option not in known:
+            raise UserError(
+                f"rewards.{label}.options: expected arguments of the reward ({', '.join(known) or 'it has none'}), "
+                f"got {option!r}"
+            )
+
+
+def import_path(function: Reward, label: str) -> str:
+    """What finds a function again, as a config names it: "module:function", else "<given>:label".
+
+    Found are functions at the top level of a module, under their own name: not those of a script that was run or
+    typed in, nor lambdas, methods and objects.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    home = sys.modules.get(module or "")
+    file = Path(getattr(home, "__file__", None) or "")
+    stem = file.parent.name if file.name == "__init__.py" else file.stem
+    known = module != "__main__" and home is not None and name == label and getattr(home, label, None) is function
+    # A file that was loaded under another name, as a config's file.py is, is not found by that name.
+    return f"{module}:{label}" if known and stem == module.rpartition(".")[2] else f"{IN_PYTHON}:{label}"

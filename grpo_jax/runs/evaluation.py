@@ -61,8 +61,13 @@ def _chunk(parts: Parts) -> int:
 
 
 def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
-    """The test prompts measured alike: the policy's texts, and those that the task measures in its place."""
+    """The test prompts measured alike: the policy's texts, and those that the task measures in its place.
+
+    Nothing where no prompts are held out.
+    """
     rows = parts.test_rows
+    if not rows:
+        return {}
     found = {"greedy": evaluate_policy(parts, variables, rows)}
     if parts.config.evaluation.sampled:
         found["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)

@@ -201,15 +201,16 @@ def _judges_may_fail(run: Run, state: State | None, progress: Progress | None) -
         if progress is not None:
             save(run, state, progress, wait=True)
             saved = f"Saved after iteration {progress.iteration}"
+        # An interrupted warm start is saved too; without anything saved the folder does not stay.
+        resumable = run.output.directory.holds_checkpoint() or run.config.resume
+        again = f"go on with --resume --run_dir {run.config.run_dir}" if resumable else "start again"
         gone = error if isinstance(error, StopRun) else error.__cause__
         if isinstance(gone, StopRun):
-            again = f"go on with --resume --run_dir {run.config.run_dir} when that is mended"
-            again = again if progress is not None else "start again when that is mended"
-            raise StopRun(f"{' '.join(str(gone).split())}. {saved}; {again}") from error
+            raise StopRun(f"{' '.join(str(gone).split())}. {saved}; {again} when that is mended") from error
         assert isinstance(error, StageError)
         if error.stage == "sample":  # the policy's own stage: there is no judge to mend
             raise
         raise UserError(
-            f"{' '.join(str(error).split())}. {saved}; mend the judge and go on with --resume --run_dir "
-            f"{run.config.run_dir}, or give such completions no reward: --on_judge_error missing"
+            f"{' '.join(str(error).split())}. {saved}; mend the judge and {again}, or give such completions no "
+            "reward: --on_judge_error missing"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -9,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.config.build import to_yaml
 from grpo_jax.config.run import Config
+from grpo_jax.rollout.rewards import IN_PYTHON
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_policy, measure_all
 from grpo_jax.runs.iteration import Learner, make_learner, run_iteration
 from grpo_jax.runs.parts import Parts, load_parts, within_budget
 from grpo_jax.runs.progress import added, identity_of, require_same, with_total
+from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 from grpo_jax.runs.results import finish_language
 from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.task import Advanced, Begun, Finished
@@ -82,8 +86,11 @@ class LanguageProgram:
         before = measure_all(self.parts, state.variables)
         notes = self._noted(notes, "before", before)
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
-        measures = "  ".join(f"{name} {value:.3f}" for name, value in before["greedy"].measures.items())
-        return Begun(state, notes, seconds, f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}")
+        line = "no prompts are held out: nothing is measured before and after training"
+        if before:
+            measures = "  ".join(f"{name} {value:.3f}" for name, value in before["greedy"].measures.items())
+            line = f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}"
+        return Begun(state, notes, seconds, line)
 
     def _warm_up(
         self, folder: Path, stop: threading.Event
@@ -93,13 +100,13 @@ class LanguageProgram:
         meta = self._interrupted(folder)
         if meta is None:
             started = time.monotonic()
-            untrained = evaluate_policy(parts, parts.policy.variables, parts.test_rows)
-            remembered = parts.world.remember(UNTRAINED, {"greedy": untrained.judgement})
-            meta = {
-                "identity": identity_of(parts.config, self.identity),
-                "notes": {"before": {UNTRAINED: untrained.measures}, "remembered": remembered},
-                "seconds": {"evaluate": time.monotonic() - started},
-            }
+            notes: dict[str, Any] = {"before": {}, "remembered": {}}
+            if parts.test_rows:
+                untrained = evaluate_policy(parts, parts.policy.variables, parts.test_rows)
+                remembered = parts.world.remember(UNTRAINED, {"greedy": untrained.judgement})
+                notes = {"before": {UNTRAINED: untrained.measures}, "remembered": remembered}
+            seconds = {"evaluate": time.monotonic() - started}
+            meta = {"identity": identity_of(parts.config, self.identity), "notes": notes, "seconds": seconds}
 
         def remembered() -> dict[str, Any]:
             return {**meta, "seconds": with_total(meta["seconds"], self.clock)}
@@ -124,6 +131,8 @@ class LanguageProgram:
 
     def _noted(self, notes: Mapping[str, Any], name: str, found: Mapping[str, Evaluation]) -> dict[str, Any]:
         measures = {kind: evaluation.measures for kind, evaluation in found.items()}
+        if not found:
+            return dict(notes)
         judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
         return {
             "before": notes["before"] | measures,
@@ -160,5 +169,12 @@ def load_program(config: Config, output: Any, *, prompts: Any, rewards: Any, clo
         rewards: In place of the config's, or None.
         clock: `time.monotonic()` at the start.
     """
-    parts = within_budget(load_parts(config, output.part, prompts=prompts, rewards=rewards), output.part)
+    source = from_python(config, prompts, rewards)
+    if source.config is not config:
+        output.directory.write_config(to_yaml(dataclasses.replace(source.config, resume=False)))
+    keep_prompts(source, output.directory, output.note)
+    if source.prompts is None and config.data.prompts == IN_PYTHON:
+        source = source._replace(prompts=kept_prompts(output.directory))
+    parts = load_parts(source.config, output.part, prompts=source.prompts, rewards=source.rewards)
+    parts = within_budget(parts, output.part)
     return LanguageProgram(parts, make_learner(parts), output.say, clock)

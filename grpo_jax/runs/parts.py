@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -88,7 +89,7 @@ def load_parts(
     say: Say,
     *,
     prompts: PromptSet | None = None,
-    rewards: Sequence[Reward] | None = None,
+    rewards: Mapping[str, Reward] = MappingProxyType({}),
 ) -> Parts:
     """Loads everything, one line per part.
 
@@ -96,7 +97,7 @@ def load_parts(
         config: Names the parts.
         say: say(name, detail) prints a line.
         prompts: In place of the task's own.
-        rewards: Functions in place of those that the config names.
+        rewards: Functions by label, in place of those that the config names.
 
     Raises:
         UserError: Something that the config names is missing, broken, or does not fit.
@@ -107,6 +108,9 @@ def load_parts(
     world = config.task.load(Setup(config, prompts, say))
     _tell_prompts(config, world.prompts, world.source or config.data.prompts or "given", say)
     wanted = find_rewards(config.rewards, config.watch, world, tuple(config.judges), rewards)
+    say("rewards", wanted.describe())
+    for judge in config.judges.values():
+        getattr(judge, "check", lambda: None)()
     make_new_policy(config, world.words)
     devices = _policy_devices(placement, config.policy.mesh)
     if not config.judges:
@@ -116,7 +120,6 @@ def load_parts(
     for name, judge in judges.items():
         say(name, getattr(judge, "summary", type(judge).__name__))
     environment = make_environment(config, world, policy.loaded, wanted, judges)
-    say("rewards", wanted.describe())
     allowed = policy_tokens(config, policy.loaded)
     return Parts(
         config=config,
@@ -149,7 +152,7 @@ def make_environment(
     return Environment(
         encode=make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, prompts=every_prompt),
         decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
-        render=None if world.render is None else world.render(judges),
+        render=None if world.render is None else world.render(judges, rewards.asked),
         score=make_score(maximised, watched, missing=config.on_judge_error == "missing", columns_of=world.columns),
         reward_names=tuple(maximised),
         watch_names=tuple(watched),

@@ -41,9 +41,7 @@ def versions() -> dict[str, str]:
 def finish_language(parts: Parts, state: TrainState, progress: Any, directory: Any) -> Finished:
     """Measures the held-out prompts after training and writes `policy/` and `adapter/`."""
     started = time.monotonic()
-    after = {"greedy": evaluate_policy(parts, state.variables, parts.test_rows)}
-    if parts.config.evaluation.sampled:
-        after["sampled"] = evaluate_policy(parts, state.variables, parts.test_rows, sampled=True)
+    after = measure_after(parts, state.variables)
     seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
     policy = parts.policy
     export_policy(directory.policy, policy.loaded, state.variables, policy.lora, dtype="float32")
@@ -53,17 +51,28 @@ def finish_language(parts: Parts, state: TrainState, progress: Any, directory: A
     summary = summarise(parts, progress, after, seconds)
     if found.records:
         summary["table"] = list(found.records)
-    return Finished(
-        summary,
-        lines=found.lines,
-        tables=found.tables,
-        gallery=make_gallery(parts, after["greedy"]),
-        tables_below=[texts_table(parts, after["greedy"]), words_table(parts, after["greedy"])],
-    )
+    finished = Finished(summary, lines=found.lines, tables=found.tables)
+    if not after:
+        return finished
+    greedy = after["greedy"]
+    tables = [texts_table(parts, greedy), words_table(parts, greedy)]
+    return finished._replace(gallery=make_gallery(parts, greedy), tables_below=tables)
+
+
+def measure_after(parts: Parts, variables: Any) -> dict[str, Evaluation]:
+    """The held-out prompts, greedy and sampled; nothing where none are held out."""
+    if not parts.test_rows:
+        return {}
+    after = {"greedy": evaluate_policy(parts, variables, parts.test_rows)}
+    if parts.config.evaluation.sampled:
+        after["sampled"] = evaluate_policy(parts, variables, parts.test_rows, sampled=True)
+    return after
 
 
 def find(parts: Parts, remembered: Mapping[str, Any], name: str, found: Mapping[str, Evaluation]) -> Findings:
-    """What the task makes of measurements, the last of which is called `name`."""
+    """What the task makes of measurements, the last of which is called `name`; nothing where nothing was measured."""
+    if not found:
+        return Findings()
     judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
     return parts.world.findings({**remembered, **parts.world.remember(name, judgements)}, parts.test_rows)
 
@@ -71,8 +80,11 @@ def find(parts: Parts, remembered: Mapping[str, Any], name: str, found: Mapping[
 def summarise(
     parts: Parts, progress: Any, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
 ) -> dict[str, Any]:
-    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices."""
-    before = progress.notes["before"]
+    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices.
+
+    Where nothing is held out there are no measures; reward and improvement are null.
+    """
+    before, measures = progress.notes["before"], after["greedy"].measures if after else {}
 
     def measured(kind: str, name: str) -> float | None:
         return before.get(kind, {}).get(name)
@@ -87,15 +99,16 @@ def summarise(
             "before_sampled": measured("sampled", name),
             "after_sampled": after["sampled"].measures.get(name) if "sampled" in after else None,
         }
-        for name, value in after["greedy"].measures.items()
+        for name, value in measures.items()
     }
-    baseline, reward = before["greedy"][TOTAL], after["greedy"].measures[TOTAL]
+    baseline, reward = before.get("greedy", {}).get(TOTAL), measures.get(TOTAL)
+    improvement = None if baseline is None or reward is None else reward - baseline
     return {
         "evaluation": evaluation,
         "baseline_reward": baseline,
         "reward": reward,
-        "improvement": reward - baseline,
-        "relative_improvement": (reward - baseline) / abs(baseline) if baseline else None,
+        "improvement": improvement,
+        "relative_improvement": improvement / abs(baseline) if baseline and improvement is not None else None,
         "iterations": progress.iteration,
         "best": {"iteration": progress.best_iteration, "validation_score": progress.best_score},
         "prompts": len(parts.test_rows),

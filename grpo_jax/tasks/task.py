@@ -74,7 +74,8 @@ class World:
         default_watch: Where the config names nothing to watch.
         measures: name → a reward that is only watched, for names that follow a pattern (ndcg@K); None for others.
         always_watched: Names among `rewards` that are watched in every run, last.
-        render: render(judges) → (rows, texts [P][G], iteration, evaluation) → pictures; None where nothing is drawn.
+        render: render(judges, names of arguments that rewards ask for) → the function (rows, texts [P][G], iteration,
+            evaluation) → pictures; None where nothing is drawn.
         columns: (completions, columns) → further columns for the rewards, asked once for all of them.
         adapt: Makes a reward function of the user's own fit the task's.
         conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
@@ -95,7 +96,7 @@ class World:
     default_watch: Sequence[str] = ()
     measures: Callable[[str], Reward | None] = lambda name: None
     always_watched: tuple[str, ...] = ()
-    render: Callable[[Mapping[str, Any]], Callable[..., Any]] | None = None
+    render: Callable[[Mapping[str, Any], frozenset[str]], Callable[..., Any]] | None = None
     columns: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None
     adapt: Callable[[Reward], Reward] = lambda reward: reward
     conditions: Callable[[Sequence[Any]], Sequence[Any]] = lambda sections: sections

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_jax.config.fields import require
-from grpo_jax.config.named import load_object, own_package
+from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import SPLITS, PromptSet, load_prompts, make_prompt_set
+from grpo_jax.rollout.data import SPLITS, PromptSet
+from grpo_jax.rollout.prompts import load_prompts, make_prompt_set
 from grpo_jax.rollout.texts import Reading
 from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.prompt_enhancement.pictures import make_render
@@ -79,13 +79,11 @@ class PromptEnhancement(Task):
     def load(self, setup: Setup) -> World:
         """Prompts, and what draws; the judges come later."""
         config = setup.config
-        wanted = any(_asks_for_baselines(name) for name in [*(r.name for r in config.rewards), *config.watch])
-
         return World(
             prompts=setup.prompts or _prompts(config),
             rewards=REWARDS,
             default_rewards=DEFAULT_REWARDS,
-            render=lambda judges: make_render(judges, config, baselines=wanted),
+            render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
             conditions=conditioned,
             references=lambda rows: {"unchanged": [row.prompt for row in rows], **oracle_column(rows)},
         )
@@ -119,12 +117,3 @@ def _prompts(config: Config) -> PromptSet:
     world, evaluation = own_package("bridges", "miniature.world"), config.evaluation
     counts = (_TRAINING_PROMPTS, evaluation.validation_prompts or 1, evaluation.prompts or _TEST_PROMPTS)
     return make_prompt_set(*(world.prompts(split, count) for split, count in zip(SPLITS, counts, strict=True)))
-
-
-def _asks_for_baselines(name: str) -> bool:
-    """Whether a reward names the unchanged prompts' pictures (and does not only swallow them in **columns)."""
-    reward = load_object(name, "reward") if ":" in name else REWARDS.get(name.partition("@")[0])
-    try:
-        return "baseline_images" in inspect.signature(reward).parameters
-    except (TypeError, ValueError):
-        return False

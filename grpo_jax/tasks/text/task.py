@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
-from grpo_jax.rollout.data import load_prompts
+from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.texts import Reading, as_written, continued
 from grpo_jax.tasks.task import Setup, Task, World
 

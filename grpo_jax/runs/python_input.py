@@ -1,0 +1,172 @@
+"""Prompts and rewards that `run` is given in Python: checked, named in the run's config, and kept beside it.
+
+So a run that began in Python is resumed and evaluated like any other: on the same rows, whose ids choose the random
+numbers, and by the same functions, where they can be imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import SPLITS, PromptSet, Row
+from grpo_jax.rollout.prompts import split_records
+from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
+from grpo_jax.runs.directory import RunDirectory, write_atomically
+
+
+class PythonInput(NamedTuple):
+    """What `run` was given beside its config.
+
+    Attributes:
+        config: The config, which names it.
+        prompts: The data, or None for what the config names.
+        rewards: Functions in place of what the config names, by label.
+    """
+
+    config: Config
+    prompts: PromptSet | None
+    rewards: dict[str, Reward]
+
+
+def from_python(config: Config, prompts: Any, rewards: Any) -> PythonInput:
+    """Checks prompts and rewards, and writes them into the config.
+
+    Args:
+        config: The run.
+        prompts: As `grpo_jax.train.run` takes them.
+        rewards: Likewise.
+
+    Raises:
+        UserError: Naming what is wrong.
+    """
+    taken = None if prompts is None else _prompt_set(prompts, config.data.held_out)
+    if taken is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=IN_PYTHON))
+    functions = {} if rewards is None else _by_label(rewards)
+    if functions:
+        config = dataclasses.replace(config, rewards=_sections(config.rewards, functions))
+    return PythonInput(config, taken, functions)
+
+
+def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[str], None]) -> None:
+    """Writes the rows to prompts.jsonl; on resume they must be those of the run.
+
+    Args:
+        source: What `run` was given.
+        directory: Of the run.
+        note: Prints a line, where columns hold what a JSON file would change.
+
+    Raises:
+        UserError: The run began with other rows, or the disk is full.
+    """
+    if source.prompts is None:
+        return
+    lost = _what_json_would_change(source.prompts)
+    if lost is not None:
+        note(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
+        return
+    text = "".join(
+        json.dumps({"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}) + "\n"
+        for split, part in zip(SPLITS, source.prompts, strict=True)
+        for row in part
+    )
+    if not source.config.resume:
+        write_atomically(directory.prompts, text)
+    elif directory.prompts.is_file() and directory.prompts.read_text(encoding="utf-8") != text:
+        raise UserError(f"--resume: the prompts are not those that {directory.path} began with; leave prompts out")
+
+
+def kept_prompts(directory: RunDirectory) -> PromptSet:
+    """The rows that `keep_prompts` wrote.
+
+    Raises:
+        UserError: They were not kept.
+    """
+    if not directory.prompts.is_file():
+        raise UserError(
+            f"data.prompts: run() was given the prompts in Python and {directory.prompts} does not keep them: call "
+            "run(config, prompts=...) again (with resume=True to go on or to measure)"
+        )
+    lines = [json.loads(line) for line in directory.prompts.read_text(encoding="utf-8").splitlines()]
+    rows = [(line["split"], Row(line["id"], line["prompt"], line["columns"])) for line in lines]
+    return PromptSet(*(tuple(row for split, row in rows if split == name) for name in SPLITS))
+
+
+def _prompt_set(prompts: Any, held_out: float) -> PromptSet:
+    if isinstance(prompts, PromptSet):
+        return prompts
+    expected = "prompts: expected a list of texts or of records {'prompt': text, column: value, …}"
+    if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: it iterates over names of columns
+        prompts = prompts.to_dict("records")
+    if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
+        raise UserError(f"{expected}, got a {type(prompts).__name__}")
+    records = [{"prompt": row} if isinstance(row, str) else row for row in prompts]
+    for place, record in enumerate(records):
+        if not isinstance(record, Mapping):
+            raise UserError(f"{expected}, got a {type(record).__name__} as row {place}")
+    return split_records(records, held_out=held_out)
+
+
+def _by_label(rewards: Any) -> dict[str, Reward]:
+    """The functions by what metrics call them: their own names, or the keys they are given under."""
+    if isinstance(rewards, Mapping):
+        named = list(rewards.items())
+    else:
+        functions = [rewards] if callable(rewards) else list(rewards)
+        named = [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
+    wrong = [f"{name} is a {type(function).__name__}" for name, function in named if not callable(function)]
+    if wrong:
+        raise UserError(f"rewards: expected functions, but {', '.join(wrong)}")
+    labels = [name for name, _ in named]
+    if not labels or len(set(labels)) != len(labels):
+        raise UserError(
+            f"rewards: expected at least one function, each of another name, got {labels}; name them as "
+            "rewards={'name': function}"
+        )
+    return dict(named)
+
+
+def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
+    """A section for each function: the config's of that name, which sets weight, condition and options, or a plain one.
+
+    Raises:
+        UserError: The config names a reward for which there is no function.
+    """
+    known = {section.label: section for section in sections}
+    unmatched = [label for label in known if label not in functions]
+    if unmatched:
+        raise UserError(
+            f"rewards: config.rewards names {', '.join(unmatched)}, but the functions given are "
+            f"{', '.join(functions)}: give one of that name, or take the entry out"
+        )
+    return [
+        dataclasses.replace(known.get(label, RewardSection(label)), name=import_path(function, label))
+        for label, function in functions.items()
+    ]
+
+
+def _what_json_would_change(prompts: PromptSet) -> str | None:
+    """The first column that a JSON file does not give back as it is, in words; None if there is none."""
+    for row in (row for part in prompts for row in part):
+        for name, value in row.columns.items():
+            foreign = _foreign(value)
+            if foreign is not None:
+                return f"column {name!r} of row {row.id} holds a {foreign}, which JSON does not keep"
+    return None
+
+
+def _foreign(value: Any) -> str | None:
+    """The name of the first type within a value that JSON has not."""
+    if value is None or type(value) in (bool, int, float, str):
+        return None
+    if type(value) is list:
+        return next(filter(None, map(_foreign, value)), None)
+    if type(value) is dict and all(type(key) is str for key in value):
+        return next(filter(None, map(_foreign, value.values())), None)
+    return type(value).__name__

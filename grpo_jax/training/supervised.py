@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import OptimizerSection, WarmStartSection
@@ -41,6 +42,10 @@ def warm_start(
     `config.training.save_every` updates and when it is stopped. The weights in `parts.variables` are taken over: they
     cannot be read afterwards.
 
+    What is taught is what is sampled: the distribution over the allowed tokens, and texts that end as the sampler's do
+    (`taught_tokens`). A text with a token that is not allowed cannot be written: its pair is left out, and how many
+    were is said.
+
     Args:
         parts: Policy, tokenizer and `config.warm_start`.
         pairs: (prompt, text), visited in an order drawn from the run's seed.
@@ -56,14 +61,16 @@ def warm_start(
         UserError: There are fewer pairs than a batch takes, or a checkpoint cannot be written or read.
     """
     config, section = parts.config, parts.config.warm_start
+    pairs = teachable(parts, pairs, say)
     if len(pairs) < section.batch:
         raise UserError(
-            f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs, got {section.batch}"
+            f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
         )
     optimizing = optimizer_section(section, config.optimizer)
     optimizer = trainer.make_optimizer(optimizing, trainer.make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, parts.mesh)
-    forward = make_forward(parts.policy, temperature=config.sampling.temperature)
+    allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
+    forward = make_forward(parts.policy, temperature=config.sampling.temperature, allowed_tokens=allowed)
     step = trainer.make_train_step(
         make_supervised_objective(forward),
         optimizer,
@@ -121,17 +128,42 @@ def make_supervised_objective(forward: ForwardPass) -> Objective:
     return objective
 
 
-def supervised_batch(parts: Parts, pairs: Sequence[tuple[str, str]]) -> Batch:
-    """The pairs as tokens: prompts as in sampling, texts with the end token, cut to max_new_tokens (then without)."""
-    tokenizer, length = parts.loaded.tokenizer, parts.config.sampling.max_new_tokens
-    prompt_tokens, prompt_mask = parts.environment.encode([prompt for prompt, _ in pairs])
-    tokens = np.full((len(pairs), 1, length), parts.loaded.pad_id, np.int32)
-    mask = np.zeros(tokens.shape, bool)
+def teachable(parts: Parts, pairs: Sequence[tuple[str, str]], say: Callable[[str], None]) -> Sequence[tuple[str, str]]:
+    """The pairs whose texts the policy may write (`data.allowed_tokens`); says how many are left out."""
+    allowed = parts.allowed_tokens
+    if allowed is None:
+        return pairs
+    kept = [pair for pair in pairs if allowed[taught_tokens(parts, *pair)].all()]
+    if len(kept) < len(pairs):
+        say(
+            f"warm start: {len(pairs) - len(kept)} of {len(pairs)} pairs are left out, their texts hold tokens that "
+            f"data.allowed_tokens = {parts.config.data.allowed_tokens} rules out"
+        )
+    return kept
+
+
+def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
+    """A text as the completion of a prompt, up to the token that ends it; cut to max_new_tokens (then without it).
+
+    It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of the
+    folder's end tokens where that is none of them. The sampler stops at any: a text that holds one ends there.
+    """
+    tokenizer, ends = parts.loaded.tokenizer, parts.loaded.eos_ids
     chat = bool(getattr(tokenizer, "chat_template", None)) and parts.config.data.form == "rewrite"
-    for row, (prompt, text) in enumerate(pairs):
-        # Behind plain text a word starts with its space; behind a chat template's mark it does not.
-        gap = "" if chat or not prompt or prompt[-1].isspace() else " "
-        ids = list(tokenizer(gap + text, add_special_tokens=False)["input_ids"])
-        ids = [*ids, parts.loaded.eos_ids[0]][:length]
+    # Behind plain text a word starts with its space; behind a chat template's mark it does not.
+    gap = "" if chat or not prompt or prompt[-1].isspace() else " "
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
+    ids = [*tokenizer(gap + text, add_special_tokens=False)["input_ids"], end]
+    stop = next(place for place, token in enumerate(ids) if token in ends)
+    return ids[: stop + 1][: parts.config.sampling.max_new_tokens]
+
+
+def supervised_batch(parts: Parts, pairs: Sequence[tuple[str, str]]) -> Batch:
+    """The pairs as tokens: prompts as in sampling, texts as `taught_tokens`."""
+    prompt_tokens, prompt_mask = parts.environment.encode([prompt for prompt, _ in pairs])
+    tokens = np.full((len(pairs), 1, parts.config.sampling.max_new_tokens), parts.loaded.pad_id, np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for row, pair in enumerate(pairs):
+        ids = taught_tokens(parts, *pair)
         tokens[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True
     return Batch(prompt_tokens, prompt_mask, tokens, mask)

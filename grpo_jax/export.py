@@ -15,30 +15,26 @@ from grpo_jax.errors import UserError
 
 
 def export_policy(
-    folder: str | Path, loaded: Any, variables: dict[str, Any], lora: Any, *, dtype: str | None = None
+    folder: str | Path, loaded: Any, variables: dict[str, Any], lora: Any, *, dtype: str = "float32"
 ) -> None:
     """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads (Qwen2-VL: `AutoModelForImageTextToText`).
 
     Args:
         folder: Where to; it appears at once, when complete.
         loaded: The folder the policy came from, as read.
-        variables: Its variables; adapters are merged into the weights.
+        variables: Its variables; adapters are merged into the weights, in float32 and a layer at a time.
         lora: The adapters' config, or None.
-        dtype: Type of the weights; None keeps the source folder's.
+        dtype: Type of the language model's weights. In float32 nothing that was trained is rounded away; bfloat16
+            keeps little of what small adapters changed. Tensors that are not the policy's (a vision tower) are copied
+            as they are.
 
     Raises:
         UserError: The folder cannot be written.
     """
-    import jax
-    import jax.numpy as jnp
-
     from grpo_jax.models import hf
-    from grpo_jax.models.lora import merge
+    from grpo_jax.models.lora import merging
 
-    if dtype == "float32":  # small adapters would drown in the rounding of bfloat16 weights they are merged into
-        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), variables["params"])
-        variables = {**variables, "params": params}
-    hf.save_folder(folder, loaded.folder, loaded.config, merge(variables, lora), dtype=dtype)
+    hf.save_folder(folder, loaded.folder, loaded.config, merging(variables, lora), dtype=dtype)
 
 
 def export_adapters(folder: str | Path, loaded: Any, variables: dict[str, Any], lora: Any) -> None:
@@ -72,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, metavar="FOLDER", help="Folder to write.")
     parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="Type of the weights (default: the source's)."
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="Type of the weights (default: float32, which rounds nothing away).",
     )
     parser.add_argument(
         "--adapters", action="store_true", help="Write the LoRA adapters alone, in PEFT's format (float32)."
@@ -91,7 +89,7 @@ def _export_run(options: argparse.Namespace) -> None:
     if options.adapters:
         export_adapters(options.out, loaded, variables, lora)
     else:
-        export_policy(options.out, loaded, variables, lora, dtype=options.dtype)
+        export_policy(options.out, loaded, variables, lora, dtype=options.dtype or "float32")
     what = "adapters" if options.adapters else "policy"
     print(f"{options.out}: the {what} of {options.run}, checkpoint {options.checkpoint} (step {meta.get('step')})")
 

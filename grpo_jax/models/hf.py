@@ -125,7 +125,7 @@ def save_folder(
         folder: where to write.
         source_folder: the folder that the policy came from.
         config: the decoder's configuration.
-        params: its parameters, adapters merged (``lora.merge``).
+        params: its parameters, adapters merged (``lora.merge`` or ``lora.merging``).
         dtype: of the language model's weights; None keeps each tensor's dtype in the source.
 
     Raises:
@@ -263,6 +263,8 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
             shutil.copyfile(path, work / path.name)
     if dtype is not None:
         raw = read_json(work / "config.json")
+        if not {"dtype", "torch_dtype"} & raw.keys():
+            raw["torch_dtype"] = dtype  # the older of two names, which every version reads
         for fields in (raw, raw.get("text_config") or {}):
             for name in ("dtype", "torch_dtype"):
                 if name in fields:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,47 @@ def init_adapters(params: Mapping[str, Any], key: jax.Array, lora: LoraConfig) -
     return {"layers": adapters}
 
 
+class MergedKernel(NamedTuple):
+    """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory.
+
+    Attributes:
+        kernel: [layers, in, out], an array or quantised.
+        adapter: ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; None where it has none.
+        scale: of their product.
+    """
+
+    kernel: Any
+    adapter: Mapping[str, jax.Array] | None
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the stack."""
+        return self.kernel.shape
+
+    def layer(self, index: int) -> jax.Array:
+        """One layer's kernel, float32 [in, out]."""
+        stacks = (self.kernel, self.adapter)
+        kernel, adapter = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacks)
+        return as_array(kernel, jnp.float32) if adapter is None else _folded(kernel, adapter, self.scale)
+
+
+def merging(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, Any]:
+    """As `merge`, but in float32 and with kernels that wait as ``MergedKernel``: for ``hf.save_folder``.
+
+    Raises:
+        ValueError: as `merge`.
+    """
+    params, adapters = _parts(variables, lora)
+    if not adapters:
+        return params
+    layers = {
+        name: {**own, "kernel": MergedKernel(own["kernel"], adapters.get(name), lora.scale)} if "kernel" in own else own
+        for name, own in params["layers"].items()
+    }
+    return {**params, "layers": layers}
+
+
 def merge(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, Any]:
     """The parameters with the adapters folded in; each kernel keeps its dtype, quantised ones become float32.
 
@@ -89,17 +130,29 @@ def merge(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, An
     Raises:
         ValueError: if there are adapters but no configuration to scale them by.
     """
-    params = dict(variables["params"])
-    if "lora" not in variables:
+    params, adapters = _parts(variables, lora)
+    if not adapters:
         return params
-    if lora is None:
-        raise ValueError("variables hold a 'lora' collection: merge needs its LoraConfig, got None")
     layers = {
         name: {**own, "kernel": as_array(own["kernel"], own["kernel"].dtype)} if "kernel" in own else own
         for name, own in params["layers"].items()
     }
-    for name, adapter in variables["lora"]["layers"].items():
+    for name, adapter in adapters.items():
         kernel = layers[name]["kernel"]
-        update = jnp.einsum("nir,nro->nio", adapter["a"], adapter["b"], precision="highest") * lora.scale
-        layers[name] = {**layers[name], "kernel": (kernel.astype(jnp.float32) + update).astype(kernel.dtype)}
+        layers[name] = {**layers[name], "kernel": _folded(kernel, adapter, lora.scale).astype(kernel.dtype)}
     return {**params, "layers": layers}
+
+
+def _parts(variables: Mapping[str, Any], lora: LoraConfig | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Parameters, and the adapters by projection."""
+    if "lora" not in variables:
+        return dict(variables["params"]), {}
+    if lora is None:
+        raise ValueError("variables hold a 'lora' collection: merge needs its LoraConfig, got None")
+    return dict(variables["params"]), variables["lora"]["layers"]
+
+
+def _folded(kernel: Any, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:
+    """kernel + a b · scale, float32 [.., in, out]."""
+    update = jnp.einsum("...ir,...ro->...io", adapter["a"], adapter["b"], precision="highest") * scale
+    return as_array(kernel, jnp.float32) + update

@@ -15,6 +15,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.config import VISION_TYPES
 from grpo_jax.models.decoder import ModelConfig, init_variables
 from grpo_jax.models.gpt2 import MODEL_TYPE as GPT2
+from grpo_jax.models.lora import MergedKernel
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -306,7 +307,9 @@ def write_shard(
 
 def _exported(name: str, leaves: Mapping[tuple[str, ...], Any], place: Place, dtype: np.dtype) -> np.ndarray:
     leaf = leaves[place.path]
-    if place.layer is not None:
+    if isinstance(leaf, MergedKernel):
+        leaf = leaf.layer(place.layer)
+    elif place.layer is not None:
         leaf = jax.lax.dynamic_index_in_dim(leaf, place.layer, keepdims=False)
     value = np.asarray(leaf)
     value = value.T if place.transpose else value

@@ -238,7 +238,6 @@ class RewriteStatistics(NamedTuple):
         duplicates: Share of rewrites that repeat an earlier one of the same prompt.
         unchanged: Share that equal their prompt.
         unusable: Share of completions for which the user's prompt had to stand in.
-        added: The words most often in a rewrite and not in its prompt, with the share of rewrites that add them.
     """
 
     words: float
@@ -246,15 +245,12 @@ class RewriteStatistics(NamedTuple):
     duplicates: float
     unchanged: float
     unusable: float
-    added: tuple[tuple[str, float], ...]
 
 
 def rewrite_statistics(
     prompts: Sequence[str],
     texts: Sequence[Sequence[str]],
     usable: Sequence[Sequence[bool]] | None = None,
-    *,
-    top: int = 10,
 ) -> RewriteStatistics:
     """Describes the rewrites of one iteration.
 
@@ -264,7 +260,6 @@ def rewrite_statistics(
         prompts: P texts.
         texts: [P][G], what was rendered.
         usable: [P][G], false where the prompt stands in for a completion.
-        top: How many added words to keep.
     """
     pairs = [(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group]
     if not pairs:
@@ -278,15 +273,7 @@ def rewrite_statistics(
     repeated = sum(len(group) - len(set(group)) for group in texts)
     unusable = 0 if usable is None else sum(not flag for group in usable for flag in group)
     n = len(pairs)
-    added = most_added_words([prompt for prompt, _ in pairs], [text for _, text in pairs], top=top)
-    return RewriteStatistics(
-        words / n,
-        growth / n,
-        repeated / n,
-        unchanged / n,
-        unusable / n,
-        added,
-    )
+    return RewriteStatistics(words / n, growth / n, repeated / n, unchanged / n, unusable / n)
 
 
 def most_added_words(prompts: Sequence[str], texts: Sequence[str], *, top: int = 10) -> tuple[tuple[str, float], ...]:

@@ -77,28 +77,6 @@ def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
     return 1.0 + np.asarray(counts.better, np.float64) + shares[rule] * np.asarray(counts.ties, np.float64)
 
 
-def measure_counts(measure: Measure, counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
-    """A measure under a rule for ties, f64 [B].
-
-    Under "average" it is the measure's mean over the tied places, (1 / (t+1)) Σ_{r=b+1}^{b+t+1} m(r) with b items
-    better and t tied, not the measure of the mean place: the two differ, and scikit-learn's `ndcg_score` is the first.
-
-    Args:
-        measure: Ranks → values.
-        counts: Of each row.
-        rule: For ties.
-    """
-    if rule != "average":
-        return measure(rank_of(counts, rule=rule))
-    better, ties = np.asarray(counts.better, np.int64), np.asarray(counts.ties, np.int64)
-    if not better.size:
-        return np.zeros(0)
-    last = better + ties + 1
-    total = np.concatenate([[0.0], np.cumsum(measure(np.arange(1.0, last.max() + 1)))])
-    # One place needs no difference of sums, and keeps its last digit.
-    return np.where(ties == 0, measure(better + 1.0), (total[last] - total[better]) / (ties + 1))
-
-
 def ndcg(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
     """Normalised discounted cumulative gain with one relevant item, 1 / log2(1 + rank) (Järvelin & Kekäläinen 2002).
 
@@ -231,19 +209,3 @@ def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, s
         means[sample] = drawn @ values / users
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return [Interval(*map(float, column)) for column in zip(values.mean(0), low, high, strict=True)]
-
-
-def bootstrap_difference(
-    after: np.ndarray, before: np.ndarray, *, level: float = 0.95, samples: int = 1000, seed: int = 0
-) -> list[Interval]:
-    """Intervals of the mean gain of each user, after - before, both f [U, M] of the same users in the same order.
-
-    Paired: what makes a user easy or hard cancels, so this is narrower than two intervals side by side.
-
-    Raises:
-        ValueError: As `bootstrap`, or if the shapes differ.
-    """
-    after, before = np.asarray(after, np.float64), np.asarray(before, np.float64)
-    if after.shape != before.shape:
-        raise ValueError(f"after and before must have one shape, got {after.shape} and {before.shape}")
-    return bootstrap(after - before, level=level, samples=samples, seed=seed)

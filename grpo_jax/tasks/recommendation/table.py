@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -137,15 +136,6 @@ def table_cells(rows: Sequence[TableRow]) -> list[tuple[str, list[list[str]]]]:
         heading = f"{group}: {max(row.users + row.missing for row in part)} users"
         groups.append((heading, [[_label(row), *(_cell(row.measures.get(name)) for name in MEASURES)] for row in part]))
     return groups
-
-
-def html_table(rows: Sequence[TableRow]) -> str:
-    """The table as HTML: one `<table>`, a heading line for each group."""
-    parts = ["<table><thead><tr><th>method</th>", *(f"<th>{name}</th>" for name in MEASURES), "</tr></thead><tbody>"]
-    for title, lines in table_cells(rows):
-        parts.append(f'<tr><th colspan="{len(MEASURES) + 1}">{html.escape(title)}</th></tr>')
-        parts += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines]
-    return "".join([*parts, "</tbody></table>"])
 
 
 def _label(row: TableRow) -> str:

@@ -272,7 +272,7 @@ def load_scorer(
     if batch_size < 1:
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
     target, torch_type = torch_device(device), torch_dtype(dtype)
-    name = _resolve(str(model), pretrained)
+    name = find_clip(str(model), pretrained)
     with quiet_loading():
         tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
         try:
@@ -313,8 +313,16 @@ def _preprocess(cfg: dict) -> Preprocess:
     )
 
 
-def _resolve(model: str, pretrained: str | None) -> str:
-    """The name open_clip is to be given, after the checks that it leaves to a log line or a traceback."""
+def find_clip(model: str, pretrained: str | None = None) -> str:
+    """The name open_clip is to be given, after the checks that it leaves to a log line or a traceback.
+
+    Args:
+        model: as `load_scorer` takes it.
+        pretrained: likewise.
+
+    Raises:
+        UserError: if the model is unknown, or lacks weights that can be read; none is read here.
+    """
     import open_clip
 
     if model == "miniature":

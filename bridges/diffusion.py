@@ -224,19 +224,8 @@ def load_renderer(
     from diffusers import StableDiffusion3Pipeline
 
     target, torch_type = torch_device(device), torch_dtype(dtype)
-    if str(path) == "miniature":
-        from bridges import miniature
-
-        path = miniature.path("renderer")
-    source = local_folder(str(path)) or str(path)
+    source, index = find_pipeline(path)
     with quiet_loading():
-        try:
-            index = _model_index(source)
-        except Exception as error:
-            raise _cannot_load(source, error) from error
-        name = index.get("_class_name")
-        if name != "StableDiffusion3Pipeline":
-            raise UserError(f"{source} holds a {name}; the renderer needs a StableDiffusion3Pipeline")
         has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
         absent = {} if use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
         try:
@@ -251,6 +240,31 @@ def load_renderer(
     pipeline.set_progress_bar_config(disable=True)
     _silence_truncation(pipeline)
     return Renderer(pipeline, target, cache_bytes)
+
+
+def find_pipeline(path: str | Path) -> tuple[Path | str, dict]:
+    """Where a pipeline is, a folder or a hub id, and its table of contents; no weight is read.
+
+    Args:
+        path: as `load_renderer` takes it.
+
+    Raises:
+        UserError: if there is no such pipeline, or it is of another kind.
+    """
+    if str(path) == "miniature":
+        from bridges import miniature
+
+        path = miniature.path("renderer")
+    source = local_folder(str(path)) or str(path)
+    try:
+        with quiet_loading():
+            index = _model_index(source)
+    except Exception as error:
+        raise _cannot_load(source, error) from error
+    name = index.get("_class_name")
+    if name != "StableDiffusion3Pipeline":
+        raise UserError(f"{source} holds a {name}; the renderer needs a StableDiffusion3Pipeline")
+    return source, index
 
 
 def _silence_truncation(pipeline) -> None:

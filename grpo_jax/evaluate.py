@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.errors import UserError
 from grpo_jax.rollout.rollout import Environment, Judgement, Rollout, collect, judge
 
 if TYPE_CHECKING:
@@ -69,8 +70,13 @@ def _chunk(parts: Parts) -> int:
 
 
 def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
-    """The test prompts measured alike: the rewrites, the unchanged prompts, the oracle's where there is one."""
+    """The test prompts measured alike: the rewrites, the unchanged prompts, the oracle's where there is one.
+
+    Nothing where no prompts are held out.
+    """
     rows = parts.test_rows
+    if not rows:
+        return {}
     found = {"greedy": evaluate_policy(parts, variables, rows)}
     if parts.config.evaluation.sampled:
         found["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
@@ -142,7 +148,9 @@ def _evaluate_run(options: argparse.Namespace) -> None:
         config = dataclasses.replace(config, policy=section)
     say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
     parts = load_parts(config, say=say)
-    variables, meta = restore_variables(parts, options.run, options.checkpoint)
+    if not parts.test_rows:
+        raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
+    variables, meta = restore_variables(parts.variables, options.run, options.checkpoint)
     require_same_retrieval(parts.task, meta["progress"].get("retrieval"), own_bridges)
     rows = parts.test_rows
     report: dict[str, Any] = {"checkpoint": options.checkpoint, "step": meta.get("step"), "prompts": len(rows)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_jax.config import Config
@@ -19,26 +19,26 @@ from grpo_jax.runs.processes import refuse_several
 from grpo_jax.tasks.cartpole.config import CartPoleConfig
 
 
-def run(
-    config: Config | CartPoleConfig,
-    *,
-    prompts: Any = None,
-    rewards: Sequence[Callable[..., Any]] | None = None,
-) -> dict[str, Any]:
+def run(config: Config | CartPoleConfig, *, prompts: Any = None, rewards: Any = None) -> dict[str, Any]:
     """Trains a policy and leaves a run directory.
 
     Args:
         config: The run; config.run_dir must be set. A `CartPoleConfig` takes no prompts and no rewards.
-        prompts: A list of prompts, or of records {"prompt": …, column: …}, or a `PromptSet`, in place of
-            data.prompts.
-        rewards: Reward functions in place of config.rewards, each with weight 1:
-            reward(prompts, completions, **columns) → P·G numbers, None for a missing one.
+        prompts: In place of data.prompts: a list of prompts, or of records {"prompt": …, column: …} as a .jsonl file
+            holds them ("split" included), a pandas DataFrame or a `datasets.Dataset` of such records, or a
+            `PromptSet`. They are kept in prompts.jsonl of the run directory, where --resume and evaluate find them.
+        rewards: In place of config.rewards: functions reward(prompts, completions, **columns) → P·G numbers, None for
+            a missing one; a list of them, each called by its own name, or {name: function}. The entry of config.rewards
+            with that name, if there is one, sets its weight, condition and options; otherwise it has weight 1. Every
+            entry must have its function. --resume and evaluate find functions at the top level of a module again,
+            others must be given again.
 
     Returns:
         What summary.json holds, and "stopped": whether a signal ended the run early.
 
     Raises:
-        UserError: A mistake in the config or the files it names, or a judge that failed; checkpoints stay valid.
+        UserError: A mistake in the config or the files it names, or a judge that failed; checkpoints stay valid. A
+            run directory in which nothing was saved yet is taken back.
     """
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
@@ -49,14 +49,17 @@ def run(
     from grpo_jax.reports.console import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run, execute
+    from grpo_jax.runs.given import keep_prompts, take
     from grpo_jax.runs.loop import make_learner
     from grpo_jax.runs.parts import load_parts
     from grpo_jax.runs.signals import stop_requests
     from grpo_jax.training.memory_budget import within_budget
 
     clock = time.monotonic()
-    with RunOutput(config) as output, stop_requests() as stop:
-        parts = load_parts(config, say=output.part, prompts=prompts, rewards=rewards)
+    given = take(config, prompts, rewards)
+    with RunOutput(given.config) as output, stop_requests() as stop:
+        keep_prompts(given, output.directory, output.note)
+        parts = load_parts(given.config, say=output.part, prompts=given.prompts, rewards=given.rewards)
         parts = within_budget(parts, output.part)
         learner = make_learner(parts)
         with Checkpoints(output.directory.checkpoints, keep=config.training.keep_checkpoints) as checkpoints:

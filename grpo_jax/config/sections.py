@@ -138,7 +138,7 @@ class DataSection:
         prompts: "miniature", "builtin", "builtin:plain", "builtin:attributes", "builtin:crowded",
             or a .jsonl/.txt file.
         held_out: Share of a file's prompts kept apart for testing (and as many for validation) if it has no
-            "split" column.
+            "split" column; 0 trains on all of them, and nothing is measured before and after.
         form: "rewrite" asks the policy for a new prompt; "append" lets it continue the user's.
         instruction: What a chat policy is told in the rewrite form; {prompt} stands for the user's prompt.
             Empty: the chat template alone.
@@ -155,7 +155,7 @@ class DataSection:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        require(0 < self.held_out < 0.5, "data.held_out", "a share between 0 and 0.5", self.held_out)
+        require(0 <= self.held_out < 0.5, "data.held_out", "a share in [0, 0.5)", self.held_out)
         require(self.max_prompt_tokens > 0, "data.max_prompt_tokens", "a number > 0", self.max_prompt_tokens)
 
 
@@ -337,7 +337,7 @@ class RewardSection:
             threshold. Left out: always, but quality only where alignment_gain reaches 0 or, without it in the list,
             alignment 0.25. "none": always, quality too.
         threshold: The threshold of a condition_on that names a reward.
-        options: Keyword options of a built-in reward; of ndcg, hit, mrr and mixed the cut-off k, 0 for none.
+        options: Keyword arguments of the reward; of ndcg, hit, mrr and mixed the cut-off k, 0 for none.
     """
 
     name: str = "alignment"

@@ -265,9 +265,11 @@ class RunOutput:
         """Returns itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Closes."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes; takes the run directory back where a start failed before it had saved anything."""
         self.close()
+        if kind is not None and not self.directory.holds_checkpoint():
+            self.directory.take_back()
 
     def _end_bar(self):
         self._open_bar.close()
@@ -298,6 +300,8 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
         return f"{value:>9.{digits}f}" if isinstance(value, int | float) else f"{'–':>9}"
 
     measures = summary["evaluation"]
+    if not measures:
+        return ["no prompts were held out: nothing was measured before and after training"]
     width = max([*map(len, measures), 16])
     lines = [f"{summary.get('measured_on', 'held-out prompts'):<{width}} {'before':>9} {'after':>9} {'oracle':>9}"]
     for name, values in measures.items():

@@ -1,4 +1,4 @@
-"""Prompts: reading them from files, splitting them, and the order in which training visits them.
+"""Rows of a data set: how they are split, and the order in which training visits them (`prompts` reads them).
 
 Everything here is a function of its arguments. The order of an epoch, the rows of a batch and the noise of a
 picture follow from (seed, number) alone, so that resuming a run means remembering one number.
@@ -7,11 +7,8 @@ picture follow from (seed, number) alone, so that resuming a run means rememberi
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +16,9 @@ import numpy as np
 from grpo_jax.errors import UserError
 
 SPLITS = ("train", "validation", "test")
-TIERS = ("plain", "attributes", "crowded")
 RESERVED_COLUMNS = ("prompts", "completions", "images", "baseline_images")
 """Names that rewards receive from the trainer; a column of the same name would be lost."""
 
-_SHOWN_PROBLEMS = 20
 _WORD = 2**32
 _ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER = 1, 2, 3, 4  # what a seed is for: one number never serves two purposes
 
@@ -51,193 +46,11 @@ class PromptSet(NamedTuple):
     test: tuple[Row, ...]
 
 
-class _Line(NamedTuple):
-    """A row as read, before it is known which part it belongs to."""
-
-    row: Row
-    split: str | None
-
-
-# --------------------------------------------------------------------------------------------------- reading
-
-
-def load_prompts(path: str | Path, *, held_out: int | float = 0.2) -> PromptSet:
-    """Reads a data set.
-
-    A ``.jsonl`` file has one object per line: ``prompt`` (text), optionally ``split`` (train, validation or test, on
-    every line or on none), and any further columns, which travel to the rewards. A ``.txt`` file has one prompt per
-    line. ``builtin``, ``builtin:plain``, ``builtin:attributes`` and ``builtin:crowded`` are the prompts that come
-    with the package. Blank lines are skipped. A prompt that occurs twice is kept twice (it is drawn twice as often),
-    both times in the same part; it may not stand in two parts.
-
-    Args:
-        path: The file, or the name of a built-in list.
-        held_out: Without a ``split`` column: how many different prompts (int), or which share of them (float), are
-            kept for testing, and as many again for validation. See ``split_rows``.
-
-    Returns:
-        The three parts. ``train`` is never empty; the others are where nothing is held out.
-
-    Raises:
-        UserError: If the file is missing, unreadable or empty, or has bad lines: all of them are named at once.
-        ValueError: If ``held_out`` is neither a count nor a share.
-    """
-    _check_held_out(held_out)
-    name = str(path)
-    if name == "builtin" or name.startswith("builtin:"):
-        return split_rows(builtin_rows(name), held_out=held_out)
-    lines = _read_lines(Path(path))
-    if not lines:
-        raise UserError(f"{path} has no prompts: write one per line")
-    if lines[0].split is None:
-        return split_rows([line.row for line in lines], held_out=held_out)
-    parts = PromptSet(*(tuple(line.row for line in lines if line.split == split) for split in SPLITS))
-    if not parts.train:
-        raise UserError(f'{path} has no line with "split": "train"')
-    return parts
-
-
-def builtin_rows(name: str) -> tuple[Row, ...]:
-    """The prompts that come with the package, with their tier as a column.
-
-    Args:
-        name: "builtin" for all, or "builtin:TIER". A prompt has the same id in both.
-
-    Raises:
-        UserError: If there is no such tier.
-    """
-    tier = name.partition(":")[2]
-    if tier and tier not in TIERS:
-        choices = ", ".join(f"builtin:{known}" for known in TIERS)
-        raise UserError(f"no built-in prompts called {name!r}: choose builtin, {choices}")
-    text = resources.files("grpo_jax.rollout").joinpath("builtin_prompts.txt").read_text(encoding="utf-8")
-    rows, heading = [], ""
-    for line in text.splitlines():
-        if line.startswith("# "):
-            heading = line.removeprefix("# ")
-        elif line:
-            rows.append(Row(len(rows), line, {"tier": heading}))
-    return tuple(row for row in rows if not tier or row.columns["tier"] == tier)
-
-
-def make_prompt_set(
-    train: Iterable[Mapping[str, Any]],
-    validation: Iterable[Mapping[str, Any]] = (),
-    test: Iterable[Mapping[str, Any]] = (),
-) -> PromptSet:
-    """A data set from rows that are already in memory, ``{"prompt": text, column: value, …}``; ids count through.
-
-    Raises:
-        UserError: If a row is bad or nothing is there to train on.
-    """
-    parts, problems, first = [], [], 0
-    for split, rows in zip(SPLITS, (train, validation, test), strict=True):
-        part = []
-        for i, record in enumerate(rows):
-            row = _parse_record(dict(record), first + i)
-            if isinstance(row, str):
-                problems.append(f"row {i} of {split}: {row}")
-            else:
-                part.append(row)
-        first += len(part)
-        parts.append(tuple(part))
-    if problems:
-        raise UserError(_listing("bad prompts", problems))
-    if not parts[0]:
-        raise UserError("no prompts to train on")
-    return PromptSet(*parts)
-
-
-def _read_lines(path: Path) -> list[_Line]:
-    """Every line of a file; raises one error that names all bad ones."""
-    kind = path.suffix.lower()
-    if kind not in (".jsonl", ".txt"):
-        raise UserError(f"{path}: prompts come from a .jsonl or a .txt file, or from builtin[:TIER]")
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: give a .jsonl or .txt file with prompts") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    lines: list[_Line] = []
-    problems: list[str] = []
-    for number, data in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
-        line = _parse_line(data, kind, number)
-        if isinstance(line, str):
-            problems.append(f"line {number}: {line}")
-        elif line is not None:
-            lines.append(line)
-    problems += _split_problems(lines)
-    if problems:
-        raise UserError(_listing(str(path), problems))
-    return lines
-
-
-def _parse_line(data: bytes, kind: str, number: int) -> _Line | str | None:
-    """A line's row, what is wrong with it, or None where it is blank."""
-    try:
-        text = data.decode("utf-8").strip()
-    except UnicodeDecodeError:
-        return "not UTF-8 text"
-    if not text:
-        return None
-    if kind == ".txt":
-        return _Line(Row(number, text), None)
-    try:
-        record = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return f"not JSON ({error})"
-    if not isinstance(record, dict):
-        return f'expected an object like {{"prompt": "…"}}, got {type(record).__name__}'
-    split = record.pop("split", None)
-    if split is not None and split not in SPLITS:
-        return f'"split" must be one of {", ".join(SPLITS)}, got {split!r}'
-    row = _parse_record(record, number)
-    return row if isinstance(row, str) else _Line(row, split)
-
-
-def _parse_record(record: dict[str, Any], identity: int) -> Row | str:
-    """A record's row, or what is wrong with it."""
-    if "prompt" not in record:
-        return f'no "prompt" (it has {", ".join(map(repr, record)) or "nothing"})'
-    prompt = record.pop("prompt")
-    if not isinstance(prompt, str):
-        return f'"prompt" must be text, got {type(prompt).__name__}'
-    if not prompt.strip():
-        return '"prompt" is empty'
-    clashes = [name for name in RESERVED_COLUMNS if name in record]
-    if clashes:
-        return f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it"
-    return Row(identity, prompt.strip(), record)
-
-
-def _split_problems(lines: Sequence[_Line]) -> list[str]:
-    """Lines without a split among lines that have one, and prompts that stand in two parts."""
-    if all(line.split is None for line in lines):
-        return []
-    problems, seen = [], {}
-    for line in lines:
-        if line.split is None:
-            problems.append(f'line {line.row.id}: no "split", which other lines have')
-            continue
-        split, number = seen.setdefault(line.row.prompt, (line.split, line.row.id))
-        if split != line.split:
-            problems.append(f"line {line.row.id}: this {line.split} prompt is also a {split} prompt (line {number})")
-    return problems
-
-
-def _listing(subject: str, problems: Sequence[str]) -> str:
-    """One message for all problems."""
-    shown = list(problems[:_SHOWN_PROBLEMS])
-    if len(problems) > len(shown):
-        shown.append(f"… and {len(problems) - len(shown)} more")
-    return "\n  ".join([f"{subject}: {len(problems)} bad line{'s' if len(problems) > 1 else ''}", *shown])
-
-
 # ------------------------------------------------------------------------------------------------- splitting
 
 
-def _check_held_out(held_out: int | float) -> None:
+def check_held_out(held_out: int | float) -> None:
+    """Raises ValueError unless it is a share in [0, 0.5) or a count."""
     share = isinstance(held_out, float) and 0.0 <= held_out < 0.5
     count = isinstance(held_out, int) and not isinstance(held_out, bool) and held_out >= 0
     if not (share or count):
@@ -259,7 +72,7 @@ def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
         UserError: If nothing would be left to train on.
         ValueError: If ``held_out`` is neither a count nor a share.
     """
-    _check_held_out(held_out)
+    check_held_out(held_out)
     texts = sorted({row.prompt for row in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
     count = held_out
     if isinstance(held_out, float):
@@ -352,7 +165,7 @@ def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n
     return order[np.arange(draw * batch_size, (draw + 1) * batch_size) % n]
 
 
-def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = False, draw: int = 0) -> int:
+def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = False) -> int:
     """The seed of the noise that pictures of one prompt start from.
 
     All rewrites of a prompt, and the prompt itself, are rendered from it (common random numbers): pictures of a group
@@ -363,13 +176,12 @@ def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = 
         iteration: Fresh noise at each visit in training; without influence in evaluation.
         prompt_id: ``Row.id``.
         evaluation: Whether this is for evaluation, whose noise is fixed.
-        draw: Tells several noises of one visit apart.
 
     Returns:
         An integer in [0, 2**63).
     """
     purpose, visit = (_EVALUATION_NOISE, 0) if evaluation else (_NOISE, iteration)
-    state = _seed_sequence(purpose, seed, visit, prompt_id, draw).generate_state(1, np.uint64)
+    state = _seed_sequence(purpose, seed, visit, prompt_id, 0).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
 

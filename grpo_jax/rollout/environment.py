@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config import Config, RewardSection
+from grpo_jax.config import Config
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.chosen import Chosen
 from grpo_jax.rollout.data import noise_seed, repeat_rows
-from grpo_jax.rollout.rewards import collect_rewards, load_reward
+from grpo_jax.rollout.rewards import Reward, collect_rewards
 from grpo_jax.rollout.rollout import Environment
 from grpo_jax.sampling.sampler import bucket_size
 from grpo_jax.tasks.prompt_enhancement import rewards as image_rewards
 from grpo_jax.tasks.prompt_enhancement import rewriting as prompt_enhancement
 
-DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("faithfulness", 0.5), RewardSection("length", 0.2))
 Bridges = Callable[[str], Any]
-Reward = Callable[..., Any]
 
 
 class Pictures(NamedTuple):
@@ -43,48 +41,58 @@ def make_environment(
     placement: Any,
     loaded: Any,
     prompt_set: Any,
-    rewards: Sequence[Reward] | None,
+    chosen: Chosen,
     bridges: Callable[[], Bridges],
     say: Callable[..., None],
-) -> tuple[Environment, tuple[RewardSection, ...]]:
-    """The environment of config.task, and its rewards as configured.
+) -> Environment:
+    """The environment of config.task.
 
     Args:
         config: The run.
         placement: Devices of the judges; None for a task without judges.
         loaded: The policy's folder, for its tokenizer.
         prompt_set: The data.
-        rewards: Functions in place of config.rewards.
+        chosen: Its rewards and watched measures.
         bridges: Imports the bridges package; called only where judges are needed.
         say: Prints a line per part.
     """
-    render, renderer, scorer = None, None, None
+    render, renderer, scorer, second = None, None, None, None
     if config.task == "prompt_enhancement":
         load = bridges()
         renderer, scorer = _load_renderer(config, placement, load, say), _load_scorer(config, placement, load, say)
-    sections, functions = _rewards(config, rewards, renderer, scorer, bridges)
-    watch_names, watch = _watch(config, prompt_set, placement, renderer, scorer, bridges, say)
+        second = _load_watching_scorer(config, placement, load, say)
+
+    def judges(name: str) -> Any:
+        if name == "head":
+            return bridges()("clip").load_quality_head(config.scorer.quality_head, scorer.width)
+        return scorer if name == "scorer" else getattr(renderer, name)
+
+    functions, watch = ([make(judges) for make in makes] for makes in (chosen.rewards, chosen.watch))
+    watch_names = chosen.watch_names
+    if second is not None:
+        watch_names, watch = (*watch_names, "watch_alignment"), [*watch, image_rewards.alignment(second)]
     if renderer is not None:
         wanted = any(_takes(function, "baseline_images") for function in (*functions, *watch))
         render = make_render(renderer, scorer.device, config, baselines=wanted)
-    score = make_score(
-        [section.label for section in sections],
-        functions,
-        watch_names,
-        watch,
-        missing=config.on_judge_error == "missing",
-    )
+    score = make_score(chosen.names, functions, watch_names, watch, missing=config.on_judge_error == "missing")
     encode = make_encode(loaded.tokenizer, config, loaded.pad_id, [row for part in prompt_set for row in part])
     decode = make_decode(loaded.tokenizer, config)
-    say("rewards", ", ".join(describe(section) for section in sections))
-    names = tuple(section.label for section in sections)
-    return Environment(encode, decode, render, score, names, tuple(watch_names)), sections
+    return Environment(encode, decode, render, score, chosen.names, watch_names)
 
 
-def describe(section: RewardSection) -> str:
-    """A reward in a few words: name, weight, condition."""
-    condition = f" where {section.condition_on} ≥ {section.threshold:g}" if section.condition_on else ""
-    return f"{section.label} × {section.weight:g}{condition}"
+def check_judges(config: Config, bridges: Callable[[], Bridges]) -> None:
+    """Refuses a renderer or a scorer that is not there or of another kind; no weight is read.
+
+    Raises:
+        UserError: Naming it.
+    """
+    if config.task != "prompt_enhancement":
+        return
+    load, scorer = bridges(), config.scorer
+    load("diffusion").find_pipeline(config.renderer.path)
+    load("clip").find_clip(scorer.model, scorer.pretrained)
+    if scorer.watch_model:
+        load("clip").find_clip(scorer.watch_model, scorer.watch_pretrained)
 
 
 def _load_renderer(config: Config, placement: Any, bridges: Bridges, say: Callable[..., None]) -> Any:
@@ -110,107 +118,15 @@ def _load_scorer(config: Config, placement: Any, bridges: Bridges, say: Callable
     return scorer
 
 
-def _rewards(
-    config: Config, given: Sequence[Reward] | None, renderer: Any, scorer: Any, bridges: Callable[[], Bridges]
-) -> tuple[tuple[RewardSection, ...], list[Reward]]:
-    """The sections in force and a function for each."""
-    if given is not None:
-        names = [getattr(function, "__name__", type(function).__name__) for function in given]
-        if not names or len(set(names)) != len(names):
-            raise UserError(f"rewards: expected at least one function, each of another name, got {names}")
-        return tuple(RewardSection(name) for name in names), list(given)
-    sections = tuple(config.rewards)
-    if not sections and config.task == "text":
-        raise UserError("rewards: a text task needs at least one, such as my_rewards.py:function")
-    if not sections:
-        sections = DEFAULT_REWARDS
-    sections = resolve_conditions(sections)
-    return sections, [_reward(section, config, renderer, scorer, bridges) for section in sections]
-
-
-def resolve_conditions(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
-    """The sections with every condition said: a reward's default one filled in, "none" as no condition.
-
-    Raises:
-        UserError: A reward that must not be earned alone (quality) has nothing to be conditioned on.
-    """
-    names = [section.name for section in sections]
-    resolved = []
-    for section in sections:
-        if section.condition_on == "none":
-            section = dataclasses.replace(section, condition_on=None)
-        elif section.condition_on is None and section.name == "quality":
-            condition = image_rewards.default_condition(section.name, names)
-            if condition is None:
-                raise UserError(
-                    "rewards.quality: a pretty picture of something else would earn it; list alignment or "
-                    "alignment_gain among the rewards, or say condition_on: none"
-                )
-            section = dataclasses.replace(section, condition_on=condition[0], threshold=condition[1])
-        resolved.append(section)
-    return tuple(resolved)
-
-
-def _reward(
-    section: RewardSection, config: Config, renderer: Any, scorer: Any, bridges: Callable[[], Bridges]
-) -> Reward:
-    """A built-in reward with its judges, or the user's by import path."""
-    name, options = section.name, section.options
-    if ":" in name:
-        return load_reward(name)
-    if config.task == "text":
-        raise UserError(f"rewards.{name}: a text task takes rewards by import path, as package.module:function")
-    try:
-        if name == "alignment":
-            return image_rewards.alignment(scorer, **options)
-        if name == "alignment_gain":
-            return image_rewards.alignment_gain(scorer, **options)
-        if name == "faithfulness":
-            return image_rewards.faithfulness(scorer, **options)
-        if name == "length":
-            return image_rewards.length(renderer.count_tokens, renderer.window, **options)
-        if name == "quality":
-            head = config.scorer.quality_head
-            if head is None:
-                raise UserError("rewards.quality: expected scorer.quality_head to name a safetensors file, got none")
-            return image_rewards.quality(scorer, bridges()("clip").load_quality_head(head, scorer.width), **options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"rewards.{name}.options: {error}") from error
-    raise UserError(
-        f"rewards.name: expected alignment, alignment_gain, faithfulness, length, quality, package.module:function "
-        f"or file.py:function, got {name!r}"
+def _load_watching_scorer(config: Config, placement: Any, bridges: Bridges, say: Callable[..., None]) -> Any:
+    section = config.scorer
+    if not section.watch_model:
+        return None
+    scorer = bridges("clip").load_scorer(
+        section.watch_model, pretrained=section.watch_pretrained, device=placement.scorer, dtype=section.dtype
     )
-
-
-def _watch(
-    config: Config,
-    prompt_set: Any,
-    placement: Any,
-    renderer: Any,
-    scorer: Any,
-    bridges: Callable[[], Bridges],
-    say: Callable[..., None],
-) -> tuple[list[str], list[Reward]]:
-    """Measures that are logged beside the rewards and never trained on."""
-    names, functions = list(config.watch), []
-    for name in names:
-        if name == "pixel_accuracy":
-            if any("requested" not in row.columns for row in prompt_set.train[:1]):
-                raise UserError('watch.pixel_accuracy: expected the miniature\'s prompts (data.prompts "miniature")')
-            functions.append(image_rewards.pixel_accuracy(bridges()("miniature.world").pixel_accuracy))
-        else:
-            functions.append(_reward(RewardSection(name), config, renderer, scorer, bridges))
-    if config.scorer.watch_model and scorer is not None:
-        second = bridges()("clip").load_scorer(
-            config.scorer.watch_model,
-            pretrained=config.scorer.watch_pretrained,
-            device=placement.scorer,
-            dtype=config.scorer.dtype,
-        )
-        say("watch", f"{config.scorer.watch_model}: a second CLIP that is never trained on")
-        names.append("watch_alignment")
-        functions.append(image_rewards.alignment(second))
-    return names, functions
+    say("watch", f"{section.watch_model}: a second CLIP that is never trained on")
+    return scorer
 
 
 def make_render(renderer: Any, device: Any, config: Config, *, baselines: bool) -> Callable[..., Pictures]:

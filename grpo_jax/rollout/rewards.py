@@ -6,19 +6,24 @@ flat, with each prompt repeated for its G completions; None is a reward that doe
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from grpo_jax.errors import StopRun, UserError
+from grpo_jax.rollout.data import RESERVED_COLUMNS
 
 Reward = Callable[..., Any]
+
+GIVEN = "<given>"
+"""Stands in a run's config for what `run` was given in Python: as data.prompts, and as the place of a function."""
 
 
 class RewardError(UserError):
@@ -144,6 +149,69 @@ def _as_number(value: Any) -> float | None:
     return number if abs(number) <= float(np.finfo(np.float32).max) else None
 
 
+def with_options(reward: Reward, label: str, options: Mapping[str, Any]) -> Reward:
+    """A reward with some of its arguments fixed; a column of the data of the same name does not reach it.
+
+    Args:
+        reward: A user's.
+        label: Its name, for errors.
+        options: Values by argument.
+
+    Raises:
+        UserError: As `check_options`.
+    """
+    if not options:
+        return reward
+    check_options(label, reward, options, RESERVED_COLUMNS)
+
+    @functools.wraps(reward)
+    def fixed(**arguments: Any) -> Any:
+        return reward(**{**accepted_arguments(reward, arguments), **options})
+
+    return fixed
+
+
+def check_options(label: str, function: Callable[..., Any], options: Mapping[str, Any], other: Collection[str]) -> None:
+    """Refuses options that a function does not name among its arguments.
+
+    What it would only swallow in ``**columns`` is refused too: nearly every reward has them, and a mistyped option
+    would vanish there.
+
+    Args:
+        label: Name of the reward.
+        function: The reward, or what makes it.
+        options: Values by argument.
+        other: Arguments that are no options.
+
+    Raises:
+        UserError: Naming the option, and those there are.
+    """
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind in named and p.name not in other]
+    for option in options:
+        if option not in known:
+            raise UserError(
+                f"rewards.{label}.options: expected arguments of the reward ({', '.join(known) or 'it has none'}), "
+                f"got {option!r}"
+            )
+
+
+def import_path(function: Reward, label: str) -> str:
+    """What finds a function again, as `load_reward` takes it: "module:function", else "<given>:label".
+
+    Found are functions at the top level of a module, under their own name: not those of a script that was run or
+    typed in, nor lambdas, methods and objects.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    home = sys.modules.get(module or "")
+    file = Path(getattr(home, "__file__", None) or "")
+    stem = file.parent.name if file.name == "__init__.py" else file.stem
+    known = module != "__main__" and home is not None and name == label and getattr(home, label, None) is function
+    # A file that was loaded under another name, as load_reward does, is not found by that name.
+    return f"{module}:{label}" if known and stem == module.rpartition(".")[2] else f"{GIVEN}:{label}"
+
+
 def load_reward(path: str) -> Reward:
     """Finds a user's reward.
 
@@ -156,6 +224,11 @@ def load_reward(path: str) -> Reward:
     place, colon, name = path.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"reward {path!r}: write package.module:function or file.py:function")
+    if place == GIVEN:
+        raise UserError(
+            f"reward {name}: run() was given this function in Python and nothing here can import it: call "
+            f"run(config, rewards=[{name}]) again (with resume=True to go on or to measure), or keep it in a module"
+        )
     is_file = place.endswith(".py")
     try:
         module = _load_file(Path(place)) if is_file else importlib.import_module(place)

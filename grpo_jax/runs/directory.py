@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +103,7 @@ class RunDirectory:
         """Names the paths; touches nothing."""
         self.path = Path(path).absolute()
         self.config = self.path / "config.yaml"
+        self.prompts = self.path / "prompts.jsonl"  # those that `run` was given in Python
         self.log = self.path / "train.log"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
@@ -115,6 +116,8 @@ class RunDirectory:
         self.adapter = self.path / "adapter"  # PEFT's format; where adapters are trained
         self.start = self.path / "policy_start"  # a new policy, as it was before any training
         self.summary = self.path / "summary.json"
+        self._found: set[Path] | None = None  # what was there before `open`; None where nothing is to be taken back
+        self._made: list[Path] = []  # folders that `open` had to make on the way here, the inner ones first
 
     @classmethod
     def open(
@@ -137,14 +140,37 @@ class RunDirectory:
             raise UserError(f"{run.path} is not empty; continue it with --resume or choose another --run_dir")
         if resume and not run.config.is_file():
             raise UserError(f"{run.path} holds no run to resume (no config.yaml); start it without --resume")
-        with disk_errors(run.path):
-            if not resume and run.log.is_file():
-                shutil.rmtree(run.start, ignore_errors=True)  # of a run that failed while loading
-            for folder in ("", *folders):
-                (run.path / folder).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=run.path) as file:
-                file.write(b"x")
+        if not resume:
+            run._found = set(run.path.rglob("*"))
+            run._made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
+        try:
+            with disk_errors(run.path):
+                if not resume and run.log.is_file():
+                    shutil.rmtree(run.start, ignore_errors=True)  # of a run that failed while loading
+                for folder in ("", *folders):
+                    (run.path / folder).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=run.path) as file:
+                    file.write(b"x")
+        except UserError:
+            run.take_back()
+            raise
         return run
+
+    def holds_checkpoint(self) -> bool:
+        """Whether anything was saved that a resumed run would go on from."""
+        saved = (*self.checkpoints.glob("step_*"), *self.warm_start.glob("step_*"))
+        return any("tmp" not in path.name for path in saved)
+
+    def take_back(self) -> None:
+        """Removes what `open` and what came after it wrote; what was there before stays. Nothing of a resumed run."""
+        if self._found is None:
+            return
+        with suppress(OSError):
+            for path in sorted(self.path.rglob("*"), reverse=True):  # what a folder holds comes before it
+                if path not in self._found:
+                    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+            for folder in self._made:
+                folder.rmdir()
 
     def _holds_something(self) -> bool:
         """Whether anything would be lost; what a run leaves that failed while loading may be used again."""

@@ -44,7 +44,7 @@ class Progress(NamedTuple):
     Attributes:
         iteration: Iterations done.
         before: Held-out measures of the start, by kind of text ("greedy", "sampled", "unchanged", "oracle"), and of the
-            policy before a warm start ("untrained").
+            policy before a warm start ("untrained"); empty where nothing is held out.
         best_score: Best validation score so far, or None.
         best_iteration: Where it was reached.
         seconds: Seconds by stage so far, "total" included.
@@ -144,8 +144,11 @@ def begin(run: Run, stop: threading.Event) -> tuple[TrainState, Progress] | None
         seconds=_add(progress.seconds, {"evaluate": time.monotonic() - started}),
         ranks=progress.ranks | _ranks(parts, "before", before),
     )
-    told = "  ".join(f"{name} {value:.3f}" for name, value in measures["greedy"].items())
-    run.output.say(f"baseline on {len(parts.test_rows)} held-out prompts: {told}")
+    if measures:
+        told = "  ".join(f"{name} {value:.3f}" for name, value in measures["greedy"].items())
+        run.output.say(f"baseline on {len(parts.test_rows)} held-out prompts: {told}")
+    else:
+        run.output.note("no prompts are held out: nothing is measured before and after training")
     save(run, state, progress, wait=True)
     shutil.rmtree(run.output.directory.warm_start, ignore_errors=True)
     return state, progress
@@ -154,7 +157,7 @@ def begin(run: Run, stop: threading.Event) -> tuple[TrainState, Progress] | None
 def warm_up(run: Run, progress: Progress, stop: threading.Event) -> tuple[TrainState, Progress] | None:
     """Measures the policy as it was loaded and teaches it `warm_start.pairs`; None if stopped on the way."""
     parts = run.parts
-    if not progress.before:
+    if parts.test_rows and not progress.before:
         started = time.monotonic()
         untrained = evaluate_policy(parts, parts.variables, parts.test_rows)
         progress = progress._replace(
@@ -274,16 +277,17 @@ def _judges_may_fail(run: Run, state: TrainState | None, progress: Progress | No
         if progress is not None:
             save(run, state, progress, wait=True)
             saved = f"Saved after iteration {progress.iteration}"
+        # An interrupted warm start is saved too; without anything saved the folder does not stay.
+        kept = run.output.directory.holds_checkpoint() or run.parts.config.resume
+        again = f"go on with --resume --run_dir {run.parts.config.run_dir}" if kept else "start again"
         gone = error if isinstance(error, StopRun) else error.__cause__
         if isinstance(gone, StopRun):
-            again = f"go on with --resume --run_dir {run.parts.config.run_dir} when that is mended"
-            again = again if progress is not None else "start again when that is mended"
-            raise StopRun(f"{' '.join(str(gone).split())}. {saved}; {again}") from error
+            raise StopRun(f"{' '.join(str(gone).split())}. {saved}; {again} when that is mended") from error
         if error.stage == "sample":  # the policy's own stage: there is no judge to mend
             raise
         raise UserError(
-            f"{' '.join(str(error).split())}. {saved}; mend the judge and go on with --resume --run_dir "
-            f"{run.parts.config.run_dir}, or give such completions no reward: --on_judge_error missing"
+            f"{' '.join(str(error).split())}. {saved}; mend the judge and {again}, or give such completions no "
+            "reward: --on_judge_error missing"
         ) from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,19 +13,30 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.models.adapters import first_adapters, lora_config
 from grpo_jax.config import Config, MeshSection, RewardSection, from_dict
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.environment import make_environment
+from grpo_jax.models.adapters import first_adapters, lora_config
 from grpo_jax.models.sharding import gather, make_mesh, over_prompts, place, shard_policy
+from grpo_jax.models.value_head import VALUE, init_value_head
+from grpo_jax.rollout.chosen import Chosen, choose
+from grpo_jax.rollout.data import SPLITS, PromptSet, batches_per_epoch
+from grpo_jax.rollout.environment import check_judges, make_environment
 from grpo_jax.rollout.pipeline import StageError
-from grpo_jax.tasks.recommendation.parts import Recommendation, load_recommendation, make_new_policy
-from grpo_jax.tasks.recommendation.parts import make_environment as make_recommendation
+from grpo_jax.rollout.prompts import load_prompts, make_prompt_set
+from grpo_jax.rollout.rewards import GIVEN, Reward
 from grpo_jax.rollout.rollout import Environment
 from grpo_jax.runs.directory import RunDirectory
+from grpo_jax.runs.given import kept_prompts
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
+from grpo_jax.tasks.recommendation.parts import (
+    Recommendation,
+    choose_rewards,
+    load_data,
+    make_new_policy,
+    open_task,
+)
+from grpo_jax.tasks.recommendation.parts import make_environment as make_recommendation
 from grpo_jax.training.trainer import trained_collections
-from grpo_jax.models.value_head import VALUE, init_value_head
 
 Say = Callable[..., None]
 
@@ -126,29 +137,27 @@ def load_parts(
     config: Config,
     *,
     say: Say,
-    prompts: Any = None,
-    rewards: Sequence[Callable[..., Any]] | None = None,
+    prompts: PromptSet | None = None,
+    rewards: Mapping[str, Reward] | None = None,
 ) -> Parts:
-    """Loads everything, one line per part.
+    """Loads everything, one line per part; what people mistype is checked before anything large is read.
 
     Args:
         config: Names the parts.
         say: say(name, detail) prints a line.
-        prompts: A `PromptSet` or a list of prompts/records in place of data.prompts.
-        rewards: Reward functions in place of those in the config, with weight 1 each.
+        prompts: Data in place of what data.prompts names.
+        rewards: Functions in place of what config.rewards names, by label.
     """
     if config.deterministic:
         _ask_for_determinism(torch_too=config.task == "prompt_enhancement")
     placement = _place(config, say)
     devices = _policy_devices(placement, config.policy.mesh)
-    task = _load_task(config, prompts, say)
+    task, prompt_set, chosen = _load_inputs(config, prompts, rewards or {}, say)
     loaded, policy, lora, variables, mesh = _load_policy(config, devices, say)
     if task is None:
-        prompt_set = _load_prompts(config, prompts, say)
-        environment, sections = make_environment(config, placement, loaded, prompt_set, rewards, own_bridges, say)
+        environment = make_environment(config, placement, loaded, prompt_set, chosen, own_bridges, say)
     else:
-        prompt_set = _tell_prompts(config, config.recommendation.source, task.dataset.prompts, say)
-        environment, sections = make_recommendation(config, loaded, task, rewards, say)
+        environment = make_recommendation(config, loaded, task, chosen)
     allowed = allowed_tokens(config, loaded)
 
     def sampler(group_size: int, temperature: float) -> Callable[..., Any]:
@@ -170,8 +179,8 @@ def load_parts(
         greedy_sampler=sampler(1, 0.0),
         evaluation_sampler=sampler(1, config.sampling.temperature),
         allowed_tokens=allowed,
-        weights={section.label: section.weight for section in sections},
-        conditions=_conditions(sections),
+        weights={section.label: section.weight for section in chosen.sections},
+        conditions=_conditions(chosen.sections),
         key=jax.random.key(config.seed),
         timeout=config.judge_timeout or None,
         devices={"policy": _listed(devices)} if placement is None else dataclasses.asdict(placement),
@@ -180,16 +189,26 @@ def load_parts(
     )
 
 
-def _load_task(config: Config, prompts: Any, say: Say) -> Recommendation | None:
-    """Data and retriever of the recommendation task, and the folder of the policy that it may start from."""
+def _load_inputs(
+    config: Config, prompts: PromptSet | None, rewards: Mapping[str, Reward], say: Say
+) -> tuple[Recommendation | None, PromptSet, Chosen]:
+    """Data, rewards and the recommendation's retriever, with the folder of the policy that it may start from."""
     if config.task != "recommendation":
-        return None
+        prompt_set = _load_prompts(config, prompts, say)
+        chosen = choose(config, prompt_set, rewards, own_bridges)
+        say("rewards", chosen.describe())
+        check_judges(config, own_bridges)
+        return None, prompt_set, chosen
     if prompts is not None:
         raise UserError("prompts: a recommendation run takes its data from config.recommendation")
-    task = load_recommendation(config, own_bridges(), say)
+    dataset = load_data(config, say)
+    _tell_prompts(config, config.recommendation.source, dataset.prompts, say)
+    chosen = choose_rewards(config, rewards, len(dataset.catalogue))
+    say("rewards", chosen.describe())
+    task = open_task(config, dataset, own_bridges(), say)
     if config.policy.path == "new":
-        make_new_policy(config, task.dataset.catalogue, RunDirectory(config.run_dir).start)
-    return task
+        make_new_policy(config, dataset.catalogue, RunDirectory(config.run_dir).start)
+    return task, dataset.prompts, chosen
 
 
 def _ask_for_determinism(*, torch_too: bool) -> None:
@@ -312,34 +331,27 @@ def _check_room(config: Config, limit: int | None) -> None:
         )
 
 
-def _load_prompts(config: Config, prompts: Any, say: Say) -> Any:
-    from grpo_jax.rollout import data
-
+def _load_prompts(config: Config, prompts: PromptSet | None, say: Say) -> PromptSet:
     name = config.data.prompts
-    if prompts is not None:
-        name = "given"
-        if not isinstance(prompts, data.PromptSet):
-            records = [{"prompt": row} if isinstance(row, str) else dict(row) for row in prompts]
-            rows = data.make_prompt_set(records).train
-            prompts = data.split_rows(rows, held_out=config.data.held_out)
-    elif name == "miniature":
+    if prompts is None and name == GIVEN:
+        prompts = kept_prompts(RunDirectory(config.run_dir))
+    elif prompts is None and name == "miniature":
         world = own_bridges()("miniature.world")
         counts = (2048, config.evaluation.validation_prompts or 1, config.evaluation.prompts or 256)
-        splits = zip(data.SPLITS, counts, strict=True)
-        prompts = data.make_prompt_set(*(world.prompts(split, count) for split, count in splits))
-    else:
-        prompts = data.load_prompts(name, held_out=config.data.held_out)
-    return _tell_prompts(config, name, prompts, say)
+        prompts = make_prompt_set(
+            *(world.prompts(split, count) for split, count in zip(SPLITS, counts, strict=True))
+        )
+    elif prompts is None:
+        prompts = load_prompts(name, held_out=config.data.held_out)
+    _tell_prompts(config, "given" if name == GIVEN else name, prompts, say)
+    return prompts
 
 
-def _tell_prompts(config: Config, name: str, prompts: Any, say: Say) -> Any:
+def _tell_prompts(config: Config, name: str, prompts: PromptSet, say: Say) -> None:
     """Says how many there are, and refuses too few for one batch before anything slow."""
-    from grpo_jax.rollout.data import batches_per_epoch
-
     sizes = f"{len(prompts.train)} train, {len(prompts.validation)} validation, {len(prompts.test)} test"
     say("prompts", f"{name}: {sizes}")
     batches_per_epoch(len(prompts.train), config.training.prompts_per_batch)
-    return prompts
 
 
 def allowed_tokens(config: Config, loaded: Any) -> np.ndarray | None:
@@ -364,21 +376,21 @@ def _conditions(sections: Sequence[RewardSection]) -> tuple[Any, ...]:
     )
 
 
-def restore_variables(parts: Parts, run_dir: str | Path, checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The policy's variables of a checkpoint ("final", "best" or a step), on its device, and the checkpoint's meta."""
-    return _restore(parts.variables, run_dir, checkpoint)
-
-
 def restore_policy(run_dir: str | Path, checkpoint: str) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
     """A run's policy without its judges: (loaded folder, functions, LoRA config, variables, checkpoint's meta)."""
     config = run_config(run_dir)
     config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
     loaded, policy, lora, variables, _ = _load_policy(config, jax.devices()[:1], lambda *_: None)
-    return loaded, policy, lora, *_restore(variables, run_dir, checkpoint)
+    return loaded, policy, lora, *restore_variables(variables, run_dir, checkpoint)
 
 
-def _restore(variables: dict[str, Any], run_dir: str | Path, checkpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint holds the trained collections alone; frozen weights are those of the folder."""
+def restore_variables(
+    variables: dict[str, Any], run_dir: str | Path, checkpoint: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The policy's variables of a checkpoint ("final", "best" or a step) and the checkpoint's meta.
+
+    A checkpoint holds the trained collections alone; frozen weights, and the place of all, are those of `variables`.
+    """
     from grpo_jax.runs.checkpoint import restore_params
 
     which = int(checkpoint) if checkpoint.isdigit() else checkpoint

@@ -30,9 +30,7 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     """
     parts, output = run.parts, run.output
     started = time.monotonic()
-    after = {"greedy": evaluate_policy(parts, state.variables, parts.test_rows)}
-    if parts.config.evaluation.sampled:
-        after["sampled"] = evaluate_policy(parts, state.variables, parts.test_rows, sampled=True)
+    after = measure_after(parts, state.variables)
     seconds = dict(progress.seconds)
     seconds["evaluate"] = seconds.get("evaluate", 0.0) + time.monotonic() - started
     run.checkpoints.save_final(progress.iteration, saved_parts(state), {"progress": progress._asdict()})
@@ -43,33 +41,53 @@ def finish_run(run: Run, state: TrainState, progress: Progress) -> dict[str, Any
     summary = summarise(run, progress, after, {**seconds, "total": time.monotonic() - run.clock})
     if table:
         summary["table"] = table_records(table)
-    gallery = make_gallery(parts, after["greedy"])
-    texts = [group[0] for group in after["greedy"].rollout.texts]
-    words = most_added_words([row.prompt for row in parts.test_rows], texts)
+    shown = shown_prompts(parts, after["greedy"]) if after else {}
     output.directory.write_summary(summary)
     reporting.write_run_report(
         output.directory,
         summary=summary,
-        gallery=gallery,
-        added_words=words,
-        table=rewards_by_prompt(parts, after["greedy"]),
         first_tables=report_tables(table),
         config_text=configuration.to_yaml(parts.config),
+        **shown,
     )
     output.result(summary, ["", *format_table(table).split("\n")] if table else (), report_tables(table))
     return summary
 
 
+def measure_after(parts: Parts, variables: Any) -> dict[str, Evaluation]:
+    """The held-out prompts, greedy and sampled; nothing where none are held out."""
+    if not parts.test_rows:
+        return {}
+    after = {"greedy": evaluate_policy(parts, variables, parts.test_rows)}
+    if parts.config.evaluation.sampled:
+        after["sampled"] = evaluate_policy(parts, variables, parts.test_rows, sampled=True)
+    return after
+
+
+def shown_prompts(parts: Parts, after: Evaluation) -> dict[str, Any]:
+    """What the report shows of the held-out prompts: pictures, added words, rewards."""
+    texts = [group[0] for group in after.rollout.texts]
+    return {
+        "gallery": make_gallery(parts, after),
+        "added_words": most_added_words([row.prompt for row in parts.test_rows], texts),
+        "table": rewards_by_prompt(parts, after),
+    }
+
+
 def recommendation_table(parts: Parts, progress: Progress, after: dict[str, Evaluation]) -> list[TableRow]:
-    """Baselines and policies by every measure of ranking; empty for other tasks."""
-    if parts.task is None:
+    """Baselines and policies by every measure of ranking; empty for other tasks, and where nobody is held out."""
+    if parts.task is None or not after:
         return []
     return results_table(parts, progress.ranks | policy_ranks("after", after))
 
 
 def summarise(run: Run, progress: Progress, after: dict[str, Evaluation], seconds: dict[str, float]) -> dict[str, Any]:
-    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, versions, devices."""
+    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, versions, devices.
+
+    Where nothing is held out there are no measures; reward and improvement are null.
+    """
     parts, before = run.parts, progress.before
+    measured = after["greedy"].measures if after else {}
     oracle, unchanged = before.get("oracle", {}), before.get("unchanged", {})
     evaluation = {
         name: {
@@ -81,15 +99,18 @@ def summarise(run: Run, progress: Progress, after: dict[str, Evaluation], second
             "before_sampled": before.get("sampled", {}).get(name),
             "after_sampled": after["sampled"].measures.get(name) if "sampled" in after else None,
         }
-        for name, value in after["greedy"].measures.items()
+        for name, value in measured.items()
     }
-    baseline, reward = (weighted_reward(parts, measures) for measures in (before["greedy"], after["greedy"].measures))
+    baseline, reward = (
+        weighted_reward(parts, found) if measured else None for found in (before.get("greedy"), measured)
+    )
+    improvement = reward - baseline if measured else None
     return {
         "evaluation": evaluation,
         "baseline_reward": baseline,
         "reward": reward,
-        "improvement": reward - baseline,
-        "relative_improvement": (reward - baseline) / abs(baseline) if baseline else None,
+        "improvement": improvement,
+        "relative_improvement": improvement / abs(baseline) if baseline else None,
         "iterations": progress.iteration,
         "best": {"iteration": progress.best_iteration, "validation_score": progress.best_score},
         "prompts": len(parts.test_rows),

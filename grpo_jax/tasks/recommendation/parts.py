@@ -12,8 +12,9 @@ import numpy as np
 
 from grpo_jax.config import Config, RetrievalSection, RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.environment import Reward, describe, make_decode, make_encode, make_score, resolve_conditions
-from grpo_jax.rollout.rewards import load_reward
+from grpo_jax.rollout.chosen import Chosen, own_reward, ready, resolve_conditions
+from grpo_jax.rollout.environment import make_decode, make_encode, make_score
+from grpo_jax.rollout.rewards import Reward, load_reward
 from grpo_jax.rollout.rollout import Environment
 from grpo_jax.tasks.recommendation import dummy, metrics
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
@@ -37,19 +38,30 @@ class Recommendation(NamedTuple):
     retriever: Any
 
 
-def load_recommendation(config: Config, bridges: Callable[[str], Any], say: Callable[..., None]) -> Recommendation:
-    """Reads the data and opens the retriever, which tests itself.
+def load_data(config: Config, say: Callable[..., None]) -> Dataset:
+    """Reads users, items and prompts.
 
     Raises:
-        UserError: Files are bad, the service is not there or holds another catalogue, or titles do not retrieve
-            themselves.
+        UserError: Files are missing or bad.
     """
     dataset = load_dataset(config.recommendation, held_out=config.data.held_out)
-    catalogue, section = dataset.catalogue, config.retrieval
+    catalogue = dataset.catalogue
     say("catalogue", f"{config.recommendation.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
     for note in dataset.notes:
         say("", note)
-    retriever, share = _open(section, catalogue, bridges("retrieval"))
+    return dataset
+
+
+def open_task(
+    config: Config, dataset: Dataset, bridges: Callable[[str], Any], say: Callable[..., None]
+) -> Recommendation:
+    """Opens the retriever, which tests itself.
+
+    Raises:
+        UserError: The service is not there or holds another catalogue, or titles do not retrieve themselves.
+    """
+    section = config.retrieval
+    retriever, share = _open(section, dataset.catalogue, bridges("retrieval"))
     where = "in this process" if section.backend == "local" else f"service {section.service!r} over Ray"
     tested = f"self-test: {share:.1%} of titles asked for retrieve themselves"
     say("retrieval", f"{section.encoder}, {where}, ties {section.ties}; {tested}")
@@ -135,34 +147,40 @@ def warm_start_pairs(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
 # ------------------------------------------------------------------------------------------------- environment
 
 
-def make_environment(
-    config: Config,
-    loaded: Any,
-    task: Recommendation,
-    rewards: Sequence[Reward] | None,
-    say: Callable[..., None],
-) -> tuple[Environment, tuple[RewardSection, ...]]:
-    """The environment of the task, and its rewards as configured.
+def make_environment(config: Config, loaded: Any, task: Recommendation, chosen: Chosen) -> Environment:
+    """The environment of the task.
 
     Args:
         config: The run.
         loaded: The policy's folder, for its tokenizer.
         task: Data and retriever.
-        rewards: Functions in place of config.rewards.
-        say: Prints a line.
+        chosen: Its rewards and watched measures.
     """
-    sections, functions = _rewards(config, rewards, len(task.dataset.catalogue))
-    watch_names = (*(config.watch or DEFAULT_WATCH), RANK)
-    watch = [_watched(name) for name in watch_names]
-    names = tuple(section.label for section in sections)
+    functions, watch = ([make(None) for make in makes] for makes in (chosen.rewards, chosen.watch))
     missing = config.on_judge_error == "missing"
     measure = make_measure(task.retriever)
-    score = make_score(names, functions, watch_names, watch, missing=missing, measure=measure)
+    score = make_score(chosen.names, functions, chosen.watch_names, watch, missing=missing, measure=measure)
     rows = [row for part in task.dataset.prompts for row in part]
     encode = make_encode(loaded.tokenizer, config, loaded.pad_id, rows)
     decode = make_decode(loaded.tokenizer, config)
-    say("rewards", ", ".join(describe(section) for section in sections))
-    return Environment(encode, decode, None, score, names, watch_names), sections
+    return Environment(encode, decode, None, score, chosen.names, chosen.watch_names)
+
+
+def choose_rewards(config: Config, given: Mapping[str, Reward], items: int) -> Chosen:
+    """The rewards of the task and what it watches; none needs a judge but the ranks.
+
+    Args:
+        config: The run.
+        given: Functions in place of what the config names, by label.
+        items: How many items the catalogue has.
+
+    Raises:
+        UserError: A name is unknown, a function is not found, or an option is not one of it.
+    """
+    sections = resolve_conditions(tuple(config.rewards) or DEFAULT_REWARDS)
+    watch_names = (*(config.watch or DEFAULT_WATCH), RANK)
+    rewards = tuple(ready(_reward(section, given, items)) for section in sections)
+    return Chosen(sections, rewards, watch_names, tuple(ready(_watched(name)) for name in watch_names))
 
 
 def make_measure(retriever: Any) -> Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]]:
@@ -175,21 +193,10 @@ def make_measure(retriever: Any) -> Callable[[Sequence[str], Mapping[str, Any]],
     return measure
 
 
-def _rewards(
-    config: Config, given: Sequence[Reward] | None, items: int
-) -> tuple[tuple[RewardSection, ...], list[Reward]]:
-    if given is not None:
-        names = [getattr(function, "__name__", type(function).__name__) for function in given]
-        if not names or len(set(names)) != len(names):
-            raise UserError(f"rewards: expected at least one function, each of another name, got {names}")
-        return tuple(RewardSection(name) for name in names), [where_ranked(function) for function in given]
-    sections = resolve_conditions(tuple(config.rewards) or DEFAULT_REWARDS)
-    return sections, [_reward(section, items) for section in sections]
-
-
-def _reward(section: RewardSection, items: int) -> Reward:
-    if ":" in section.name:
-        return where_ranked(load_reward(section.name))
+def _reward(section: RewardSection, given: Mapping[str, Reward], items: int) -> Reward:
+    own = own_reward(section, given)
+    if own is not None:
+        return where_ranked(own)
     try:
         return make_reward(section.name, items=items, options=section.options)
     except ValueError as error:

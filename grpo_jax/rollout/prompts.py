@@ -1,0 +1,234 @@
+"""Prompts from files, from the package and from records in memory: checked, all mistakes named at once, and split."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import RESERVED_COLUMNS, SPLITS, PromptSet, Row, check_held_out, split_rows
+
+TIERS = ("plain", "attributes", "crowded")
+
+_SHOWN_PROBLEMS = 20
+
+
+class _Line(NamedTuple):
+    """A row as read, before it is known which part it belongs to."""
+
+    row: Row
+    split: str | None
+
+
+def load_prompts(path: str | Path, *, held_out: int | float = 0.2) -> PromptSet:
+    """Reads a data set.
+
+    A ``.jsonl`` file has one object per line: ``prompt`` (text), optionally ``split`` (train, validation or test, on
+    every line or on none), and any further columns, which travel to the rewards. A ``.txt`` file has one prompt per
+    line. ``builtin``, ``builtin:plain``, ``builtin:attributes`` and ``builtin:crowded`` are the prompts that come
+    with the package. Blank lines are skipped. A prompt that occurs twice is kept twice (it is drawn twice as often),
+    both times in the same part; it may not stand in two parts.
+
+    Args:
+        path: The file, or the name of a built-in list.
+        held_out: Without a ``split`` column: how many different prompts (int), or which share of them (float), are
+            kept for testing, and as many again for validation. See ``split_rows``.
+
+    Returns:
+        The three parts. ``train`` is never empty; the others are where nothing is held out.
+
+    Raises:
+        UserError: If the file is missing, unreadable or empty, or has bad lines: all of them are named at once.
+        ValueError: If ``held_out`` is neither a count nor a share.
+    """
+    check_held_out(held_out)
+    name = str(path)
+    if name == "builtin" or name.startswith("builtin:"):
+        return split_rows(builtin_rows(name), held_out=held_out)
+    lines = _read_lines(Path(path))
+    if not lines:
+        raise UserError(f"{path} has no prompts: write one per line")
+    return _parted(lines, str(path), held_out)
+
+
+def split_records(records: Iterable[Mapping[str, Any]], *, held_out: int | float = 0.2) -> PromptSet:
+    """A data set from records in memory, each what a line of a ``.jsonl`` file holds; ids are places, from 0.
+
+    Args:
+        records: ``{"prompt": text, column: value, …}``, on all or on none "split".
+        held_out: As for `load_prompts`.
+
+    Raises:
+        UserError: If there are none, or bad ones: all of them are named at once.
+        ValueError: If ``held_out`` is neither a count nor a share.
+    """
+    check_held_out(held_out)
+    lines, problems = [], []
+    for i, record in enumerate(records):
+        line = _parse_record(dict(record), i)
+        if isinstance(line, str):
+            problems.append(f"row {i}: {line}")
+        else:
+            lines.append(line)
+    problems += _split_problems(lines, "row")
+    if problems:
+        raise UserError(_listing("prompts", problems))
+    if not lines:
+        raise UserError("prompts: expected at least one")
+    return _parted(lines, "prompts", held_out)
+
+
+def _parted(lines: Sequence[_Line], name: str, held_out: int | float) -> PromptSet:
+    """The parts that the lines name, or, where they name none, that are held out."""
+    if lines[0].split is None:
+        return split_rows([line.row for line in lines], held_out=held_out)
+    parts = PromptSet(*(tuple(line.row for line in lines if line.split == split) for split in SPLITS))
+    if not parts.train:
+        raise UserError(f'{name} has no line with "split": "train"')
+    return parts
+
+
+def builtin_rows(name: str) -> tuple[Row, ...]:
+    """The prompts that come with the package, with their tier as a column.
+
+    Args:
+        name: "builtin" for all, or "builtin:TIER". A prompt has the same id in both.
+
+    Raises:
+        UserError: If there is no such tier.
+    """
+    tier = name.partition(":")[2]
+    if tier and tier not in TIERS:
+        choices = ", ".join(f"builtin:{known}" for known in TIERS)
+        raise UserError(f"no built-in prompts called {name!r}: choose builtin, {choices}")
+    text = resources.files("grpo_jax.rollout").joinpath("builtin_prompts.txt").read_text(encoding="utf-8")
+    rows, heading = [], ""
+    for line in text.splitlines():
+        if line.startswith("# "):
+            heading = line.removeprefix("# ")
+        elif line:
+            rows.append(Row(len(rows), line, {"tier": heading}))
+    return tuple(row for row in rows if not tier or row.columns["tier"] == tier)
+
+
+def make_prompt_set(
+    train: Iterable[Mapping[str, Any]],
+    validation: Iterable[Mapping[str, Any]] = (),
+    test: Iterable[Mapping[str, Any]] = (),
+) -> PromptSet:
+    """A data set from rows that are already in memory, ``{"prompt": text, column: value, …}``; ids count through.
+
+    Raises:
+        UserError: If a row is bad or nothing is there to train on.
+    """
+    parts, problems, first = [], [], 0
+    for split, rows in zip(SPLITS, (train, validation, test), strict=True):
+        part = []
+        for i, record in enumerate(rows):
+            line = _parse_record(dict(record), first + i)
+            if isinstance(line, str):
+                problems.append(f"row {i} of {split}: {line}")
+            elif line.split not in (None, split):
+                problems.append(f'row {i} of {split}: its "split" is {line.split}')
+            else:
+                part.append(line.row)
+        first += len(part)
+        parts.append(tuple(part))
+    if problems:
+        raise UserError(_listing("bad prompts", problems))
+    if not parts[0]:
+        raise UserError("no prompts to train on")
+    return PromptSet(*parts)
+
+
+def _read_lines(path: Path) -> list[_Line]:
+    """Every line of a file; raises one error that names all bad ones."""
+    kind = path.suffix.lower()
+    if kind not in (".jsonl", ".txt"):
+        raise UserError(f"{path}: prompts come from a .jsonl or a .txt file, or from builtin[:TIER]")
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: give a .jsonl or .txt file with prompts") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    lines: list[_Line] = []
+    problems: list[str] = []
+    for number, data in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
+        line = _parse_line(data, kind, number)
+        if isinstance(line, str):
+            problems.append(f"line {number}: {line}")
+        elif line is not None:
+            lines.append(line)
+    problems += _split_problems(lines)
+    if problems:
+        raise UserError(_listing(str(path), problems))
+    return lines
+
+
+def _parse_line(data: bytes, kind: str, number: int) -> _Line | str | None:
+    """A line's row, what is wrong with it, or None where it is blank."""
+    try:
+        text = data.decode("utf-8").strip()
+    except UnicodeDecodeError:
+        return "not UTF-8 text"
+    if not text:
+        return None
+    if kind == ".txt":
+        return _Line(Row(number, text), None)
+    try:
+        record = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return f"not JSON ({error})"
+    if not isinstance(record, dict):
+        return f'expected an object like {{"prompt": "…"}}, got {type(record).__name__}'
+    return _parse_record(record, number)
+
+
+def _parse_record(record: dict[Any, Any], identity: int) -> _Line | str:
+    """A record's row and part, or what is wrong with it."""
+    nameless = [name for name in record if not isinstance(name, str)]
+    if nameless:
+        return f"a column's name must be text, got {nameless[0]!r}"
+    split = record.pop("split", None)
+    if split is not None and split not in SPLITS:
+        return f'"split" must be one of {", ".join(SPLITS)}, got {split!r}'
+    if "prompt" not in record:
+        return f'no "prompt" (it has {", ".join(map(repr, record)) or "nothing"})'
+    prompt = record.pop("prompt")
+    if not isinstance(prompt, str):
+        return f'"prompt" must be text, got {type(prompt).__name__}'
+    if not prompt.strip():
+        return '"prompt" is empty'
+    clashes = [name for name in RESERVED_COLUMNS if name in record]
+    if clashes:
+        return f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it"
+    return _Line(Row(identity, prompt.strip(), record), split)
+
+
+def _split_problems(lines: Sequence[_Line], name: str = "line") -> list[str]:
+    """Lines without a split among lines that have one, and prompts that stand in two parts."""
+    if all(line.split is None for line in lines):
+        return []
+    problems, seen = [], {}
+    for line in lines:
+        if line.split is None:
+            problems.append(f'{name} {line.row.id}: no "split", which other {name}s have')
+            continue
+        split, number = seen.setdefault(line.row.prompt, (line.split, line.row.id))
+        if split != line.split:
+            problems.append(
+                f"{name} {line.row.id}: this {line.split} prompt is also a {split} prompt ({name} {number})"
+            )
+    return problems
+
+
+def _listing(subject: str, problems: Sequence[str]) -> str:
+    """One message for all problems."""
+    shown = list(problems[:_SHOWN_PROBLEMS])
+    if len(problems) > len(shown):
+        shown.append(f"… and {len(problems) - len(shown)} more")
+    return "\n  ".join([f"{subject}: {len(problems)} bad line{'s' if len(problems) > 1 else ''}", *shown])

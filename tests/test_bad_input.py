@@ -1,5 +1,6 @@
 """The user's mistakes: one clear line, exit code 2, no traceback, nothing lost."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -11,8 +12,12 @@ import yaml
 from text_task import environment, rows
 
 from grpo_jax import evaluate, export
+from grpo_jax.config import RewardSection
+from grpo_jax.config.command_line import parse
+from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.train import main
+from grpo_jax.train import run as train
 
 
 @pytest.fixture
@@ -133,10 +138,79 @@ def test_policy_folders(refused, place, tmp_path):
     assert "safetensors" in refused("--policy.path", pickled)
 
 
-def test_a_run_that_failed_to_load_may_start_again_in_its_folder(refused, run, tmp_path):
+def test_a_failed_start_leaves_nothing_behind(refused, run, tmp_path):
     assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")
-    assert (run / "config.yaml").exists()
-    assert "elsewhere" in refused("--policy.path", tmp_path / "elsewhere")  # not: the folder is not empty
+    assert not run.exists()
+    deep = tmp_path / "a" / "b" / "c"
+    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere", "--run_dir", deep)
+    assert not (tmp_path / "a").exists()
+    (run / "empty").mkdir(parents=True)
+    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")
+    assert [path.name for path in run.iterdir()] == ["empty"]  # what was there before stays
+
+
+def test_a_run_that_was_killed_while_loading_may_start_again_in_its_folder(refused, run, tmp_path):
+    run.mkdir()
+    for name in ("config.yaml", "train.log"):
+        (run / name).write_text("task: text\n")
+    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")  # not: the folder is not empty
+
+
+@pytest.fixture
+def garbage(place, tmp_path):
+    """A policy folder whose weights cannot be read: whoever complains about something else has not tried."""
+    folder = shutil.copytree(place.policy, tmp_path / "garbage")
+    (folder / "model.safetensors").write_bytes(b"garbage")
+    return folder
+
+
+PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts", "builtin"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rewards", '[{"name": "{judge}:leters"}]'], "has no leters (its functions: letters, brief, hold_commits)"),
+        (["--rewards", '[{"name": "{judge}:brief", "options": {"size": 2}}]'], "the reward (it has none), got 'size'"),
+        (["--rewards", '[{"name": "brief"}]'], "a text task takes rewards by import path"),
+        (["--watch", '["no_such_module:f"]'], "no module no_such_module"),
+        (["--data.prompts", "no.jsonl"], "no.jsonl does not exist"),
+        (["--training.prompts_per_batch", "12"], "a batch takes 12 different prompts and there are 8"),
+        (["--policy.mesh.tensor", "4"], "takes 4 devices, but the policy has 1"),
+        ([*PICTURES, "--rewards", '[{"name": "beauty"}]'], "rewards.name: expected alignment, alignment_gain, "),
+        (
+            [*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margn": 0.5}}]'],
+            "rewards.faithfulness.options: expected arguments of the reward (margin), got 'margn'",
+        ),
+        ([*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margin": 7}}]'], "margin must be a simil"),
+        ([*PICTURES, "--renderer.path", "./no_renderer"], "no such folder: ./no_renderer"),
+        ([*PICTURES, "--scorer.model", "./no_clip"], "no such folder: ./no_clip"),
+        ([*PICTURES, "--scorer.watch_model", "ViT-Z"], "scorer ViT-Z: neither a folder nor a model"),
+        (["--task", "recommendation", "--rewards", '[{"name": "no_such_module:f"}]'], "no module no_such_module"),
+    ],
+)
+def test_mistakes_are_found_before_weights_are_read(refused, garbage, place, run, arguments, message):
+    arguments = [argument.replace("{judge}", str(place.judge)) for argument in arguments]
+    assert message in refused("--policy.path", garbage, *arguments)
+    assert not run.exists()
+
+
+def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, run):
+    config = parse([f"--config={place.config}", f"--policy.path={garbage}", f"--run_dir={run}"])
+    named = dataclasses.replace(config, rewards=[RewardSection("my_rewards:f")])
+    with pytest.raises(UserError, match="reward 'my_rewards:f': no module my_rewards"):
+        train(named)
+    with pytest.raises(UserError, match="a batch takes 4 different prompts and there are 1"):
+        train(dataclasses.replace(config, rewards=[]), prompts=["a", "b", "c"], rewards=[lambda completions: []])
+    with pytest.raises(UserError, match="garbage"):
+        train(config)
+    assert not run.exists()
+
+
+def test_a_plan_needs_no_rewards(place, capsys):
+    options = ["--rewards", '[{"name": "no_such_module:f"}]', "--plan", "--device_memory_gib", "16"]
+    assert main(["--config", str(place.config), *options]) == 0
+    assert "It fits." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

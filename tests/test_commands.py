@@ -148,7 +148,7 @@ def test_the_users_own_task_as_the_readme_shows_it(place, tmp_path, monkeypatch,
     assert [row["step"] for row in rows(folder)] == [1, 2]
     assert "report:" in capsys.readouterr().out
     assert evaluate.main(["--run", str(folder)]) == 2  # its reward lives in the script
-    assert "rewards: a text task needs at least one" in capsys.readouterr().err
+    assert "reward brevity: run() was given this function in Python" in capsys.readouterr().err
     assert isinstance(load_rewriter(folder)("Why?"), str)
 
 

@@ -126,6 +126,17 @@ def test_export_in_another_dtype(tmp_path):
     np.testing.assert_array_equal(model.model.norm.weight.detach(), params["norm"]["scale"])
 
 
+def test_an_export_says_its_dtype_where_the_source_says_none(tmp_path):
+    source = reference.folder(tmp_path / "source", "qwen2", dtype=torch.bfloat16)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({name: config[name] for name in config if "dtype" not in name}))
+    loaded = hf.load_folder(source, tokenizer=False)
+    hf.save_folder(tmp_path / "export", source, loaded.config, loaded.params, dtype="float32")
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["torch_dtype"] == "float32"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
+    assert model.dtype == torch.float32
+
+
 def test_a_repeated_tied_head_stays_tied(tmp_path, qwen):
     """Some folders store the embedding a second time as lm_head."""
     source = tiny_models.causal_lm(tmp_path / "tied", "qwen2", tie_word_embeddings=True)

@@ -11,8 +11,9 @@ from bridges.clip import load_scorer
 from bridges.diffusion import RenderError, load_renderer
 from grpo_jax.config import Config, RendererSection, RewardSection
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.chosen import resolve_conditions
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.environment import make_render, make_score, resolve_conditions
+from grpo_jax.rollout.environment import make_render, make_score
 from grpo_jax.rollout.pipeline import Stage, StageError, run_pipeline
 from grpo_jax.runs.parts import guarded
 from grpo_jax.tasks.prompt_enhancement import rewards as image_rewards

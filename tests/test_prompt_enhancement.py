@@ -17,19 +17,15 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
 from grpo_jax.rollout.data import (
-    TIERS,
     Row,
     batch_at,
     batches_per_epoch,
-    builtin_rows,
     epoch_order,
-    load_prompts,
-    make_prompt_set,
     noise_seed,
     repeat_rows,
     split_rows,
 )
-from grpo_jax.runs import parts
+from grpo_jax.rollout.prompts import TIERS, builtin_rows, load_prompts, make_prompt_set
 from grpo_jax.tasks.prompt_enhancement import rewards as image_rewards
 from grpo_jax.tasks.prompt_enhancement.rewriting import (
     INSTRUCTION,
@@ -246,7 +242,6 @@ def test_noise_is_shared_by_a_prompt_fresh_in_training_and_fixed_in_evaluation()
     assert all(0 <= seed < 2**63 for seed in different)
     assert noise_seed(0, 1, 2, evaluation=True) == noise_seed(0, 9, 2, evaluation=True)
     assert noise_seed(0, 0, 2, evaluation=True) != noise_seed(0, 0, 2)
-    assert noise_seed(0, 0, 2, draw=1) != noise_seed(0, 0, 2)
     # Large numbers must not run into their neighbours: (2^32, 0) is not (0, 1).
     assert noise_seed(2**32, 0, 0) != noise_seed(0, 1, 0)
     with pytest.raises(ValueError, match="seeds"):
@@ -430,13 +425,14 @@ def test_appended_words_are_told_apart_from_the_prompt():
 def test_rewrite_statistics_by_hand():
     texts = [["A red fox", "a fox", "a fox"], ["red dog's bed", "a dog", "red sky"]]
     usable = [[True, False, False], [True, True, True]]
-    result = rewrite_statistics(["a fox", "a dog"], texts, usable, top=3)
+    result = rewrite_statistics(["a fox", "a dog"], texts, usable)
     assert result.words == pytest.approx((3 + 2 + 2 + 3 + 2 + 2) / 6)
     assert result.growth == pytest.approx(2 / 6)
     assert result.duplicates == pytest.approx(1 / 6)
     assert result.unchanged == pytest.approx(3 / 6)
     assert result.unusable == pytest.approx(2 / 6)
-    assert result.added == (("red", 3 / 6), ("bed", 1 / 6), ("dog's", 1 / 6))
+    prompts, written = ["a fox"] * 3 + ["a dog"] * 3, [text for group in texts for text in group]
+    assert most_added_words(prompts, written, top=3) == (("red", 3 / 6), ("bed", 1 / 6), ("dog's", 1 / 6))
     assert most_added_words(["a", "b"], ["a b b", "b"]) == (("b", 0.5),)
 
 

@@ -22,10 +22,10 @@ from grpo_jax.tasks.recommendation.rewards import make_reward
 from grpo_jax.train import main, run
 
 OWN = '''
-def brand(completions, target_title, rank):
-    """Whether the brand is right; asked only where there is a rank."""
+def brand(completions, target_title, rank, worth=1.0):
+    """What it is worth that the brand is right; asked only where there is a rank."""
     assert all(value >= 1 for value in rank)
-    return [float(text.split()[:1] == title.split()[:1]) for text, title in zip(completions, target_title)]
+    return [worth * (text.split()[:1] == title.split()[:1]) for text, title in zip(completions, target_title)]
 '''
 WARM_START = {"steps": 3, "pairs": "hearsay", "batch": 8}
 TIMES = ("seconds/", "tokens_per_second")
@@ -50,7 +50,7 @@ def config_of(folder, name, **changes):
         "rewards": [
             {"name": "ndcg"},
             {"name": "soft", "weight": 0.5, "condition_on": "ndcg", "threshold": 0.1},
-            {"name": f"{own}:brand", "weight": 0.5},
+            {"name": f"{own}:brand", "weight": 0.5, "options": {"worth": 3.0}},
         ],
         "evaluation": {"prompts": 12, "validation_prompts": 8, "every": 0, "sampled": True},
     }
@@ -120,7 +120,7 @@ def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
         assert line["watch/rank"] == rank
         assert line["reward/ndcg"] == pytest.approx(1 / np.log2(1 + rank), rel=1e-6)
         assert line["watch/hr@10"] == (rank <= 10)
-        assert line["reward/brand"] == float(line["text"].split()[:1] == columns["target_title"].split()[:1])
+        assert line["reward/brand"] == 3.0 * (line["text"].split()[:1] == columns["target_title"].split()[:1])
     row = rows_of(folder / "whole")[0]
     assert {"dead_groups/ndcg", "dead_groups/soft", "dead_groups/brand", "missing/ndcg"} <= row.keys()
 

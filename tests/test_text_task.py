@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import load_prompts, repeat_rows
+from grpo_jax.rollout.data import repeat_rows
+from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, load_reward
 
 PROMPTS, TEXTS = ["1+1", "1+1", "2+3", "2+3"], ["2", "3", "5", "four"]

@@ -40,7 +40,7 @@ def forget_programs():
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
     """A task for the commands: policy, prompts, judge and config, one for all test files of a worker."""
-    from text_task import make_place
+    from support.text_task import make_place
 
     return make_place(tmp_path_factory.mktemp("text_task"))
 

@@ -1,4 +1,4 @@
-"""A task of one's own, whole: reach a number from three others, such as "7 from 2 , 3 and 4" → "3 + 4".
+"""A task of one's own, whole: reach a number from three others, such as "7 from 2 3 4" → "3 plus 4".
 
     python -m grpo_jax.train --task examples/own_task/task.py:Countdown --run_dir runs/countdown
 
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from grpo_jax import Findings, Setup, Table, Task, World, make_prompt_set
 from grpo_jax.config.fields import require
 
-SIGNS = ("+", "-")
+SIGNS = ("plus", "minus")
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Calculator:
 
     def value(self, answer: str, numbers: list[int]) -> float | None:
         """What an answer comes to; None where it is none."""
-        if not re.fullmatch(r"\d+( [+-] \d+)*", answer):
+        if not re.fullmatch(r"\d+( (plus|minus) \d+)*", answer):
             return None
         used = [int(number) for number in re.findall(r"\d+", answer)]
         if self.strict and any(used.count(number) > numbers.count(number) for number in used):
             return None
-        signs = [1, *(1 if sign == "+" else -1 for sign in re.findall(r"[+-]", answer))]
+        signs = [1, *(1 if sign == "plus" else -1 for sign in re.findall("plus|minus", answer))]
         return float(sum(sign * number for sign, number in zip(signs, used, strict=True)))
 
 
@@ -101,7 +101,7 @@ class Countdown(Task):
             prompts,
             source=f"{len(train) + 2 * held_out} puzzles of numbers up to {self.largest}",
             rewards={"right": right, "readable": readable, "distance": distance},
-            words=lambda: ["from", "and", ",", *SIGNS, *map(str, range(3 * self.largest + 1))],
+            words=lambda: ["from", *SIGNS, *map(str, range(3 * self.largest + 1))],
             pairs=lambda: [(row.prompt, row.columns["form"]) for row in prompts.train],
             remember=lambda name, found: {name: found["greedy"].rewards[:, 0, 0].tolist()},
             findings=self.by_length,
@@ -119,7 +119,7 @@ class Countdown(Task):
             )
             goal = Calculator().value(answer, numbers)
             if goal is not None and goal >= 0:
-                text = f"{int(goal)} from {numbers[0]} , {numbers[1]} and {numbers[2]}"
+                text = f"{int(goal)} from {numbers[0]} {numbers[1]} {numbers[2]}"
                 return {"prompt": text, "numbers": numbers, "goal": goal, "oracle": answer, "form": form}
 
     @staticmethod

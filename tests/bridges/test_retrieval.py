@@ -1,0 +1,356 @@
+"""Retrieval in process: exact ranks, ties, exclusions, mixtures, encoders, cache, self-test."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import sparse
+
+from bridges import retrieval
+from bridges.retrieval import catalogue, dense, encoders, local, ranking
+from bridges.retrieval.retriever import Retriever, make_queries
+from grpo_jax.errors import UserError
+
+TITLES = [
+    "red nail polish",
+    "blue nail polish",
+    "rose hand cream",
+    "red nail polish",  # a second item of the same title
+    "lavender soap bar",
+    "",
+    "night face cream with rose",
+    "shaving brush",
+    "red lipstick",
+    "blue eye shadow palette",
+]
+
+
+class GivenVectors:
+    """An encoder that knows a vector for each text."""
+
+    identity = "given-0"
+
+    def __init__(self, vectors):
+        self.vectors = vectors
+
+    def encode(self, texts):
+        return np.stack([self.vectors[text] for text in texts])
+
+
+def unit(vectors):
+    return (vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)).astype(np.float32)
+
+
+def dense_world(items, width, queries, *, seed=0, duplicates=0):
+    """A retriever's parts over random vectors, and the vectors of catalogue and queries."""
+    rng = np.random.default_rng(seed)
+    vectors = unit(rng.normal(size=(items, width)))
+    if duplicates:
+        vectors[rng.choice(items, duplicates, replace=False)] = vectors[rng.choice(items, duplicates)]
+    texts = [f"q{i}" for i in range(queries)]
+    wanted = unit(rng.normal(size=(queries, width)))
+    encoder = GivenVectors(dict(zip(texts, wanted, strict=True)))
+    fingerprint = catalogue.Fingerprint("given", "given")
+    return catalogue.Index(vectors, fingerprint, None), encoder, texts, wanted
+
+
+def slow_ranks(scores, targets, exclude, ties, tolerance, temperature):
+    """One query and one item at a time, in float64."""
+    ranks, probabilities = [], []
+    for row, target, out in zip(scores.astype(np.float64), targets, exclude, strict=True):
+        better = level = 0
+        total = np.exp(row[target] / temperature)
+        for item, score in enumerate(row):
+            if item == target or item in out:
+                continue
+            better += score > row[target] + tolerance
+            level += abs(score - row[target]) <= tolerance
+            total += np.exp(score / temperature)
+        ranks.append(1 + better + {"against": 1, "average": 0.5, "favour": 0}[ties] * level)
+        probabilities.append(np.exp(row[target] / temperature) / total)
+    return np.array(ranks), np.array(probabilities)
+
+
+def tfidf(titles=TITLES, **options):
+    return retrieval.open_retriever(titles, self_test=0.5, **options)[0]
+
+
+@pytest.mark.parametrize("ties", ["against", "average", "favour"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_dense_ranks_are_those_of_a_loop(ties, shards):
+    index, encoder, texts, wanted = dense_world(5000, 8, 70, duplicates=400)  # two blocks, two batches of queries
+    rng = np.random.default_rng(1)
+    targets = rng.integers(0, 5000, 70)
+    exclude = [rng.integers(0, 5000, rng.integers(0, 20)).tolist() for _ in texts]
+    exclude[0].append(int(targets[0]))  # the target is ranked all the same
+    scale = ranking.Scale(temperature=0.1)
+    retriever = Retriever(local.LocalBackend(index, encoder, shards=shards), ties=ties, scale=scale)
+    found = retriever.score_ranks(texts, targets, exclude)
+    out = [set(row) - {int(target)} for row, target in zip(exclude, targets, strict=True)]
+    rank, probability = slow_ranks(wanted @ index.vectors.T, targets, out, ties, scale.tolerance, 0.1)
+    np.testing.assert_array_equal(found.rank, rank)
+    np.testing.assert_allclose(found.probability, probability, rtol=2e-5)
+    assert found.rank.dtype == np.float64 and found.probability.dtype == np.float32
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_sparse_ranks_are_those_of_a_loop(shards):
+    rng = np.random.default_rng(2)
+    words = [f"word{i}" for i in range(30)]
+    titles = [" ".join(rng.choice(words, 3)) for _ in range(300)]
+    queries = [" ".join(rng.choice(words, 2)) for _ in range(80)]
+    encoder = encoders.TfidfEncoder(titles)
+    backend = local.LocalBackend(catalogue.open_index(titles, encoder, None), encoder, shards=shards)
+    targets = rng.integers(0, 300, 80)
+    exclude = [rng.integers(0, 300, 5).tolist() for _ in queries]
+    found = Retriever(backend).score_ranks(queries, targets, exclude)
+    scores = (encoder.encode(queries) @ encoder.encode(titles).T).toarray()
+    out = [set(row) - {int(target)} for row, target in zip(exclude, targets, strict=True)]
+    rank, probability = slow_ranks(scores, targets, out, "against", 1e-6, 0.05)
+    np.testing.assert_array_equal(found.rank, rank)
+    np.testing.assert_allclose(found.probability, probability, rtol=2e-5)
+
+
+def test_a_sparse_catalogue_over_several_blocks(monkeypatch):
+    whole = tfidf().score_ranks(["red cream", "soap"], [2, 4], [[0], []])
+    monkeypatch.setattr(ranking, "_BLOCK", 3)
+    parts = tfidf().score_ranks(["red cream", "soap"], [2, 4], [[0], []])
+    np.testing.assert_array_equal(whole.rank, parts.rank)
+    np.testing.assert_allclose(whole.probability, parts.probability, rtol=1e-6)
+
+
+def test_equal_titles_tie_by_the_rule():
+    for ties, rank in (("against", 2), ("average", 1.5), ("favour", 1)):
+        assert tfidf(ties=ties).score_ranks(["red nail polish"], [0], [[]]).rank == [rank]
+    assert tfidf().score_ranks(["red nail polish"], [0], [[3]]).rank == [1]  # the twin is in the history
+
+
+def test_equal_items_tie_wherever_they_lie():
+    """A product of matrices may round equal rows differently at the edge of a block; a tie must not see it."""
+    index, encoder, _, _ = dense_world(4099, 384, 3)
+    index.vectors[[0, 17, 4095, 4096, 4098]] = encoder.vectors["q0"]
+    retriever = Retriever(local.LocalBackend(index, encoder, shards=2))
+    assert retriever.score_ranks(["q0"] * 5, [0, 17, 4095, 4096, 4098], [[]] * 5).rank.tolist() == [5] * 5
+
+
+@pytest.mark.parametrize("ties", ["against", "average", "favour"])
+@pytest.mark.parametrize("text", ["", "   ", "xqzzv vvkq"])
+def test_a_text_that_says_nothing_ranks_its_target_last(text, ties):
+    ranks = tfidf(ties=ties).score_ranks([text], [4], [[0, 1, 4]])
+    assert ranks.rank == [len(TITLES) - 2]
+    np.testing.assert_allclose(ranks.probability, 1 / (len(TITLES) - 2), rtol=1e-6)
+
+
+def test_a_target_without_a_title_is_last():
+    assert tfidf().score_ranks(["red"], [5], [[]]).rank == [len(TITLES)]
+
+
+def test_all_items_but_the_target_excluded():
+    ranks = tfidf().score_ranks(["soap"], [2], [range(len(TITLES))])
+    assert ranks.rank == [1] and ranks.probability == [1]
+    index, encoder, texts, _ = dense_world(7, 4, 1)
+    ranks = Retriever(local.LocalBackend(index, encoder, shards=2)).score_ranks(texts, [2], [range(7)])
+    assert ranks.rank == [1] and ranks.probability == [1]
+
+
+def test_a_mixture_is_the_direction_of_the_weighted_sum():
+    index, encoder, texts, wanted = dense_world(500, 16, 4)
+    retriever = Retriever(local.LocalBackend(index, encoder))
+    weights = [[1.0, 0.5, 0.25], [2.0], [1.0, 1.0]]
+    rows = [[0, 1, 2], [3], [1, 1]]
+    found = retriever.score_mixed_ranks([[texts[i] for i in row] for row in rows], weights, [3, 4, 5], [[], [7], []])
+    sums = np.stack([np.array(w) @ wanted[row] for w, row in zip(weights, rows, strict=True)])
+    rank, probability = slow_ranks(unit(sums) @ index.vectors.T, [3, 4, 5], [[], [7], []], "against", 1e-6, 0.05)
+    np.testing.assert_array_equal(found.rank, rank)
+    np.testing.assert_allclose(found.probability, probability, rtol=2e-5)
+
+
+def test_a_mixture_of_sparse_vectors():
+    retriever = tfidf()
+    alone = retriever.score_ranks(["rose cream"], [2], [[]])
+    scaled = retriever.score_mixed_ranks([["rose cream"]], [[3.0]], [2], [[]])
+    np.testing.assert_array_equal(alone.rank, scaled.rank)
+    np.testing.assert_allclose(alone.probability, scaled.probability, rtol=1e-6)
+    nothing = retriever.score_mixed_ranks([["rose", "rose"], []], [[1.0, -1.0], []], [2, 2], [[], []])
+    assert nothing.rank.tolist() == [len(TITLES)] * 2
+    assert retriever.score_mixed_ranks([[]], [[]], [2], [[]]).rank == [len(TITLES)]
+
+
+def test_no_queries():
+    assert tfidf().score_ranks([], [], []).rank.shape == (0,)
+
+
+def test_a_further_call_does_not_compile():
+    index, encoder, texts, _ = dense_world(300, 8, 64, seed=5)
+    retriever = Retriever(local.LocalBackend(index, encoder))
+    retriever.score_ranks(texts, range(64), [[]] * 64)
+    before = dense._count_dense._cache_size()
+    for count in (1, 5, 64):
+        retriever.score_ranks(texts[:count], range(count), [list(range(i % 16)) for i in range(count)])
+    assert dense._count_dense._cache_size() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": [10]}, r"rows of the catalogue \(0 to 10, excluded\), got 10"),
+        ({"targets": [-1]}, "got -1"),
+        ({"targets": [0.5]}, "targets: expected whole numbers"),
+        ({"exclude": [[99]]}, "got 99"),
+        ({"exclude": []}, "exclude: expected one for each of 1 queries, got 0"),
+        ({"weights": [[np.nan]]}, "weights: expected finite numbers"),
+        ({"weights": [[1.0, 2.0]]}, "weights: expected one for each text of query 0"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    arguments = {"texts": [["a"]], "weights": [[1.0]], "targets": [0], "exclude": [[]]} | change
+    with pytest.raises(ValueError, match=message):
+        make_queries(**arguments, items=10)
+
+
+def test_bad_settings_are_named():
+    backend = local.local_backend(TITLES)
+    for options, message in (
+        ({"ties": "random"}, "ties: expected one of against, average, favour"),
+        ({"scale": ranking.Scale(temperature=0.0)}, "temperature > 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Retriever(backend, **options)
+    with pytest.raises(ValueError, match="backend: expected"):
+        retrieval.open_retriever(TITLES, backend="cloud")
+
+
+def test_batches_depend_on_the_set_of_texts_alone():
+    texts = [f"text {i}" for i in range(150)]
+    groups = encoders.batches(texts)
+    assert encoders.batches(texts[::-1] + texts[:20]) == groups
+    assert [len(group) for group in groups] == [64, 64, 22]
+
+
+def test_titles_are_encoded_in_their_order():
+    titles = ["bb bb", "a1 a1 a1 a1", "cc", "bb bb"]
+    encoder = encoders.TfidfEncoder(titles)
+    found = encoders.encode_titles(encoder, titles).toarray()
+    np.testing.assert_allclose(found, encoder.encode(titles).toarray())
+
+
+def test_the_cache_gives_the_same_ranks(tmp_path, monkeypatch):
+    first = tfidf(cache=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("tfidf-")
+    monkeypatch.setattr(catalogue, "encode_titles", lambda *_: pytest.fail("the catalogue was encoded again"))
+    second = tfidf(cache=tmp_path)
+    for retriever in (first, second):
+        assert retriever.score_ranks(["rose cream"], [6], [[]]).rank == [2]
+    assert first.fingerprint == second.fingerprint
+    assert catalogue.load_titles(folder) == TITLES
+
+
+def test_the_cache_keeps_dense_vectors(tmp_path):
+    rng = np.random.default_rng(3)
+    encoder = GivenVectors(dict(zip(TITLES, unit(rng.normal(size=(10, 6))), strict=True)))
+    made = catalogue.open_index(TITLES, encoder, tmp_path)
+    again = catalogue.open_index(TITLES, GivenVectors({}), tmp_path)
+    assert isinstance(again.vectors, np.memmap)
+    np.testing.assert_array_equal(made.vectors, again.vectors)
+    np.testing.assert_array_equal(made.vectors, encoder.encode(TITLES))
+
+
+def test_a_damaged_cache_is_named(tmp_path):
+    tfidf(cache=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    (folder / "data.npy").write_bytes(b"broken")
+    with pytest.raises(UserError, match="delete it"):
+        tfidf(cache=tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cache of the retrieval"):
+        tfidf(cache=tmp_path / "file" / "below")
+
+
+def test_the_fingerprint_knows_titles_and_encoder(tmp_path):
+    now = tfidf().fingerprint
+    assert tfidf(list(TITLES)).fingerprint == now
+    assert tfidf(TITLES[::-1]).fingerprint.catalogue != now.catalogue
+    saved = json.loads(json.dumps(now._asdict()))
+    retrieval.require_same(saved, now)
+    with pytest.raises(UserError, match=r"another catalogue \(10 titles"):
+        retrieval.require_same(saved, tfidf(TITLES[::-1]).fingerprint)
+    with pytest.raises(UserError, match=r"another encoder \(tfidf-.*than the retrieval has now \(sentence-1\)"):
+        retrieval.require_same(saved, now._replace(encoder="sentence-1"))
+    with pytest.raises(UserError, match=r"another catalogue \(none\)"):
+        retrieval.require_same({}, now)
+
+
+def test_the_self_test_reports_and_refuses():
+    retriever, share = retrieval.open_retriever(TITLES)
+    assert share == 1.0  # twins do not outrank each other, blank titles are not asked for
+    same = GivenVectors(dict.fromkeys(TITLES, unit(np.ones(4))))
+    index = catalogue.open_index(TITLES, same, None)
+    shuffled = index._replace(vectors=unit(np.random.default_rng(0).normal(size=(10, 4))))
+    with pytest.raises(UserError, match=r"self-test: .* of 9 titles retrieve themselves, at least 90%"):
+        Retriever(local.LocalBackend(shuffled, same)).self_test(TITLES)
+    with pytest.raises(UserError, match="holds 10 items, the catalogue has 9"):
+        retriever.self_test(TITLES[1:])
+    with pytest.raises(UserError, match="no title that is not blank"):
+        Retriever(local.LocalBackend(index, same)).self_test([""] * 10)
+
+
+def test_useless_catalogues_are_refused():
+    with pytest.raises(UserError, match="no words"):
+        retrieval.open_retriever(["a", "!"])
+    with pytest.raises(UserError, match="no items"):
+        catalogue.open_index([], GivenVectors({}), None)
+
+
+def test_a_catalogue_of_nan_is_refused():
+    with pytest.raises(retrieval.NonFiniteScores, match="vector of 'rose hand cream'"):
+        vectors = dict.fromkeys(TITLES, np.ones(2, np.float32)) | {"rose hand cream": np.full(2, np.nan, np.float32)}
+        catalogue.open_index(TITLES, GivenVectors(vectors), None)
+    index, encoder, _, _ = dense_world(9, 4, 1)
+    index.vectors[3] = np.inf
+    with pytest.raises(retrieval.NonFiniteScores, match="in row 3 is not finite"):
+        local.LocalBackend(index, encoder)
+    with pytest.raises(retrieval.NonFiniteScores, match="'b'"):
+        encoders.check_finite(sparse.csr_matrix(np.array([[0, 1], [np.nan, 0]], np.float32)), ["a", "b"])
+
+
+def test_a_folder_that_is_no_encoder_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"neither modules\.json nor config\.json"):
+        encoders.load_encoder(str(tmp_path), TITLES)
+
+
+def _lines(name):
+    return (BEAUTY / name).read_text(encoding="utf-8").splitlines()
+
+
+BEAUTY = Path(__file__).parents[3] / "shared" / "data" / "beauty"
+
+
+@pytest.mark.skipif(not BEAUTY.is_dir(), reason=f"{BEAUTY} is not here")
+def test_beauty_baselines():
+    """The figures of the data's README: the last title as the query, decayed titles, and the target's own title."""
+    titles = [line.split("\t")[2] for line in _lines("items.tsv")[1:]]
+    users = [[int(item) - 1 for item in line.split()[1:]] for line in _lines("sequential.txt")]
+    targets, histories = [user[-1] for user in users], [user[:-1] for user in users]
+    retriever, share = retrieval.open_retriever(titles)
+    assert share > 0.98
+
+    def hit_and_ndcg(ranks):
+        inside = ranks.rank <= 10
+        return round(float(inside.mean()), 4), round(float((inside / np.log2(ranks.rank + 1)).mean()), 4)
+
+    last = retriever.score_ranks([titles[history[-1]] for history in histories], targets, histories)
+    assert hit_and_ndcg(last) == (0.0681, 0.0433)
+    own = retriever.score_ranks([titles[target] for target in targets], targets, histories)
+    assert hit_and_ndcg(own) == (0.9994, 0.9936)
+    decayed = retriever.score_mixed_ranks(
+        [[titles[item] for item in history] for history in histories],
+        [[0.7**age for age in range(len(history))][::-1] for history in histories],
+        targets,
+        histories,
+    )
+    assert hit_and_ndcg(decayed) == (0.0768, 0.0459)

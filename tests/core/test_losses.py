@@ -1,0 +1,350 @@
+"""Losses against slow NumPy loops, and the properties that batches, masks and devices must not break."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+from oracles.loss_loops import CHOICES, EXTRAS, LENGTH, ROWS, batch, evaluate, loop_loss
+
+from grpo_jax.core.losses import (
+    PRESET_SCALES,
+    PRESETS,
+    CappedWeight,
+    Clip,
+    FixedLength,
+    KLPenalty,
+    Mean,
+    Normaliser,
+    SoftGate,
+    grpo_loss,
+    loss_normaliser,
+    sft_loss,
+)
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_loss_is_the_loop(choices, x64):
+    for seed in range(3):
+        parts = batch(seed, dtype=np.float64)
+        for extras in ({}, EXTRAS, {"kl": KLPenalty(0.1, "k2")}, {"kl": KLPenalty(0.1, "k1")}):
+            (loss, _), _ = evaluate(parts, choices, **extras)
+            np.testing.assert_allclose(loss, loop_loss(parts, choices, **extras), rtol=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_advantages_per_token(level, x64):
+    parts = batch(1, dtype=np.float64)
+    choices = dict(surrogate=Clip(), ratio=level, aggregation="sequence")
+    rows = evaluate(parts, choices)
+    parts["advantages"] = np.repeat(parts["advantages"][:, None], LENGTH, axis=1)
+    repeated = evaluate(parts, choices)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), repeated, rows)
+    parts["advantages"] = parts["advantages"] * np.linspace(0.5, 2, LENGTH)
+    np.testing.assert_allclose(evaluate(parts, choices)[0][0], loop_loss(parts, choices), rtol=1e-12)
+
+
+def test_a_row_ratio_weighs_each_token_by_its_own_advantage():
+    """GSPO-token: with advantages on one token only, no other token is pushed."""
+    parts = batch(2, spread=0.0, full=True)
+    parts["advantages"] = np.zeros((ROWS, LENGTH), np.float32)
+    parts["advantages"][:, 0] = 1.0
+    _, (gradient, _) = evaluate(parts, dict(surrogate=Clip(), ratio="sequence", aggregation="sequence"))
+    assert (np.asarray(gradient)[:, 0] < 0).all()
+    np.testing.assert_array_equal(np.asarray(gradient)[:, 1:], 0)
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_gradients_are_the_slopes(choices, x64):
+    parts = batch(3, rows=3, dtype=np.float64)
+    surrogate = choices["surrogate"]
+    penalty = KLPenalty(0.3)
+
+    @jax.jit
+    def loss(logprobs, entropy):
+        # The capped weight is a constant to the gradient: held at the starting point for finite differences.
+        old = parts["old"] + (logprobs - parts["logprobs"] if isinstance(surrogate, CappedWeight) else 0.0)
+        return grpo_loss(
+            logprobs, jax.lax.stop_gradient(old), parts["advantages"], parts["mask"], **choices,
+            kl=penalty, ref_logprobs=parts["ref"], entropy=entropy, entropy_coef=0.2,
+        )[0]  # fmt: skip
+
+    check_grads(loss, (parts["logprobs"], parts["entropy"]), order=1, modes=["rev", "fwd"], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@given(seed=st.integers(0, 1000))
+def test_parts_of_a_batch_add_up_to_the_batch(name, seed):
+    """Loss scale must not change with gradient accumulation, micro-batch count or devices."""
+    parts, parts_of = batch(seed), 3
+    normaliser = loss_normaliser(parts["mask"], PRESETS[name]["aggregation"])
+    (loss, metrics), gradient = evaluate(parts, PRESETS[name], **EXTRAS)
+    pieces = []
+    for k in range(parts_of):
+        # Interleaved rows: the micro-batches have different numbers of tokens, and one has an empty row.
+        piece = {key: value[k::parts_of] for key, value in parts.items()}
+        pieces.append(evaluate(piece, PRESETS[name], normaliser, **EXTRAS))
+    np.testing.assert_allclose(sum(piece[0][0] for piece in pieces), loss, rtol=1e-4, atol=1e-6)
+    for index in range(2):
+        joined = np.zeros((ROWS, LENGTH), np.float32)
+        for k, piece in enumerate(pieces):
+            joined[k::parts_of] = piece[1][index]
+        np.testing.assert_allclose(joined, gradient[index], rtol=1e-4, atol=1e-7)
+    added = jax.tree.map(lambda *leaves: sum(leaves), *(piece[0][1] for piece in pieces))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), added, metrics)
+
+
+@pytest.mark.parametrize("choices", [pytest.param(c.values[0], id=c.id) for c in CHOICES])
+@given(seed=st.integers(0, 1000))
+def test_padding_changes_nothing(choices, seed):
+    parts = batch(seed)
+    wide = {
+        key: np.pad(value, [(0, 2), (0, 3)][: value.ndim], constant_values=0 if key == "mask" else np.nan)
+        for key, value in parts.items()
+    }
+    (loss, metrics), gradient = evaluate(parts, choices, **EXTRAS)
+    (padded_loss, padded_metrics), padded_gradient = evaluate(wide, choices, **EXTRAS)
+    np.testing.assert_allclose(padded_loss, loss, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), padded_metrics, metrics)
+    for padded, plain in zip(padded_gradient, gradient, strict=True):
+        np.testing.assert_allclose(padded[:ROWS, :LENGTH], plain, rtol=1e-5, atol=1e-7)
+        np.testing.assert_array_equal(padded[ROWS:], 0)
+        np.testing.assert_array_equal(padded[:, LENGTH:], 0)
+
+
+@given(seed=st.integers(0, 1000), order=st.permutations(range(ROWS)))
+def test_order_of_rows_does_not_matter(seed, order):
+    parts = batch(seed)
+    moved = {key: value[order] for key, value in parts.items()}
+    for name in ("grpo", "gspo", "cispo"):
+        (loss, _), (gradient, _) = evaluate(parts, PRESETS[name], **EXTRAS)
+        (moved_loss, _), (moved_gradient, _) = evaluate(moved, PRESETS[name], **EXTRAS)
+        np.testing.assert_allclose(moved_loss, loss, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(moved_gradient, np.asarray(gradient)[order], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "sapo"])
+def test_leading_axes_jit_and_vmap(name):
+    """[P, G, T] is [P·G, T]; compiled is not compiled; a mapped axis is a loop."""
+    parts = batch(4)
+    call = lambda p: grpo_loss(p["logprobs"], p["old"], p["advantages"], p["mask"], **PRESETS[name])[0]  # noqa: E731
+    plain = jax.jit(call)(parts)
+    grouped = {key: value.reshape(2, 3, *value.shape[1:]) for key, value in parts.items()}
+    np.testing.assert_allclose(call(grouped), plain, rtol=1e-5)
+    halves = [jax.jit(call)({key: value[i] for key, value in grouped.items()}) for i in range(2)]
+    np.testing.assert_allclose(jax.vmap(call)(grouped), np.array(halves), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("choices", CHOICES)
+def test_masked_tokens_have_no_influence_whatever_they_hold(choices, bad):
+    parts = batch(5)
+    dirty = {key: value.copy() for key, value in parts.items()}
+    for key in ("logprobs", "old", "ref", "entropy"):
+        dirty[key][~parts["mask"]] = bad
+    dirty["advantages"][0] = bad  # the row without tokens
+    expected, got = (evaluate(p, choices, **EXTRAS) for p in (parts, dirty))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    for gradient in got[1]:
+        np.testing.assert_array_equal(np.asarray(gradient)[~parts["mask"]], 0)
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_nothing_to_learn_from_is_loss_zero_and_gradient_zero(choices):
+    parts = {key: np.full_like(value, False if key == "mask" else np.nan) for key, value in batch().items()}
+    (loss, metrics), gradient = evaluate(parts, choices, **EXTRAS)
+    assert loss == 0
+    assert all(member.value() == 0 for member in metrics)
+    for part in gradient:
+        np.testing.assert_array_equal(part, 0)
+
+
+def test_on_policy_every_surrogate_is_the_policy_gradient():
+    parts = batch(6, spread=0.0, full=True)
+    expected = -parts["advantages"][:, None] * parts["mask"] / parts["mask"].sum(1, keepdims=True) / ROWS
+    for surrogate in (Clip(), CappedWeight(), SoftGate()):
+        _, (gradient, _) = evaluate(parts, dict(surrogate=surrogate, ratio="token", aggregation="sequence"))
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_row_ratio_does_not_weigh_by_length_twice():
+    """GSPO under the mean of rows: a long row's gradient sums to what a short row's does."""
+    logprobs = np.full((2, 4), -1.0, np.float32)
+    mask = np.array([[True] * 4, [True] + [False] * 3])
+    _, (gradient, _) = evaluate(
+        dict(logprobs=logprobs, old=logprobs, ref=logprobs, entropy=logprobs, mask=mask,
+             advantages=np.ones(2, np.float32)),
+        PRESETS["gspo"],
+    )  # fmt: skip
+    np.testing.assert_allclose(np.sum(gradient, axis=1), [-0.5, -0.5], rtol=1e-6)
+
+
+def test_metrics_are_means_over_tokens():
+    parts = batch(7, dtype=np.float32)
+    (_, metrics), _ = evaluate(parts, PRESETS["grpo"], kl=KLPenalty(0.1))
+    mask = parts["mask"]
+    log_ratio = (parts["logprobs"] - parts["old"])[mask]
+    advantage = np.repeat(parts["advantages"][:, None], LENGTH, 1)[mask]
+    difference = (parts["ref"] - parts["logprobs"])[mask]
+    for member, values in {
+        "ratio": np.exp(log_ratio),
+        "entropy": parts["entropy"][mask],
+        "advantage": advantage,
+        "kl": np.exp(difference) - difference - 1,
+        "old_kl": np.exp(log_ratio) - log_ratio - 1,
+        "clip_low": (np.exp(log_ratio) < 0.8) & (advantage < 0),
+        "clip_high": (np.exp(log_ratio) > 1.2) & (advantage > 0),
+    }.items():
+        mean = getattr(metrics, member)
+        assert float(mean.weight) == mask.sum()
+        np.testing.assert_allclose(mean.value(), values.mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics.policy_loss.value(), loop_loss(parts, PRESETS["grpo"]), rtol=1e-4)
+    assert float(metrics.policy_loss.weight) == mask.any(1).sum()
+
+
+def test_means_add():
+    joined = Mean(jnp.float32(3.0), jnp.float32(1.0)).add(Mean(jnp.float32(1.0), jnp.float32(3.0)))
+    assert joined.value() == 1.0
+    assert Mean(jnp.float32(0.0), jnp.float32(0.0)).value() == 0.0
+
+
+def test_normalisers():
+    mask = np.array([[True, True, False], [True, False, False], [False] * 3])
+    for aggregation, loss in (("sequence", 2), ("token", 3), (FixedLength(10), 20), (FixedLength(), 6)):
+        assert loss_normaliser(mask, aggregation) == Normaliser(loss, 3)
+
+
+def test_bnpo_and_dapo_differ_in_their_bounds_alone():
+    assert PRESETS["bnpo"] | {"surrogate": PRESETS["dapo"]["surrogate"]} == PRESETS["dapo"]
+    assert PRESETS["bnpo"] != PRESETS["dapo"]
+
+
+def test_every_preset_has_its_advantage_scale():
+    assert PRESET_SCALES.keys() == PRESETS.keys()
+    assert {name for name, scale in PRESET_SCALES.items() if scale == "none"} == {"dr_grpo"}
+
+
+def test_a_scalar_normaliser_will_do_without_a_bonus():
+    parts = batch(8)
+    args = parts["logprobs"], parts["old"], parts["advantages"], parts["mask"]
+    once, twice = (grpo_loss(*args, normaliser=n)[0] for n in (10, np.float32(20.0)))
+    np.testing.assert_allclose(once, 2 * twice, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo"])
+def test_token_weights_multiply_the_policy_term_alone(name, x64):
+    """Neither the denominators nor penalty, bonus and metrics see them."""
+    parts = batch(11, dtype=np.float64)
+    random = np.random.default_rng(0)
+    bare = dict(PRESETS[name])
+
+    def loss(weights, **extras):
+        args = parts["logprobs"], parts["old"], parts["advantages"], parts["mask"]
+        return grpo_loss(*args, ref_logprobs=parts["ref"], entropy=parts["entropy"], token_weights=weights, **extras)
+
+    for weights in (random.random((ROWS, LENGTH)), random.random((ROWS, 1)), random.random((ROWS, LENGTH)) > 0.5):
+        advantages = np.broadcast_to(parts["advantages"][:, None], parts["mask"].shape)
+        # Weighing the policy term is weighing each token's advantage, as long as no sign changes.
+        weighted = parts | {"advantages": advantages * weights}
+        expected = loop_loss(weighted, bare)
+        dirty = np.where(parts["mask"], weights, np.nan) if weights.dtype != bool else weights
+        got, metrics = loss(dirty, **bare)
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+        np.testing.assert_allclose(metrics.policy_loss.value(), expected, rtol=1e-12)
+        extra = dict(kl=KLPenalty(0.3), entropy_coef=0.2)
+        difference = loss(dirty, **bare, **extra)[0] - got
+        np.testing.assert_allclose(difference, loss(None, **bare, **extra)[0] - loss(None, **bare)[0], rtol=1e-9)
+        unweighted = loss(None, **bare)[1]
+        for member in ("kl", "entropy", "ratio", "old_kl", "clip_low", "clip_high", "advantage"):
+            assert getattr(metrics, member) == getattr(unweighted, member)
+
+
+def test_token_weights_are_constants_and_of_ones_change_nothing():
+    parts = batch(12)
+    args = parts["logprobs"], parts["old"], parts["advantages"], parts["mask"]
+    plain = jax.grad(lambda x: grpo_loss(x, *args[1:])[0])(args[0])
+    for ones in (np.ones((ROWS, 1), np.float32), np.ones((ROWS, LENGTH), bool), jnp.ones((ROWS, 1), jnp.bfloat16)):
+        got = jax.grad(lambda x: grpo_loss(x, *args[1:], token_weights=ones)[0])(args[0])  # noqa: B023
+        np.testing.assert_array_equal(got, plain)
+    weights = np.ones((ROWS, LENGTH), np.float32)
+    np.testing.assert_array_equal(jax.grad(lambda w: grpo_loss(*args, token_weights=w)[0])(weights), 0)
+
+
+def test_sft_is_the_mean_over_tokens():
+    parts = batch(9)
+    dirty = np.where(parts["mask"], parts["logprobs"], np.float32(np.nan))
+    (loss, metrics), gradient = jax.value_and_grad(sft_loss, has_aux=True)(dirty, parts["mask"])
+    np.testing.assert_allclose(loss, -parts["logprobs"][parts["mask"]].mean(), rtol=1e-6)
+    np.testing.assert_allclose(metrics.loss.value(), loss, rtol=1e-6)
+    np.testing.assert_allclose(gradient, -(parts["mask"] / parts["mask"].sum()), rtol=1e-6)
+    whole = loss_normaliser(parts["mask"], "token")
+    for normaliser in (whole, whole.tokens):
+        halves = [sft_loss(dirty[i::2], parts["mask"][i::2], normaliser=normaliser)[0] for i in range(2)]
+        np.testing.assert_allclose(sum(halves), loss, rtol=1e-6)
+    empty, slope = jax.value_and_grad(lambda x: sft_loss(x, np.zeros(x.shape, bool))[0])(dirty)
+    assert empty == 0
+    np.testing.assert_array_equal(slope, 0)
+
+
+def test_low_precision_is_computed_in_float32():
+    parts = batch(10)
+    low = {key: value if key == "mask" else jnp.asarray(value, jnp.bfloat16) for key, value in parts.items()}
+    high = {key: value if key == "mask" else value.astype(jnp.float32) for key, value in low.items()}
+    got, expected = (evaluate(p, PRESETS["grpo"], **EXTRAS) for p in (low, high))
+    assert got[0][0].dtype == jnp.float32
+    np.testing.assert_array_equal(got[0][0], expected[0][0])
+    assert got[1][0].dtype == jnp.bfloat16
+
+
+A, M = np.zeros(2, np.float32), np.ones((2, 3), bool)
+X = np.zeros((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: grpo_loss(X.astype(int), X, A, M), TypeError, "logprobs must be of a floating type"),
+        (lambda: grpo_loss(X[0, 0], X, A, M), ValueError, "logprobs must have a token axis"),
+        (lambda: grpo_loss(X, X[:1], A, M), ValueError, r"old_logprobs must have .* \(2, 3\), got \(1, 3\)"),
+        (lambda: grpo_loss(X, X, A[:1], M), ValueError, r"advantages must have shape \(2,\) or \(2, 3\)"),
+        (lambda: grpo_loss(X, X, A[:, None], M), ValueError, "advantages must have shape"),
+        (lambda: grpo_loss(X, X, A.astype(int), M), TypeError, "advantages must be of a floating type"),
+        (lambda: grpo_loss(X, X, A, X), TypeError, "mask must be of type bool, got float32"),
+        (lambda: grpo_loss(X, X, A, M[:1]), ValueError, r"mask must have shape \(2, 3\)"),
+        (lambda: grpo_loss(X, X, A, M, ratio="row"), ValueError, "ratio must be 'token' or 'sequence'"),
+        (lambda: grpo_loss(X, X, A, M, aggregation="mean"), ValueError, "aggregation must be 'sequence', 'token'"),
+        (lambda: grpo_loss(X, X, A, M, surrogate=Clip), TypeError, "surrogate must be a Clip"),
+        (lambda: grpo_loss(X, X, A, M, surrogate="clip"), TypeError, "surrogate must be a Clip"),
+        (lambda: grpo_loss(X, X, A, M, kl=0.1), TypeError, "kl must be a KLPenalty or None, got 0.1"),
+        (lambda: grpo_loss(X, X, A, M, kl=KLPenalty(0.1)), ValueError, "ref_logprobs must be given"),
+        (lambda: grpo_loss(X, X, A, M, ref_logprobs=X[:1]), ValueError, "ref_logprobs must have"),
+        (lambda: grpo_loss(X, X, A, M, entropy_coef=0.1), ValueError, "entropy must be given"),
+        (lambda: grpo_loss(X, X, A, M, entropy=X[:1]), ValueError, "entropy must have"),
+        (lambda: grpo_loss(X, X, A, M, normaliser=A), ValueError, "normaliser must be a Normaliser or a scalar"),
+        (
+            lambda: grpo_loss(X, X, A, M, normaliser=2.0, entropy=X, entropy_coef=0.1),
+            ValueError,
+            "normaliser must be a Normaliser when there is an entropy bonus",
+        ),
+        (lambda: grpo_loss(X, X, A, M, token_weights=A), ValueError, r"token_weights must have shape .* got \(2,\)"),
+        (lambda: grpo_loss(X, X, A, M, token_weights=X.astype(int)), TypeError, "token_weights must be of a floating"),
+        (lambda: FixedLength(0), ValueError, "length must be at least 1, got 0"),
+        (lambda: loss_normaliser(X), TypeError, "mask must be of type bool"),
+        (lambda: loss_normaliser(M, "row"), ValueError, "aggregation must be"),
+        (lambda: loss_normaliser(M[0, 0]), ValueError, "mask must have a token axis"),
+        (lambda: sft_loss(X, M[:1]), ValueError, r"mask must have shape \(2, 3\)"),
+        (lambda: sft_loss(X.astype(int), M), TypeError, "logprobs must be of a floating type"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_bad_input_is_refused_while_tracing():
+    with pytest.raises(ValueError, match="old_logprobs must have logprobs' shape"):
+        jax.eval_shape(lambda x: grpo_loss(X, x, A, M), jax.ShapeDtypeStruct((1, 3), jnp.float32))

@@ -1,0 +1,248 @@
+"""LoRA as it is trained: what the state holds, what a run writes, and where it starts again."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from support import tiny_update
+from support.text_task import rows
+
+from grpo_jax import export, train
+from grpo_jax.config import AlgorithmSection, Config, LoraSection, OptimizerSection, TrainingSection
+from grpo_jax.errors import UserError
+from grpo_jax.models import hf
+from grpo_jax.models.adapters import lora_config
+from grpo_jax.models.config import DecoderConfig
+from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.gpt2 import GPT2Config
+from grpo_jax.models.lora import GPT2_PROJECTIONS, PROJECTIONS, LoraConfig
+from grpo_jax.models.peft import load_adapters, save_adapters
+from grpo_jax.runs.checkpoint import restore_params
+from grpo_jax.training import trainer
+
+LORA = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
+
+
+def bytes_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def pointers(tree):
+    return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+
+
+@pytest.fixture(scope="module")
+def adam():
+    """Two AdamW updates with a KL: the start, the state after init, and the state after them."""
+    section = AlgorithmSection(kl_coef=0.1)
+    variables = tiny_update.make_variables(lora=LORA)
+    optimizer = trainer.make_optimizer(OptimizerSection(), optax.constant_schedule(0.01))
+    policy = make_policy(tiny_update.CONFIG, lora=LORA)
+    training = TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
+    update = trainer.make_update(policy, optimizer, section, training, temperature=1.0)
+    first = trainer.init_state(variables, optimizer, keep_reference=True)
+    held = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), first)
+    state, _ = update(first, tiny_update.make_batch(), jax.random.key(2))
+    state, _ = update(state, tiny_update.make_batch(), jax.random.key(3))
+    return variables, held, state
+
+
+def test_the_state_is_the_base_once_and_three_times_the_adapters(adam):
+    """Beyond the frozen base: adapters and Adam's two moments of them, in float32, and two counters."""
+    variables, held, state = adam
+    adapters = bytes_of(variables["lora"])
+    assert adapters == 4 * 2 * 2 * ((32 + 32) + (32 + 16))  # float32, layers, rank, (in + out) of q and v
+    assert pointers(state.variables["params"]) == pointers(variables["params"])  # the very arrays
+    beyond = [leaf for leaf in jax.tree.leaves(state) if leaf.unsafe_buffer_pointer() not in pointers(variables)]
+    counters = [leaf for leaf in beyond if leaf.ndim == 0]
+    assert bytes_of(beyond) == 3 * adapters + bytes_of(counters) and len(counters) <= 3
+    assert state.reference is None
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == held
+
+
+def test_a_checkpoint_holds_no_weight_of_the_base(adam):
+    variables, _, state = adam
+    saved = trainer.saved_parts(state)
+    assert not pointers(saved) & pointers(variables["params"])
+    assert bytes_of(saved) < 3 * bytes_of(variables["lora"]) + 64
+
+
+def test_all_weights_would_take_four_times_the_base():
+    """What LoRA saves: weights, their reference, two moments."""
+    variables = tiny_update.make_variables()
+    optimizer = trainer.make_optimizer(OptimizerSection(), optax.constant_schedule(0.01))
+    state = trainer.init_state(variables, optimizer, keep_reference=True)
+    assert bytes_of(state) == pytest.approx(4 * bytes_of(variables["params"]), rel=1e-3)
+
+
+def test_seven_billion_parameters_take_little_more_than_themselves():
+    """Qwen2-7B's shape in bfloat16, rank 16 on queries, keys, values and outputs; nothing is allocated."""
+    config = DecoderConfig.from_hf(
+        dict(
+            model_type="qwen2",
+            hidden_size=3584,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            intermediate_size=18944,
+            vocab_size=152064,
+            rms_norm_eps=1e-6,
+            hidden_act="silu",
+            rope_theta=1e6,
+            max_position_embeddings=32768,
+            tie_word_embeddings=False,
+        )
+    )
+    lora = LoraConfig(16, 32.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    optimizer = trainer.make_optimizer(OptimizerSection(), optax.constant_schedule(0.01))
+
+    def start(key):
+        variables = init_variables(config, key, param_dtype="bfloat16", lora=lora)
+        return trainer.init_state(variables, optimizer, keep_reference=True)
+
+    state = jax.eval_shape(start, jax.random.key(0))
+    base, everything = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (
+        state.variables["params"], state
+    ))  # fmt: skip
+    assert base == 2 * 7_615_616_512
+    assert (everything - base) / base < 0.01
+
+
+def test_adapters_that_say_something_are_the_reference():
+    """Read from a folder, warm-started, or refreshed later: then the base alone is not where training began."""
+    variables = tiny_update.make_variables(lora=LORA)
+    variables["lora"] = jax.tree.map(lambda leaf: leaf + 0.1, variables["lora"])
+    state = trainer.init_state(variables, optax.sgd(1.0), keep_reference=True, base_reference=False)
+    reference = trainer.reference_variables(state)
+    jax.tree.map(np.testing.assert_array_equal, reference["lora"], variables["lora"])
+    refreshed = trainer.refresh_reference(state)
+    assert jax.tree.structure(refreshed) == jax.tree.structure(state)  # a checkpoint of one restores into the other
+
+
+SMALL_GPT2 = dict(model_type="gpt2", vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "projections"),
+    [(tiny_update.CONFIG, PROJECTIONS), (GPT2Config.from_hf(SMALL_GPT2), GPT2_PROJECTIONS)],
+    ids=["qwen2", "gpt2"],
+)
+def test_without_a_choice_every_projection_has_an_adapter(model, projections):
+    assert lora_config(LoraSection(rank=4), model) == LoraConfig(4, 32.0, projections)
+    chosen = lora_config(LoraSection(rank=4, alpha=8.0, targets=[projections[0]]), model)
+    assert chosen == LoraConfig(4, 8.0, projections[:1])
+    assert lora_config(LoraSection(), model) is None
+    other = (GPT2_PROJECTIONS if projections == PROJECTIONS else PROJECTIONS)[0]
+    with pytest.raises(UserError, match=f"policy.lora: targets.*{other}"):
+        lora_config(LoraSection(rank=4, targets=[other]), model)
+
+
+def test_a_folder_of_adapters_brings_its_own_settings(tmp_path):
+    adapters = tiny_update.make_variables(lora=LORA)["lora"]
+    save_adapters(tmp_path / "adapter", adapters, LORA, tiny_update.CONFIG, base="somewhere")
+    section = LoraSection(path=str(tmp_path / "adapter"))
+    assert section.used and lora_config(section, tiny_update.CONFIG) == LORA
+    for beside in (dict(rank=2), dict(alpha=4.0), dict(targets=["q_proj"])):
+        with pytest.raises(UserError, match=r"policy.lora.path: expected no rank, alpha or targets beside it"):
+            LoraSection(path="somewhere", **beside)
+    assert not Config().policy.lora.used
+
+
+# through the commands
+
+
+def train_here(place, run, *options):
+    os.environ["JUDGE_RUN"], os.environ["JUDGE"] = str(run), "work:0"
+    steps = ["--training.max_steps", "2", "--training.inner_epochs", "1", "--training.minibatches", "1"]
+    config = [] if "--resume" in options else ["--config", str(place.config), *steps]
+    return train.main([*config, "--run_dir", str(run), *options])
+
+
+@pytest.fixture(scope="module")
+def run(place, tmp_path_factory):
+    """Two iterations with adapters, the reference refreshed after the first, a checkpoint after each."""
+    run = tmp_path_factory.mktemp("lora") / "run"
+    options = ["--policy.lora.rank", "2", "--algorithm.update_ref_every", "1", "--training.save_every", "1"]
+    assert train_here(place, run, *options) == 0
+    return run
+
+
+def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path, capsys):
+    config = hf.load_folder(place.policy, tokenizer=False).config
+    lora, adapters = load_adapters(run / "adapter", config)
+    assert lora == LoraConfig(2, 32.0, PROJECTIONS)
+    final = restore_params(run, "final")[0]
+    assert set(final) == {"lora"}
+    jax.tree.map(np.testing.assert_array_equal, adapters, final["lora"])
+    described = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == str(place.policy.resolve())
+    base, merged = (
+        hf.load_folder(folder, tokenizer=False).params["layers"] for folder in (place.policy, run / "policy")
+    )
+    for name in PROJECTIONS:
+        a, b = (np.asarray(adapters["layers"][name][factor], np.float64) for factor in "ab")
+        expected = base[name]["kernel"] + a @ b * (32.0 / 2)
+        np.testing.assert_allclose(merged[name]["kernel"], expected, atol=1e-6)
+
+    assert export.main(["--run", str(run), "--out", str(tmp_path / "first"), "--checkpoint", "1", "--adapters"]) == 0
+    assert "the adapters of" in capsys.readouterr().out
+    first = load_adapters(tmp_path / "first", config)[1]
+    jax.tree.map(np.testing.assert_array_equal, first, restore_params(run, 1)[0]["lora"])
+    arguments = ["--run", str(run), "--out", str(tmp_path / "x"), "--adapters", "--dtype", "bfloat16"]
+    assert export.main(arguments) == 2 and "--dtype is for the whole policy" in capsys.readouterr().err
+
+
+def test_it_resumes_after_the_reference_was_refreshed(place, run, tmp_path):
+    import shutil
+
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    for late in ("final", "best", "step_2"):
+        shutil.rmtree(again / "checkpoints" / late, ignore_errors=True)
+    assert train_here(place, again, "--resume") == 0
+    for expected, row in zip(rows(run), rows(again), strict=True):
+        assert row["loss"] == expected["loss"] and row["kl"] == expected["kl"]
+    ours, theirs = (load_adapters(folder / "adapter", tiny_model(place))[1] for folder in (run, again))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def tiny_model(place):
+    return hf.load_folder(place.policy, tokenizer=False).config
+
+
+def test_training_starts_from_a_folder_of_adapters(place, run, tmp_path, capsys):
+    """What was measured at the end there is measured at the start here, and the reference is that start."""
+    options = ["--policy.lora.path", str(run / "adapter"), "--algorithm.update_ref_every", "0"]
+    assert train_here(place, tmp_path / "run", *options) == 0
+    end, start = (json.loads((folder / "summary.json").read_text()) for folder in (run, tmp_path / "run"))
+    for name, values in end["evaluation"].items():
+        assert start["evaluation"][name]["before"] == pytest.approx(values["after"], abs=1e-6)
+    assert rows(tmp_path / "run")[0]["kl"] == 0
+    described = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert described["r"] == 2 and described["lora_alpha"] == 32
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["policy"]["lora"]["rank"] == 0
+    moved, _ = restore_params(tmp_path / "run", "final")
+    assert any(
+        bool((a != b).any())
+        for a, b in zip(*map(jax.tree.leaves, (moved["lora"], restore_params(run, "final")[0]["lora"])), strict=True)
+    )
+    capsys.readouterr()
+    assert train_here(place, tmp_path / "none", "--policy.lora.path", str(tmp_path)) == 2
+    assert "has no adapter_config.json" in capsys.readouterr().err
+
+
+def test_a_run_without_adapters_has_none_to_export(place, tmp_path, capsys):
+    config = yaml.safe_load(place.config.read_text())
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    from grpo_jax.runs.checkpoint import Checkpoints
+
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        params = hf.load_folder(place.policy, tokenizer=False).params
+        checkpoints.save_final(1, {"variables": {"params": jax.tree.map(jnp.asarray, params)}}, {})
+    assert export.main(["--run", str(tmp_path), "--out", str(tmp_path / "out"), "--adapters"]) == 2
+    assert "this run trained all weights and has none" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""float16: the scaled loss gives the same update, an overflow leaves everything but the scale as it was."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from grpo_jax.training.loss_scale import make_loss_scale
+from support import tiny_update
+
+from grpo_jax.config import AlgorithmSection
+from grpo_jax.core import losses
+from grpo_jax.models.decoder import make_policy
+from grpo_jax.training import trainer
+from grpo_jax.training.objectives import loss_options, make_forward, make_policy_objective
+
+
+def stepped(batch, dtype, *, scale, accumulation=1, shrink=1.0):
+    """The start, the state after one step of plain gradient descent, the report."""
+    variables = tiny_update.make_variables()
+    forward = make_forward(make_policy(tiny_update.CONFIG, compute_dtype=dtype), temperature=tiny_update.TEMPERATURE)
+    inner = make_policy_objective(forward, loss_options(AlgorithmSection()))
+
+    def objective(variables, batch, normaliser):
+        loss, metrics = inner(variables, batch, normaliser)
+        return loss * shrink, metrics
+
+    optimizer = optax.sgd(1.0)
+    step = trainer.make_train_step(
+        objective,
+        optimizer,
+        normaliser=lambda batch: losses.loss_normaliser(batch.mask, "sequence"),
+        accumulation=accumulation,
+    )
+    return variables, *step(trainer.init_state(variables, optimizer, keep_reference=False, loss_scale=scale), batch)
+
+
+def moves(before, after):
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after.variables), strict=True)
+    return np.concatenate([np.ravel(np.asarray(new, np.float64) - np.asarray(old)) for old, new in pairs])
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return tiny_update.make_batch()
+
+
+def test_only_float16_has_a_scale():
+    assert make_loss_scale("float32") is None and make_loss_scale("bfloat16") is None
+    assert float(make_loss_scale("float16").scale) == 2**16
+
+
+def test_gradients_too_small_for_float16_survive(batch):
+    """A loss a millionth of its size: without the scale half of the gradients are lost on the way."""
+    exact, _ = moves(*stepped(batch, "float32", scale=None)[:2]), None
+    shrink = 2.0**-20
+    scaled = moves(*stepped(batch, "float16", scale=make_loss_scale("float16"), shrink=shrink)[:2]) / shrink
+    plain = moves(*stepped(batch, "float16", scale=None, shrink=shrink)[:2]) / shrink
+    error, lost = (np.linalg.norm(found - exact) / np.linalg.norm(exact) for found in (scaled, plain))
+    assert error < 0.05 < lost
+
+
+def test_splitting_a_batch_changes_neither_update_nor_scale(batch):
+    scale = make_loss_scale("float16")
+    before, whole, _ = stepped(batch, "float32", scale=scale)
+    _, split, _ = stepped(batch, "float32", scale=scale, accumulation=4)
+    np.testing.assert_allclose(moves(before, split), moves(before, whole), atol=2e-6)
+    assert whole.loss_scale == split.loss_scale == scale.replace(fin_steps=1)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_an_overflow_changes_nothing_but_the_scale(batch, accumulation):
+    """One prompt of four overflows; with micro-batches the other three are finite."""
+    wild = batch._replace(advantages=batch.advantages.at[2].set(1e38))
+    before, after, report = stepped(wild, "float32", scale=make_loss_scale("float16"), accumulation=accumulation)
+    assert not np.isfinite(report["grad_norm"])
+    assert not moves(before, after).any() and int(after.step) == 0
+    assert float(after.loss_scale.scale) == 2**15 and int(after.loss_scale.fin_steps) == 0
+
+
+def test_a_checkpoint_holds_the_scale():
+    state = trainer.init_state(
+        {"params": {"w": jnp.ones(2)}}, optax.sgd(1.0), keep_reference=False, loss_scale=make_loss_scale("float16")
+    )
+    restored = trainer.restored_state(trainer.saved_parts(state), {"params": {"w": jnp.ones(2)}})
+    assert (
+        float(restored.loss_scale.scale) == 2**16
+        and len(jax.tree.leaves(trainer.saved_parts(state)["loss_scale"])) == 2
+    )

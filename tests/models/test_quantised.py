@@ -1,0 +1,143 @@
+"""Frozen weights in few bits: how wrong they may be, and that everything computes from the same rounded weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
+from support import tiny_update
+
+from grpo_jax import train
+from grpo_jax.config import Config, LoraSection, MeshSection, PolicySection
+from grpo_jax.core.logprobs import token_logprobs
+from grpo_jax.errors import UserError
+from grpo_jax.models import hf
+from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.lora import LoraConfig, merge
+from grpo_jax.models.peft import load_adapters
+from grpo_jax.models.quantised import TILE, count_weights, quantise
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler
+
+LORA = LoraConfig(2, 4.0, ("q_proj", "down_proj"))
+
+
+@pytest.fixture(scope="module")
+def variables():
+    start = tiny_update.make_variables(lora=LORA)
+    start["params"]["layers"] = jax.tree.map(lambda leaf: 5 * leaf, start["params"]["layers"])  # so that layers matter
+    return {**start, "lora": jax.tree.map(lambda leaf: leaf + 0.05, start["lora"])}
+
+
+def rounded(kernel):
+    """A QArray as it is defined, in NumPy: integers times the scale of their group of inputs."""
+    integers, scales = np.asarray(kernel.qvalue, np.float32), np.asarray(kernel.scale)
+    return integers * np.repeat(scales, integers.shape[1] // scales.shape[1], axis=1)
+
+
+def plain(params):
+    """The rounded weights as ordinary ones."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rounded(leaf)) if hasattr(leaf, "qvalue") else leaf,
+        params,
+        is_leaf=lambda leaf: hasattr(leaf, "qvalue"),
+    )
+
+
+@pytest.mark.parametrize(("kind", "largest", "width"), [("int8", 127, 128), ("int4", 7, 128), ("int4", 7, 48)])
+def test_no_weight_is_further_away_than_half_a_step(kind, largest, width):
+    kernel = np.random.default_rng(0).normal(size=(2, width, 5)).astype(np.float32) * np.array([1e-3, 1, 1, 1, 30])
+    stored = quantise({"layers": {"q_proj": {"kernel": kernel.astype(np.float32)}}}, kind)["layers"]["q_proj"]["kernel"]
+    tile = TILE if kind == "int4" and width % TILE == 0 else width
+    assert stored.qvalue.dtype == jnp.dtype(kind) and stored.scale.shape == (2, width // tile, 5)
+    groups = np.abs(kernel.reshape(2, width // tile, tile, 5)).max(axis=2, keepdims=True)
+    wrong = np.abs(rounded(stored) - kernel).reshape(2, width // tile, tile, 5)
+    assert (wrong <= groups / largest / 2 * 1.001).all()
+    assert wrong.max() > 0
+
+
+def test_only_the_kernels_of_layers_are_stored_in_few_bits(variables):
+    params = variables["params"]
+    small = quantise(params, "int8")
+    assert count_weights(small) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    for name, own in small["layers"].items():
+        for part, leaf in own.items():
+            assert hasattr(leaf, "qvalue") == (part == "kernel"), (name, part)
+    np.testing.assert_array_equal(small["embed_tokens"], params["embed_tokens"])
+
+    def size(tree):
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+    kernels = sum(own["kernel"].size for own in params["layers"].values() if "kernel" in own)
+    scales = sum(own["kernel"].scale.nbytes for own in small["layers"].values() if "kernel" in own)
+    assert size(params) - size(small) == 3 * kernels - scales
+
+
+@pytest.fixture(scope="module")
+def step():
+    """Loss and gradients of the adapters, compiled once for ordinary weights and once for each kind."""
+    batch = tiny_update.make_batch()
+    policy = make_policy(tiny_update.CONFIG, lora=LORA)
+
+    def loss(lora, params):
+        both = {"params": params, "lora": lora}
+        hidden = policy.forward_group(both, batch.prompt_tokens, batch.prompt_mask, batch.tokens, batch.mask)
+        logprobs, _ = token_logprobs(hidden, policy.head(both), batch.tokens, temperature=1.0)
+        return jnp.mean(logprobs * batch.mask)
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_update_computes_from_the_rounded_weights(variables, step, kind):
+    """The oracle: ordinary float weights that hold the rounded values. Adapters and their gradients stay float32."""
+    small = quantise(variables["params"], kind)
+    value, grads = step(variables["lora"], small)
+    expected, expected_grads = step(variables["lora"], plain(small))
+    assert value == pytest.approx(float(expected), abs=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) > 1e-3
+    exact, _ = step(variables["lora"], variables["params"])
+    assert 1e-6 < abs(float(exact - value)) < {"int8": 0.02, "int4": 0.5}[kind]
+    merged = merge({"params": small, "lora": variables["lora"]}, LORA)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(merged))
+    want = merge({"params": plain(small), "lora": variables["lora"]}, LORA)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged, want)
+
+
+def test_the_sampler_takes_them(variables):
+    policy = make_policy(tiny_update.CONFIG, lora=LORA)
+    sample = make_sampler(policy, SamplingParams(2, 4, temperature=0.0), eos_ids=(0,), pad_id=0)
+    tokens, mask = tiny_update.make_batch()[:2]
+    keys = jax.random.split(jax.random.key(0), len(tokens))
+    small = {**variables, "params": quantise(variables["params"], "int8")}
+    ours, theirs = (sample(tree, tokens, mask, keys) for tree in (small, {**small, "params": plain(small["params"])}))
+    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="kind must be one of"):
+        quantise({}, "int2")
+    for policy in (
+        PolicySection(quantised="int8"),
+        PolicySection(quantised="int8", lora=LoraSection(rank=2), mesh=MeshSection(fsdp=2)),
+    ):
+        with pytest.raises(UserError, match=r"policy\.quantised: expected none without policy\.lora"):
+            Config(policy=policy)
+
+
+def test_a_run_trains_adapters_on_them(place, tmp_path, monkeypatch):
+    """The merged policy that it writes is the one it trained: rounded weights and adapters."""
+    run = tmp_path / "run"
+    monkeypatch.setenv("JUDGE_RUN", str(run))
+    monkeypatch.setenv("JUDGE", "work:0")
+    options = ["--policy.lora.rank", "2", "--policy.quantised", "int8", "--training.max_steps", "1"]
+    options += ["--training.inner_epochs", "1", "--training.minibatches", "1", "--evaluation.every", "0"]
+    assert train.main(["--config", str(place.config), "--run_dir", str(run), *options]) == 0
+    assert "float32 on int8, LoRA rank 2" in (run / "train.log").read_text()
+    lora, adapters = load_adapters(run / "adapter", hf.load_folder(place.policy, tokenizer=False).config)
+    base = quantise(hf.load_folder(place.policy, tokenizer=False).params, "int8")
+    expected = merge({"params": plain(base), "lora": adapters}, lora)
+    written = hf.load_folder(run / "policy", tokenizer=False).params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), written, expected)

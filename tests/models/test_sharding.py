@@ -1,0 +1,144 @@
+"""A policy over several devices computes what it computes on one, and each holds its part alone."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.text_task import finish, finished_run, rows, start, train, wait_for
+
+from grpo_jax.config import from_dict
+from grpo_jax.errors import UserError
+from grpo_jax.runs.processes import Announcement, announced, join_processes, refuse_several
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+MESHES = ("8x1", "4x2", "2x4")
+
+
+def begin(script: str, devices: int, **variables: str) -> subprocess.Popen:
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, ROOT / "tests" / script],
+        env=os.environ | flags | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process: subprocess.Popen) -> dict:
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found():
+    return result(begin("mesh_checks.py", 8))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_loss_and_gradient_are_those_of_one_device(found, mesh):
+    compared = found["compare"][mesh]
+    assert compared["loss"] < 1e-5 and compared["gradient"] < 1e-5
+    assert compared["kept"]  # or the next update would compile again, and donated memory would not fit
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_device_holds_its_part_of_weights_and_optimizer(found, mesh):
+    devices, whole = found["memory"][mesh], found["memory"]["whole"]
+    assert len(set(devices)) == 1
+    assert whole / 8 <= devices[0] < whole / 8 + 0.02 * whole  # norms and biases are on all of them
+
+
+def test_what_lies_where(found):
+    specs = found["specs"]
+    assert specs["qwen2/params/embed_tokens"] == ["tensor", "fsdp"]
+    assert specs["qwen2/params/layers/q_proj/kernel"] == [None, "fsdp", "tensor"]
+    assert specs["qwen2/params/layers/down_proj/kernel"] == [None, "tensor", "fsdp"]
+    assert specs["qwen2/params/layers/q_proj/bias"] == []
+    assert specs["qwen2/lora/layers/o_proj/a"] == [None, "tensor"]
+    assert specs["gpt2/params/embed_tokens"] == [None, ["tensor", "fsdp"]]  # four do not divide 50257
+    assert specs["gpt2/params/layers/c_attn/kernel"] == [None, ["tensor", "fsdp"]]
+
+
+def test_what_cannot_lie_there_is_named(found):
+    assert found["specs"]["odd"].startswith("params/layers/q_proj/kernel of shape [2, 33, 32]: axis 1 does not divide")
+    assert found["specs"]["unknown"].startswith("experts: the table of partitions has no row")
+    assert found["specs"]["few"].endswith("takes 16 devices, got 8")
+
+
+def test_a_device_computes_its_prompts_alone(found):
+    """8 prompts over 4 parts, each 5 tokens and 3 completions of 5: not all prompts with a part of the width."""
+    assert found["rows"] == [2 * (5 + 3 * 5)]
+
+
+def test_two_processes_make_one_update():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    together = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    processes = [begin("process_checks.py", 2, **together, JAX_PROCESS_ID=str(number)) for number in range(2)]
+    for process in processes:
+        seen = result(process)
+        assert seen["processes"] == 2 and seen["devices"] == [2, 4] and seen["spread"]
+        assert seen["total"] == 0 + 1 + 2 + 3
+        assert seen["loss"] < 1e-5 and seen["gradient"] < 1e-5 and seen["kept"]
+
+
+def test_a_run_on_a_mesh_is_the_run_on_one_device_also_when_resumed_on_another(place, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    expected = rows(finished_run(place))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    process = start(place, run, "--policy.mesh.fsdp=2", "--policy.mesh.tensor=2", judge="hold:2")
+    wait_for((run / "held").exists, process)
+    process.send_signal(signal.SIGTERM)
+    (run / "held").unlink()
+    stopped = finish(process)
+    assert stopped.returncode == 0 and "stopped and saved after iteration 3" in stopped.stdout, stopped.stderr
+    done = train(place, run, "--resume", "--policy.mesh.fsdp=1", "--policy.mesh.tensor=4")
+    assert done.returncode == 0, done.stderr
+    assert "resumed after iteration 3 of 6" in done.stdout
+    for came, wanted in zip(rows(run), expected, strict=True):
+        assert came == {name: pytest.approx(value, rel=1e-3, abs=1e-4) for name, value in wanted.items()}
+    assert (run / "policy" / "model.safetensors").stat().st_size > 33_056 * 4  # whole, whatever held its parts
+
+
+def test_too_few_devices_are_one_line(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    done = train(place, tmp_path / "run", "--policy.mesh.fsdp=2", "--policy.mesh.tensor=2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: policy.mesh: fsdp 2 x tensor 2 takes 4 devices, but the policy has 3 (cpu:0")
+
+
+def test_prompts_must_divide():
+    values = {"policy": {"mesh": {"fsdp": 4}}, "training": {"prompts_per_batch": 12, "accumulation": 2}}
+    with pytest.raises(UserError, match=r"policy\.mesh\.fsdp: expected a divisor of 6, .* got 4"):
+        from_dict(values)
+    with pytest.raises(UserError, match=r"policy\.mesh\.tensor: expected a number >= 1, got 0"):
+        from_dict({"policy": {"mesh": {"tensor": 0}}})
+
+
+JAXS = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"}
+
+
+def test_the_environment_tells_of_several_processes():
+    assert announced({}) == Announcement(1, slurm=True) and join_processes({}) == 1
+    assert announced({"SLURM_STEP_NUM_TASKS": "8"}) == Announcement(8, slurm=True)
+    assert announced({"SLURM_NTASKS": "8"}).count == 1  # the batch script itself, outside srun
+    assert announced(JAXS | {"SLURM_STEP_NUM_TASKS": "8"}) == Announcement(4, slurm=False)
+    with pytest.raises(UserError, match="JAX_PROCESS_ID: expected beside"):
+        announced({name: value for name, value in JAXS.items() if name != "JAX_PROCESS_ID"})
+    with pytest.raises(UserError, match="JAX_NUM_PROCESSES: expected a number >= 1, got 'x'"):
+        announced(JAXS | {"JAX_NUM_PROCESSES": "x"})
+
+
+def test_the_command_refuses_to_be_one_of_several():
+    refuse_several({})
+    with pytest.raises(UserError, match="SLURM_STEP_NUM_TASKS is 8, but a run is one process"):
+        refuse_several({"SLURM_STEP_NUM_TASKS": "8"})

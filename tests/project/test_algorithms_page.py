@@ -1,0 +1,59 @@
+"""The code of docs/algorithms.md runs and prints what it says; its names exist."""
+
+import contextlib
+import dataclasses
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
+from grpo_jax.core import advantages, aggregation, kl, losses, ppo, returns, selection, shaping, surrogates
+
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def promised(block):
+    """What the block says it prints: comments behind a print or show, and comment lines of numbers."""
+    lines = block.splitlines()
+    behind = [re.search(r"(?:print|show)\(.*\)  # (.*)$", line) for line in lines]
+    below = [re.match(r"# ([\[\d].*)$", line) for line in lines]
+    return [found.group(1) for pair in zip(behind, below, strict=True) for found in pair if found]
+
+
+def test_code_prints_what_it_says():
+    namespace = {}
+    assert len(BLOCKS) >= 8
+    for block in BLOCKS:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block, "algorithms.md", "exec"), namespace)
+        assert printed.getvalue().splitlines() == promised(block), block
+
+
+@pytest.mark.parametrize(("prefix", "section"), [("algorithm", AlgorithmSection), ("ppo", PPOSection)])
+def test_config_fields_are_real_and_all_there(prefix, section):
+    fields = {field.name for field in dataclasses.fields(section)}
+    named = set(re.findall(rf"`{prefix}\.(\w+)", PAGE))
+    assert named <= fields
+    undescribed = {name for name in fields if f"`{prefix}.{name}" not in PAGE and f"`{name}" not in PAGE}
+    assert not undescribed
+
+
+def test_functions_are_real():
+    modules = (advantages, aggregation, kl, losses, ppo, returns, selection, shaping, surrogates)
+    for name in set(re.findall(r"`(\w+)\(", PAGE)):
+        assert any(hasattr(module, name) for module in modules), name
+
+
+@pytest.mark.parametrize("name", losses.PRESETS)
+def test_presets_are_as_described(name):
+    """The table's surrogate, ratio, and scale of advantages."""
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+    _, _, surrogate, ratio, _, scale, *_ = (cell.strip() for cell in row.split("|"))
+    described = eval(surrogate.strip("`"), vars(surrogates))
+    assert described == losses.PRESETS[name]["surrogate"]
+    assert {"token": "token", "row": "sequence"}[ratio] == losses.PRESETS[name]["ratio"]
+    assert scale == losses.PRESET_SCALES[name]

@@ -1,0 +1,37 @@
+"""Whatever is imported anywhere is there: modules that no other test loads, imports inside functions, scripts."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support import import_checks
+
+
+def test_every_import_leads_somewhere():
+    """In a process of its own: it loads everything there is."""
+    script = [sys.executable, str(import_checks.ROOT / "tests" / "import_checks.py")]
+    environment = os.environ | {"PYTHONPATH": str(import_checks.ROOT)}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from grpo_jax.training.trainer import completion_logprobs", "grpo_jax.training.trainer has no completion_"),
+        ("def later():\n    from bridges.miniature import train_painter", "bridges.miniature has no train_painter"),
+        ("import grpo_jax.loop", "no module grpo_jax.loop"),
+        ("from grpo_jax.core import losses\nlosses.no_loss()", "losses has no no_loss"),
+        ("from beside import other", "beside has no other"),
+        ("import beside\nbeside.other()", "beside has no other"),
+        ("from grpo_jax.core import losses\nlosses.grpo_loss\nimport beside\nbeside.there", None),
+        ("from grpo_jax.core import losses\nlosses = []\nlosses.append(1)", None),
+        ("import of_somebody_else\nof_somebody_else.anything()", None),
+    ],
+)
+def test_the_reader_sees_what_is_not_there(source, found, tmp_path):
+    (tmp_path / "beside.py").write_text("there = 1\n")
+    (tmp_path / "script.py").write_text(source)
+    lines = list(import_checks.dangling(tmp_path / "script.py"))
+    assert (found in lines[0] and len(lines) == 1) if found else not lines

@@ -1,0 +1,87 @@
+"""The wheel holds what a user needs, and runs outside the checkout."""
+
+import os
+import runpy
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+from support.text_task import ROOT
+
+pytestmark = pytest.mark.slow
+
+UNAVAILABLE = ("Could not find a version that satisfies", "NewConnectionError", "No module named pip")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--quiet", "--wheel-dir", str(folder)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if built.returncode and any(reason in built.stderr for reason in UNAVAILABLE):
+        pytest.skip(f"the build backend cannot be installed here: {built.stderr.strip().splitlines()[-1]}")
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("grpo_jax-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def outside(wheel, tmp_path_factory):
+    """Runs Python on the unpacked wheel, in a folder that is not the checkout."""
+    folder = tmp_path_factory.mktemp("outside")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+
+    def python(*arguments):
+        environment = os.environ | {"PYTHONPATH": str(folder / "site"), "PYTHONSAFEPATH": "1"}
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    python.site = folder / "site"
+    return python
+
+
+def test_contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    files = [path for package in ("grpo_jax", "bridges") for path in (ROOT / package).rglob("*") if path.is_file()]
+    ours = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+    assert ours <= set(names), f"ignored by git, perhaps: {sorted(ours - set(names))}"
+    for config in (ROOT / "configs").glob("*.yaml"):
+        assert f"grpo_jax/configs/{config.name}" in names
+    assert any(name.endswith("entry_points.txt") for name in names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"grpo_jax", "bridges"}
+
+
+def test_every_extra_of_users_is_tried_by_itself():
+    """`make test-install` knows what each is for; the others are for who works on the project."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    tried = runpy.run_path(str(ROOT / "scripts" / "test_install.py"))
+    assert tried["CHECKS"].keys() == {tried["ALONE"], *extras} - {"test", "oracles", "lint", "figures"}
+
+
+def test_packaged_configs_are_found_outside_the_checkout(outside):
+    where = "import grpo_jax.train, bridges; print(grpo_jax.__file__, bridges.__file__)"
+    for path in outside("-c", where).split():
+        assert path.startswith(str(outside.site))
+    printed = outside("-m", "grpo_jax.train", "--config", "prompt_enhancement_miniature", "--print_config")
+    assert "path: miniature" in printed
+
+
+def test_the_miniature_is_there_and_loads(outside):
+    if not all((ROOT / "bridges/miniature/weights" / part).is_dir() for part in ("policy", "renderer", "scorer")):
+        pytest.skip("the miniature's weights are not in this checkout")
+    code = (
+        "from bridges import miniature\n"
+        "from grpo_jax.models.hf import load_folder\n"
+        "for part in miniature.PARTS: assert any(miniature.path(part).rglob('*.safetensors')), part\n"
+        "print(load_folder(miniature.path('policy')).config.vocab_size)"
+    )
+    assert int(outside("-c", code)) > 0

@@ -1,0 +1,186 @@
+"""What a finished run is good for: evaluate, export and predict; and the user's own task from the README."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import yaml
+from support.text_task import ROOT, finished_run, rows
+from support.tiny_models import causal_lm
+
+from grpo_jax import evaluate, export
+from grpo_jax.errors import UserError
+from grpo_jax.models.hf import load_folder
+from grpo_jax.predict import load_rewriter
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.train import run
+
+PROMPTS = ["a tree", "q", "Seven ducks on a pond!"]
+
+
+@pytest.fixture
+def finished(place, monkeypatch):
+    folder = finished_run(place)
+    monkeypatch.setenv("JUDGE_RUN", str(folder))
+    return folder
+
+
+def measured(capsys, folder, *arguments):
+    assert evaluate.main(["--run", str(folder), "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)  # JSON and nothing else
+
+
+def greedy_texts(folder, prompts, tokens=8):
+    """What transformers makes of an exported folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for prompt in prompts:
+        turn = [{"role": "user", "content": prompt}]
+        given = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        out = model.generate(**given, max_new_tokens=tokens, do_sample=False)
+        texts.append(tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+def test_a_run_directory_holds_what_is_promised(finished):
+    there = {path.name for path in finished.iterdir()}
+    assert {"config.yaml", "train.log", "metrics.jsonl", "completions", "images", "report.html"} <= there
+    assert {"checkpoints", "policy", "summary.json"} <= there
+    summary = json.loads((finished / "summary.json").read_text())
+    letters = summary["evaluation"]["letters"]
+    assert letters["oracle"] is None and {"before", "after"} <= letters.keys()
+    brief = summary["evaluation"]["brief"]
+    before, after = (letters[kind] + 0.5 * brief[kind] for kind in ("before", "after"))
+    assert summary["baseline_reward"] == pytest.approx(before) and summary["reward"] == pytest.approx(after)
+    assert summary["improvement"] == pytest.approx(after - before)
+    assert summary["seed"] == 3 and {"jax", "python"} <= summary["versions"].keys()
+    assert {"sample", "score", "update", "total"} <= summary["seconds"].keys()
+    logged = rows(finished)[0]
+    for name in ("loss", "policy_loss", "kl", "entropy", "mean_advantage", "learning_rate", "grad_norm", "clip_low"):
+        assert name in logged
+    page = (finished / "report.html").read_text()
+    assert "KL to the reference" in page and "Clipped tokens" in page
+    for name in ("mean_ratio", "reward/letters/mean", "reward/letters/std", "dead_groups/brief", "truncated"):
+        assert name in logged
+
+
+def test_evaluate_repeats_what_the_run_measured(finished, capsys):
+    summary = json.loads((finished / "summary.json").read_text())
+    final = measured(capsys, finished)
+    assert final["step"] == 6 and final["prompts"] == summary["prompts"] == 4
+    assert final["greedy"] == {name: values["after"] for name, values in summary["evaluation"].items()}
+    assert measured(capsys, finished, "--checkpoint", "6")["greedy"] == final["greedy"]
+    best = measured(capsys, finished, "--checkpoint", "best", "--prompts", "1")
+    assert best["step"] == summary["best"]["iteration"] and best["prompts"] == 1
+
+    assert evaluate.main(["--run", str(finished), "--checkpoint", "3"]) == 0
+    table = capsys.readouterr().out
+    assert "checkpoint 3 (step 3)" in table and "letters" in table
+
+    assert evaluate.main(["--run", str(finished), "--checkpoint", "4"]) == 2
+    assert "there are: 3, 6, best, final" in capsys.readouterr().err
+
+
+def test_exported_folders_write_what_the_run_writes(finished, tmp_path, capsys):
+    assert export.main(["--run", str(finished), "--out", str(tmp_path / "out"), "--checkpoint", "3"]) == 0
+    assert "checkpoint 3 (step 3)" in capsys.readouterr().out
+    rewrite = load_rewriter(finished, "3")
+    expected = [rewrite(prompt) for prompt in PROMPTS]
+    assert greedy_texts(tmp_path / "out", PROMPTS) == expected
+    assert any(expected)
+    weights = "model.safetensors"
+    assert (tmp_path / "out" / weights).read_bytes() != (finished / "policy" / weights).read_bytes()
+    assert export.main(["--run", str(finished), "--out", str(tmp_path / "final")]) == 0
+    assert (tmp_path / "final" / weights).read_bytes() == (finished / "policy" / weights).read_bytes()
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    assert export.main(["--run", str(finished), "--out", str(tmp_path / "mine")]) == 2
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_unusable_answer_gives_the_prompt_back(place, tmp_path):
+    """A policy that says nothing but "!": its last norm is 0, so every logit is, and token 0 is the likeliest."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    silent = causal_lm(tmp_path / "silent")
+    weights = load_file(silent / "model.safetensors")
+    weights["model.norm.weight"] = torch.zeros_like(weights["model.norm.weight"])
+    save_file(weights, silent / "model.safetensors", metadata={"format": "pt"})
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = yaml.safe_load(place.config.read_text()) | {"task": "prompt_enhancement", "rewards": []}
+    config["policy"]["path"] = str(silent)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save_final(1, {"variables": {"params": load_folder(silent).params}}, {})
+    rewrite = load_rewriter(folder)
+    assert [rewrite(prompt) for prompt in PROMPTS] == PROMPTS
+    config["task"] = "text"  # there every answer counts
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert load_rewriter(folder)("a tree") == "!" * 8
+    with pytest.raises(UserError, match=r"takes .* tokens with its instruction"):
+        rewrite("x" * 100)
+
+
+def readme_example() -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (example,) = [block for block in blocks if "rewards=[" in block]
+    return example
+
+
+def test_the_users_own_task_as_the_readme_shows_it(place, tmp_path, monkeypatch, capsys):
+    example = readme_example()
+    lines = [line for line in example.splitlines() if line.strip()]
+    assert len(lines) <= 15
+    small = {r'PolicySection\(path="[^"]*"': f'PolicySection(path="{place.policy}"', r"max_steps=\d+": "max_steps=2"}
+    small[r"max_new_tokens=\d+"] = "max_new_tokens=8"
+    for pattern, value in small.items():
+        example, count = re.subn(pattern, value, example)
+        assert count == 1, pattern
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "README.md", "exec"), {"__name__": "example"})
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [row["step"] for row in rows(folder)] == [1, 2]
+    assert "report:" in capsys.readouterr().out
+    assert evaluate.main(["--run", str(folder)]) == 2  # its reward lives in the script
+    assert "reward brevity: run() was given this function in Python" in capsys.readouterr().err
+    assert isinstance(load_rewriter(folder)("Why?"), str)
+
+
+def test_run_from_python_gives_the_summary_and_columns_to_rewards(place, tmp_path):
+    from grpo_jax.runs.parts import run_config
+
+    seen = []
+
+    def wished(completions, wish):
+        seen.extend(wish)
+        return [float(w in text) for text, w in zip(completions, wish, strict=True)]
+
+    def brief(completions, **_):
+        return [None if not text else -len(text) / 10 for text in completions]
+
+    folder = make_folder(place, tmp_path, max_steps=1)
+    config = dataclasses.replace(run_config(folder), run_dir=str(tmp_path / "run"))
+    records = [{"prompt": f"{c} tree", "wish": c} for c in "abcdefgh"]
+    summary = run(config, prompts=records, rewards=[wished, brief])
+    assert summary["stopped"] is False and {"wished", "brief"} <= summary["evaluation"].keys()
+    assert summary == json.loads(json.dumps(summary)) and set(seen) <= set("abcdefgh")
+    with pytest.raises(UserError, match="run_dir: expected a folder"):
+        run(type(config)())
+    with pytest.raises(UserError, match="each of another name"):
+        run(dataclasses.replace(config, run_dir=str(tmp_path / "b")), prompts=records, rewards=[brief, brief])
+
+
+def make_folder(place, tmp_path, **training):
+    """A folder with a config.yaml whose run is elsewhere."""
+    tmp_path.mkdir(exist_ok=True)
+    values = yaml.safe_load(place.config.read_text())
+    values["training"] |= training
+    values |= {"run_dir": str(tmp_path / "run"), "rewards": []}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path

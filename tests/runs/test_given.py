@@ -1,0 +1,194 @@
+"""Prompts and rewards that `run` is given in Python: what they mean, and that its folder is enough to go on."""
+
+import dataclasses
+import importlib
+import json
+import shutil
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import yaml
+from support.text_task import rows
+
+from grpo_jax import evaluate
+from grpo_jax.config import from_dict
+from grpo_jax.errors import UserError
+from grpo_jax.train import main, run
+
+OWN = """
+def letters(prompts, completions, wish, **columns):
+    return [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish)]
+
+def brief(completions, *, size=10, **columns):
+    return [-len(text) / size for text in completions]
+"""
+PARTS = {"train": "abcdefgh", "validation": "ij", "test": "kl"}
+RECORDS = [{"prompt": f"{c} tree", "wish": c, "split": split} for split, letters in PARTS.items() for c in letters]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A module of rewards."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_given_rewards.py").write_text(OWN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield importlib.import_module("own_given_rewards")
+
+
+@pytest.fixture(scope="module")
+def config(place):
+    """The tiny task for two steps, without prompts and rewards of its own."""
+
+    def make(folder, **changes):
+        values = yaml.safe_load(place.config.read_text()) | {"run_dir": str(folder), "rewards": []}
+        values["data"] = {"max_prompt_tokens": 64}
+        values["training"] |= {"max_steps": 2, "save_every": 1, "inner_epochs": 1, "minibatches": 1}
+        return from_dict(values | changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(own, config, tmp_path_factory):
+    """A run of both rewards, of which the config weighs one and sets its option; its folder and its summary."""
+    folder = tmp_path_factory.mktemp("given") / "run"
+    weighed = [{"name": "brief", "weight": 0.25, "options": {"size": 40.0}}]
+    return folder, run(config(folder, rewards=weighed), prompts=RECORDS, rewards=[own.letters, own.brief])
+
+
+def completions(folder, step):
+    return pyarrow.parquet.read_table(folder / "completions" / f"step_{step:06d}.parquet").to_pydict()
+
+
+def test_the_split_of_records_is_that_of_a_file(finished):
+    folder, summary = finished
+    trained = {prompt for step in (1, 2) for prompt in completions(folder, step)["prompt"]}
+    assert trained == {f"{c} tree" for c in PARTS["train"]}
+    assert summary["prompts"] == 2
+    for records in ([{"prompt": "a", "split": "dev"}], [{"prompt": "a", "split": "train"}, {"prompt": "b"}]):
+        with pytest.raises(UserError, match='"split"'):
+            run(from_dict({"run_dir": str(folder.parent / "x")}), prompts=records)
+    assert not (folder.parent / "x").exists()
+
+
+def test_weight_and_options_of_the_config_hold_for_given_functions(finished):
+    folder, summary = finished
+    written = completions(folder, 1)
+    np.testing.assert_allclose(written["reward/brief"], [-len(text) / 40 for text in written["text"]], rtol=1e-6)
+    row = rows(folder)[0]
+    total = row["reward/letters/mean"] + 0.25 * row["reward/brief/mean"]
+    assert row["reward/total/mean"] == pytest.approx(total, rel=1e-6)
+    after = {name: values["after"] for name, values in summary["evaluation"].items()}
+    assert summary["reward"] == pytest.approx(after["letters"] + 0.25 * after["brief"])
+
+
+def test_a_run_from_python_is_evaluated_on_its_own_prompts(finished, tmp_path, capsys):
+    folder, summary = finished
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert evaluate.main(["--run", str(moved), "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["prompts"] == 2
+    assert measured["greedy"] == {name: values["after"] for name, values in summary["evaluation"].items()}
+
+
+def test_a_run_from_python_is_resumed_by_the_command(finished, tmp_path):
+    folder, summary = finished
+    again = shutil.copytree(folder, tmp_path / "again")
+    for late in ("final", "best", "step_2"):
+        shutil.rmtree(again / "checkpoints" / late, ignore_errors=True)
+    (again / "summary.json").unlink()
+    assert main(["--resume", "--run_dir", str(again)]) == 0
+    assert rows(again) == rows(folder)
+    assert json.loads((again / "summary.json").read_text())["evaluation"] == summary["evaluation"]
+
+
+def test_resuming_with_other_prompts_is_refused(finished, own, config, tmp_path):
+    folder, _ = finished
+    again = dataclasses.replace(config(folder), resume=True)
+    with pytest.raises(UserError, match="--resume: the prompts are not those that"):
+        run(again, prompts=[*RECORDS[1:], RECORDS[0]], rewards=[own.letters, own.brief])
+
+
+def brief(completions, size=10, **columns):
+    return [-len(text) / size for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompts": "a tree"}, "prompts: expected a list of texts or of records .*, got a str"),
+        ({"prompts": {"prompt": ["a", "b"]}}, "got a dict"),
+        ({"prompts": 7}, "got a int"),
+        ({"prompts": ["a", ["b"]]}, "got a list as row 1"),
+        ({"prompts": [{"prompt": "a", 3: "b"}]}, "a column's name must be text, got 3"),
+        ({"prompts": []}, "prompts: expected at least one"),
+        ({"rewards": [brief, "length"]}, "rewards: expected functions, but str is a str"),
+        ({"rewards": []}, "expected at least one function"),
+        ({"rewards": [len]}, "config.rewards names brief, but the functions given are len"),
+        ({"rewards": brief}, r"rewards.brief.options: expected arguments of the reward \(size\), got 'sise'"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(config, tmp_path, given, message):
+    config = config(tmp_path / "run", rewards=[{"name": "brief", "options": {"sise": 40}}])
+    with pytest.raises(UserError, match=message):
+        run(config, **{"prompts": [f"{c} tree" for c in "abcdefghijkl"], **given})
+    assert not (tmp_path / "run").exists()
+
+
+def failing(seen):
+    """A reward that remembers what it was asked about, and ends the run there."""
+
+    def remember(prompts, completions, wish, **columns):
+        seen.extend(zip(prompts, wish, strict=True))
+        raise RuntimeError("enough")
+
+    return remember
+
+
+@pytest.mark.parametrize("library", ["pandas", "datasets"])
+def test_tables_are_read_by_their_rows(config, tmp_path, library):
+    table = pytest.importorskip(library)
+    given = table.DataFrame(RECORDS) if library == "pandas" else table.Dataset.from_list(RECORDS)
+    seen = []
+    with pytest.raises(UserError, match="Nothing was trained yet; mend the judge and start again"):
+        run(config(tmp_path / "run"), prompts=given, rewards={"mine": failing(seen)})
+    assert seen == [("k tree", "k"), ("l tree", "l")]
+    assert not (tmp_path / "run").exists()
+
+
+def test_columns_that_json_would_change_are_not_kept_and_said(config, tmp_path, capsys):
+    records = [record | {"wish": (record["wish"],)} for record in RECORDS]
+
+    def wished(completions, wish):
+        assert all(isinstance(w, tuple) for w in wish)
+        return [float(text.count(w[0])) for text, w in zip(completions, wish, strict=True)]
+
+    folder = tmp_path / "run"
+    run(config(folder), prompts=records, rewards=[wished])
+    assert "column 'wish' of row 0 holds a tuple, which JSON does not keep" in capsys.readouterr().out
+    assert evaluate.main(["--run", str(folder)]) == 2
+    assert "prompts.jsonl does not keep them: call run(config, prompts=...) again" in capsys.readouterr().err
+    run(dataclasses.replace(config(folder), resume=True), prompts=records, rewards=[wished])
+
+
+def test_without_held_out_prompts_all_are_trained_on(place, tmp_path, capsys, monkeypatch, recwarn):
+    folder = tmp_path / "run"
+    monkeypatch.setenv("JUDGE_RUN", str(folder))
+    monkeypatch.setenv("JUDGE", "work:0")
+    steps = ["--training.max_steps=4", "--training.inner_epochs=1", "--training.minibatches=1"]
+    assert main([f"--config={place.config}", f"--run_dir={folder}", "--data.held_out=0", *steps]) == 0
+    out = capsys.readouterr().out
+    assert "16 train, 0 validation, 0 test" in out
+    assert "note: no prompts are held out: nothing is measured before and after training" in out
+    assert {prompt for step in (1, 2, 3, 4) for prompt in completions(folder, step)["prompt"]} == {
+        f"{c} tree" for c in "abcdefghijklmnop"
+    }
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["evaluation"] == {} and summary["prompts"] == 0
+    assert summary["reward"] is None and summary["improvement"] is None
+    assert (folder / "policy" / "config.json").is_file() and (folder / "report.html").is_file()
+    assert evaluate.main(["--run", str(folder)]) == 2
+    assert "no prompts were held out (data.held_out), so there is nothing to measure" in capsys.readouterr().err
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]

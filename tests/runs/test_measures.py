@@ -1,0 +1,189 @@
+"""What a run says of itself is what it maximises, and what it computed: best, total, improvement, charts, seconds.
+
+A judge that turns during the run: from the third validation on, every completion earns much of the easy reward
+without the hard one that it waits for. One process dies after three iterations and another goes on.
+"""
+
+import json
+import re
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import yaml
+from support.text_task import aged, rows
+
+from grpo_jax import evaluate
+from grpo_jax.train import main
+
+JUDGE = """
+import os, pathlib
+
+def done():
+    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+
+def easy(completions):
+    if os.environ["JUDGE"] == f"raise:{done()}":
+        raise RuntimeError("the judge is away")
+    return [(5 if done() >= 2 else 1) + len(text) / 100 for text in completions]
+
+def hard(completions):
+    return [0.5 if done() >= 2 else 1.0 for _ in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def config(place, tmp_path_factory):
+    """Three iterations' worth of what every run here shares: no reference, one update for each batch."""
+    folder = tmp_path_factory.mktemp("turning")
+    (folder / "judge.py").write_text(JUDGE)
+    values = yaml.safe_load(place.config.read_text())
+    values["algorithm"] = {}
+    values["training"] = {"prompts_per_batch": 4, "max_steps": 5, "save_every": 0}
+    values["evaluation"] = {"every": 1, "sampled": False}
+    values["rewards"] = [
+        {"name": f"{folder / 'judge.py'}:easy", "condition_on": "hard", "threshold": 1.0},
+        {"name": f"{folder / 'judge.py'}:hard", "weight": 2.0},
+    ]
+    return values
+
+
+def train(values, folder, *arguments, judge="work", expected=0):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE_RUN", str(folder))
+        patch.setenv("JUDGE", judge)
+        file = folder.with_suffix(".yaml")
+        file.write_text(yaml.safe_dump(values))
+        named = [] if "--resume" in arguments else ["--config", str(file)]
+        assert main([*named, "--run_dir", str(folder), *arguments]) == expected
+
+
+@pytest.fixture(scope="module")
+def turned(config, tmp_path_factory):
+    """Killed by its judge after three iterations, as if they had taken a thousand seconds; then five in all."""
+    folder = tmp_path_factory.mktemp("turned") / "run"
+    train(config, folder, judge="raise:3", expected=2)
+    aged(folder / "checkpoints" / "step_3", 1000.0)
+    train(config, folder, "--resume")
+    return folder
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def judged(folder, step):
+    """Columns of an iteration's completions."""
+    return pyarrow.parquet.read_table(folder / "completions" / f"step_{step:06d}.parquet").to_pydict()
+
+
+# what is maximised
+
+
+def test_the_best_policy_is_not_the_one_that_games_the_easy_reward(turned):
+    table = rows(turned)
+    honest = [row["validation/easy"] + 2 * row["validation/hard"] for row in table[:2]]
+    np.testing.assert_allclose([row["validation/score"] for row in table], [*honest, 1.0, 1.0, 1.0], rtol=1e-6)
+    assert table[4]["validation/easy"] > 4 + table[1]["validation/easy"] / 2  # which would make up for the hard one
+    best = summary_of(turned)["best"]
+    assert best["iteration"] <= 2 and best["validation_score"] == max(honest)
+
+
+def test_the_total_of_a_batch_has_its_conditions(turned):
+    for row in rows(turned):
+        found = judged(turned, row["step"])
+        easy, hard = np.array(found["reward/easy"]), np.array(found["reward/hard"])
+        total = np.where(hard >= 1, easy, 0) + 2 * hard
+        assert row["reward/total/mean"] == pytest.approx(total.mean(), rel=1e-6)
+        assert row["reward/total/std"] == pytest.approx(total.std(), abs=1e-6)
+        assert row["reward/easy/mean"] == pytest.approx(easy.mean(), rel=1e-6)  # as judged
+
+
+def test_the_improvement_is_in_what_is_maximised(turned, capsys):
+    summary = summary_of(turned)
+    easy, hard, total = (summary["evaluation"][name] for name in ("easy", "hard", "total"))
+    assert easy["after"] > 5 > 2 > easy["before"]  # as judged
+    before, after = easy["before"] + 2 * hard["before"], 0.0 + 2 * hard["after"]
+    assert summary["baseline_reward"] == total["before"] == pytest.approx(before)
+    assert summary["reward"] == total["after"] == pytest.approx(after)
+    assert summary["improvement"] == pytest.approx(after - before)
+    assert summary["relative_improvement"] == pytest.approx((after - before) / before)
+    log = (turned / "train.log").read_text()
+    assert f"improvement {after - before:+.3f}" in log
+    assert re.search(r"total +\d\.\d+ +1\.000", log)
+    page = (turned / "report.html").read_text()
+    assert "<p class='claim'>total" in page
+
+
+def test_evaluate_shows_the_total(turned, capsys, monkeypatch):
+    monkeypatch.setenv("JUDGE_RUN", str(turned))
+    monkeypatch.setenv("JUDGE", "work")
+    assert evaluate.main(["--run", str(turned), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["greedy"]["total"] == summary_of(turned)["reward"]
+    assert evaluate.main(["--run", str(turned)]) == 0
+    assert re.search(r"^total +1\.0000$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_penalty_on_length_is_in_the_total(place, tmp_path):
+    """Over a buffer as long as the longest completion it is a straight line: -tokens / 8."""
+    values = yaml.safe_load(place.config.read_text())
+    values["algorithm"] = {"overlong_buffer": 8}
+    values["training"] = {"prompts_per_batch": 4, "max_steps": 1}
+    values["evaluation"] = {"every": 1, "sampled": False}
+    folder = tmp_path / "run"
+    train(values, folder, judge="work:0")
+    (row,), summary, found = rows(folder), summary_of(folder), judged(folder, 1)
+
+    def total(letters, brief, tokens):
+        return letters + 0.5 * brief - tokens / 8
+
+    drawn = total(*(np.array(found[name]) for name in ("reward/letters", "reward/brief", "length")))
+    assert row["reward/total/mean"] == pytest.approx(drawn.mean(), rel=1e-6)
+    measures = ("letters", "brief", "completion_tokens")
+    assert row["validation/score"] == pytest.approx(total(*(row[f"validation/{name}"] for name in measures)))
+    for kind, name in (("before", "baseline_reward"), ("after", "reward")):
+        assert summary[name] == pytest.approx(total(*(summary["evaluation"][m][kind] for m in measures)))
+
+
+def test_no_reward_has_the_name_of_their_sum(config, tmp_path, capsys):
+    values = config | {"rewards": [{"name": "judge.py:total"}]}
+    train(values, tmp_path / "run", expected=2)
+    assert "rewards.name: expected another name: the weighted sum has it, got 'total'" in capsys.readouterr().err
+
+
+# what was computed, and when
+
+
+def test_the_seconds_are_those_of_all_processes(turned):
+    seconds = summary_of(turned)["seconds"]
+    assert {"sample", "score", "update", "evaluate"} < seconds.keys()
+    assert 1000 < max(seconds.values()) == seconds["total"] < 2000
+
+
+def chart(folder, title):
+    """A figure of the report; empty where there is none."""
+    found = re.search(
+        rf"<figure class='chart'><figcaption>{title}</figcaption>.*?</figure>", (folder / "report.html").read_text()
+    )
+    return found.group() if found else ""
+
+
+def test_charts_are_of_what_was_computed(turned):
+    """Without a reference, and with one update for each batch, the rows hold zeros."""
+    assert all(row["kl"] == row["clip_low"] == row["clip_high"] == 0 for row in rows(turned))
+    assert not chart(turned, "KL to the reference") and not chart(turned, "Clipped tokens")
+    assert chart(turned, "Entropy of the policy") and chart(turned, "Gradient norm")
+
+
+def test_iterations_that_compile_are_told_and_not_drawn(turned):
+    table = [json.loads(line) for line in (turned / "metrics.jsonl").read_text().splitlines()]
+    figure = chart(turned, "Seconds per iteration")
+    assert {int(step) for step in re.findall(r", iteration (\d+):", figure)} == {2, 3, 5}
+    told = re.search(r"<p class='note'>Left out, for then programs are compiled: (.*?)\.</p>", figure).group(1)
+    named = re.fullmatch(r"iteration 1 with (\S+) s, iteration 4 with (\S+) s", told).groups()
+    expected = [table[0]["seconds/total"], table[3]["seconds/total"]]
+    np.testing.assert_allclose([float(text) for text in named], expected, rtol=0.01)
+    shown = [v for row in (table[1], table[2], table[4]) for k, v in row.items() if k.startswith("seconds/")]
+    top = max(float(text) for text in re.findall(r"text-anchor='end'>([\d.]+)<", figure))
+    assert top <= 2.5 * max(shown)

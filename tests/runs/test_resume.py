@@ -1,0 +1,90 @@
+"""A run that was killed or stopped at any moment and resumed is the run that never was."""
+
+import signal
+
+import pytest
+from support.text_task import (
+    assert_same_run,
+    final_state,
+    finish,
+    finished_run,
+    kill,
+    rows,
+    start,
+    train,
+    wait_for,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place):
+    return finished_run(place)
+
+
+def steps(run):
+    return sorted(
+        int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*") if "tmp" not in path.name
+    )
+
+
+def test_six_steps_at_once_have_something_to_restore(uninterrupted):
+    """The other tests would pass on a run in which nothing happens."""
+    table = rows(uninterrupted)
+    assert [row["step"] for row in table] == [1, 2, 3, 4, 5, 6]
+    assert len({row["learning_rate"] for row in table}) == 6
+    assert all(row["grad_norm"] > 0 and row["kl"] != 0 for row in table)
+    assert [("validation/score" in row) for row in table] == [False, True] * 3
+    assert table[0]["reward/letters/mean"] != table[5]["reward/letters/mean"]
+    assert steps(uninterrupted) == [3, 6]
+    state, progress = final_state(uninterrupted)
+    assert state["reference"] is not None and progress["iteration"] == 6 and progress["best_score"] is not None
+
+
+def test_killed_between_checkpoints(place, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    process = start(place, run, judge="hold:4")
+    wait_for(lambda: (run / "held").exists() and 3 in steps(run), process)
+    kill(process, run)
+    assert len(rows(run)) == 4 and not (run / "summary.json").exists()
+    done = train(place, run, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "resumed after iteration 3 of 6" in done.stdout
+    assert_same_run(run, uninterrupted)
+
+
+def test_killed_before_the_first_checkpoint_then_during_a_write(place, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    process = start(place, run, "--training.save_every", "1", judge="hold:0")
+    wait_for((run / "held").exists, process)
+    kill(process, run)
+    assert steps(run) == []
+
+    process = start(place, run, "--resume", judge="commit:2")  # step 3 is written in full and not committed
+    wait_for((run / "held").exists, process)
+    kill(process, run)
+    left = [path.name for path in run.glob("checkpoints/*tmp*")]
+    assert steps(run)[-1] == 2 and any("step_3" in name for name in left)
+
+    assert final_state(run, "latest")[1]["iteration"] == 2  # the previous one loads
+    done = train(place, run, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "resumed after iteration 2 of 6" in done.stdout
+    assert not list(run.glob("checkpoints/**/*tmp*"))
+    assert_same_run(run, uninterrupted)
+
+
+def test_sigterm_saves_and_ends_cleanly(place, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    process = start(place, run, judge="hold:2")
+    wait_for((run / "held").exists, process)
+    process.send_signal(signal.SIGTERM)
+    (run / "held").unlink()
+    done = finish(process)
+    assert done.returncode == 0 and done.stderr == ""
+    assert f"stopped and saved after iteration 3: --resume --run_dir {run} goes on" in done.stdout
+    assert len(rows(run)) == 3 and 3 in steps(run)
+    done = train(place, run, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run, uninterrupted)

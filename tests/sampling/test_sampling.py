@@ -1,0 +1,366 @@
+"""The sampler against NumPy loops: distributions, ends, buckets, random numbers."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from grpo_jax.sampling import sampler as sampling
+from grpo_jax.sampling.sampler import Samples, bucket_size, cache_sizes, make_sampler
+from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
+
+VOCABULARY = 300  # more than two blocks of the two-level draw, and no multiple of one
+PAD, EOS = 0, 1
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def choose(rows, keys, params):
+    """`choose_tokens` for logits [R, V]."""
+    return choose_tokens(rows.T, keys, params)
+
+
+class BigramPrefix(NamedTuple):
+    hidden: jax.Array
+
+
+class Bigram:
+    """A policy whose next-token logits are a row of a table: what it should write is known exactly."""
+
+    def __init__(self):
+        self.traces = 0
+        self.decoded = []  # prompts in each step
+
+    def prefill(self, variables, tokens, mask):
+        self.traces += 1
+        return BigramPrefix(jax.nn.one_hot(tokens[:, -1], variables["table"].shape[0]))
+
+    def unstack(self, variables):
+        return variables
+
+    def decode(self, variables, prefix, tokens, cache):
+        jax.debug.callback(lambda count=len(tokens): self.decoded.append(count))
+        return jax.nn.one_hot(tokens, variables["table"].shape[0]), cache + 1
+
+    def init_cache(self, prompts, group, length, dtype=None):
+        return jnp.int32(0)
+
+    def head(self, variables):
+        return variables["table"].T
+
+
+def table(seed=0, vocabulary=VOCABULARY, spread=2.0):
+    return {"table": jnp.asarray(np.random.default_rng(seed).normal(0, spread, (vocabulary,) * 2), jnp.float32)}
+
+
+def prompts(last_tokens, length=3):
+    tokens = np.full((len(last_tokens), length), 2, np.int32)
+    tokens[:, -1] = last_tokens
+    return tokens, np.ones(tokens.shape, bool)
+
+
+def keys_for(prompt_ids, seed=0):
+    return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(jnp.asarray(prompt_ids))
+
+
+def restricted(logits, params, allowed=None):
+    """The oracle: sort, cut and normalise one row in float64. Returns (policy, sampler) probabilities."""
+    logits = np.asarray(logits, np.float64) / (params.temperature or 1.0)
+    if allowed is not None:
+        logits = np.where(allowed, logits, -np.inf)
+    policy = np.exp(logits - logits.max())
+    policy /= policy.sum()
+    order = np.argsort(-policy, kind="stable")
+    kept = order[: params.top_k] if params.top_k else order
+    share = policy[kept] / policy[kept].sum()
+    kept = kept[: 1 + int(np.sum(np.cumsum(share) < params.top_p))] if params.top_p < 1 else kept
+    kept = [i for i in kept if policy[i] >= params.min_p * policy.max()]
+    sampler = np.zeros_like(policy)
+    sampler[kept] = policy[kept] / policy[kept].sum()
+    return policy, sampler
+
+
+def chi_square(tokens, probabilities):
+    """p-value of the counts; tokens expected fewer than five times are put together."""
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    expected = probabilities * len(tokens)
+    assert not counts[probabilities == 0].any()
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    if expected[-1] < 1e-9:
+        observed, expected = observed[:-1], expected[:-1]
+    return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
+
+
+ALLOWED = np.arange(VOCABULARY) % 3 != 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({}, None),
+        ({"temperature": 1.7}, ALLOWED),
+        ({"top_k": 20}, None),
+        ({"top_p": 0.8}, None),
+        ({"min_p": 0.05}, None),
+        ({"top_k": 50, "top_p": 0.7, "min_p": 0.02, "temperature": 1.2}, ALLOWED),
+        ({"top_p": 0.9, "min_p": 0.02, "temperature": 0.8}, ALLOWED),
+    ],
+)
+def test_frequencies_and_logprobs_match_the_softmax(settings, allowed):
+    params = SamplingParams(group_size=20_000, max_new_tokens=1, **settings)
+    variables = table()
+    sample = make_sampler(Bigram(), params, eos_ids=(EOS,), pad_id=PAD, allowed_tokens=allowed)
+    samples = sample(variables, *prompts([7]), keys_for([3]))
+    tokens = np.asarray(samples.tokens)[0, :, 0]
+    policy, sampler = restricted(variables["table"][7], params, allowed)
+    assert chi_square(tokens, sampler) > 1e-3
+    # The same counts must be refused when a wrong distribution is expected, or the test has no power.
+    wrong = np.where(sampler > 0, sampler**1.1, 0)
+    assert chi_square(tokens, wrong / wrong.sum()) < 1e-3
+    np.testing.assert_allclose(samples.logprobs[0, :, 0], np.log(policy[tokens]), atol=1e-5)
+    np.testing.assert_allclose(samples.sampler_logprobs[0, :, 0], np.log(sampler[tokens]), atol=1e-5)
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.5, 0.95, 0.999])
+def test_top_p_without_sorting_keeps_the_tokens_that_sorting_keeps(top_p):
+    rows = np.random.default_rng(1).normal(0, 3, (40, VOCABULARY)).astype(np.float32)
+    params = SamplingParams(1, 1, top_p=top_p)
+    choice = choose(jnp.asarray(rows), keys_for(range(40)), params)
+    for row, token, logprob in zip(rows, choice.tokens, choice.sampler_logprobs, strict=True):
+        _, sampler = restricted(row, params)
+        assert sampler[token] > 0
+        np.testing.assert_allclose(logprob, np.log(sampler[token]), atol=1e-5)
+
+
+def test_top_p_keeps_ties_together_and_one_token_at_least():
+    logits = jnp.log(jnp.asarray([[0.2, 0.4, 0.2, 0.2], [0.9, 0.04, 0.03, 0.03]]))
+    keys = jax.random.split(jax.random.key(0), (200, 2))
+    draws = jax.vmap(lambda k: choose(logits, k, SamplingParams(1, 1, top_p=0.5)))(keys)
+    assert set(np.unique(draws.tokens[:, 0])) == {0, 1, 2, 3}
+    assert set(np.unique(draws.tokens[:, 1])) == {0}
+    np.testing.assert_array_equal(draws.sampler_logprobs[:, 1], 0)
+
+
+def test_tokens_of_zero_probability_are_never_drawn():
+    logits = jnp.full((4000, 257), -jnp.inf).at[:, 128].set(0.0).at[:, 256].set(-1.0)
+    choice = choose(logits, jax.random.split(jax.random.key(0), 4000), SamplingParams(1, 1))
+    assert set(np.unique(choice.tokens)) == {128, 256}
+    assert np.isfinite(choice.logprobs).all()
+
+
+def test_greedy_takes_the_most_likely_allowed_token_with_logprobs_at_temperature_one():
+    params = SamplingParams(group_size=2, max_new_tokens=4, temperature=0.0)
+    variables = table(seed=2)
+    sample = make_sampler(Bigram(), params, eos_ids=(), pad_id=PAD, allowed_tokens=ALLOWED)
+    samples = sample(variables, *prompts([5, 9]), keys_for([0, 1]))
+    for p, last in enumerate([5, 9]):
+        for t in range(4):
+            policy, _ = restricted(variables["table"][last], params, ALLOWED)
+            last = int(policy.argmax())
+            assert (np.asarray(samples.tokens)[p, :, t] == last).all()
+            np.testing.assert_allclose(samples.logprobs[p, :, t], np.log(policy[last]), atol=1e-5)
+    np.testing.assert_array_equal(samples.sampler_logprobs, 0)
+    assert samples.truncated.all()
+
+
+def test_what_comes_after_any_of_several_ends_is_padding():
+    # A wrong sampler honours the first id only, or leaves the end itself out of the mask.
+    ends = (EOS, 4, 250)
+    params = SamplingParams(group_size=16, max_new_tokens=12)
+    variables = table(seed=3, spread=1.0)
+    variables["table"] = variables["table"].at[:, list(ends)].add(3.0)
+    sample = make_sampler(Bigram(), params, eos_ids=ends, pad_id=PAD)
+    samples = jax.tree.map(np.asarray, sample(variables, *prompts([5, 9, 11]), keys_for([0, 1, 2])))
+    seen = set()
+    for tokens, mask, logprobs, sampler, truncated in zip(*(x.reshape(48, *x.shape[2:]) for x in samples), strict=True):
+        where = [t for t, token in enumerate(tokens[mask]) if token in ends]
+        assert mask.sum() == (where[0] + 1 if where else 12)
+        assert mask[: mask.sum()].all()
+        assert truncated == (not where)
+        assert (tokens[~mask] == PAD).all() and (logprobs[~mask] == 0).all() and (sampler[~mask] == 0).all()
+        assert (logprobs[mask] < 0).all()
+        seen |= {int(tokens[t]) for t in where}
+    assert seen == set(ends)
+    assert 0 < samples.truncated.sum() < 48
+
+
+def test_an_end_token_that_is_also_the_padding_counts_once():
+    params = SamplingParams(group_size=8, max_new_tokens=6)
+    variables = {"table": table(seed=3, spread=1.0)["table"].at[:, PAD].add(4.0)}
+    samples = make_sampler(Bigram(), params, eos_ids=(PAD,), pad_id=PAD)(variables, *prompts([5]), keys_for([0]))
+    tokens, mask = np.asarray(samples.tokens), np.asarray(samples.mask)
+    assert (~np.asarray(samples.truncated)).any()
+    np.testing.assert_array_equal(((tokens == PAD) & mask).sum(-1), ~np.asarray(samples.truncated))
+
+
+def test_decoding_stops_when_every_completion_has_ended():
+    policy = Bigram()
+    variables = {"table": jnp.zeros((8, 8)).at[:, EOS].set(50.0)}
+    sample = make_sampler(policy, SamplingParams(4, 100), eos_ids=(EOS,), pad_id=PAD)
+    samples = sample(variables, *prompts([3] * 9), keys_for(range(9)))  # 9 prompts: one row of the bucket is padding
+    jax.effects_barrier()
+    np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), 1)
+    assert policy.decoded == []
+
+
+def test_groups_that_have_ended_leave_and_the_others_write_the_same(monkeypatch):
+    """Prompts 0, 2 and 3 go round tokens 20 to 29 without an end; the others end at once: half of the batch goes on."""
+    logits = np.random.default_rng(6).normal(0, 1, (VOCABULARY, VOCABULARY)).astype(np.float32)
+    logits[20:30, 20:30] += 30
+    logits[10, EOS] = 40
+    variables = {"table": jnp.asarray(logits)}
+    given = prompts([25, 10, 20, 29, 10, 10]), keys_for(range(6))
+    written = []
+    for longest_whole in (40, 8):  # completions above this length may go on with half of the prompts
+        monkeypatch.setattr(sampling, "_HALVING", longest_whole)
+        policy = Bigram()
+        sample = make_sampler(policy, SamplingParams(3, 40), eos_ids=(EOS,), pad_id=PAD)
+        written.append(jax.block_until_ready(sample(variables, *given[0], given[1])))
+        jax.effects_barrier()
+        assert policy.decoded == [6 if longest_whole == 40 else 3] * 39
+    whole, half = written
+    jax.tree.map(np.testing.assert_array_equal, whole, half)
+    np.testing.assert_array_equal(np.asarray(half.mask).sum(-1)[:, 0], [40, 1, 40, 40, 1, 1])
+
+
+def test_a_batch_is_halved_once_few_enough_go_on():
+    """Groups end one after the other: whole steps as long as more than half of the prompts write, then half ones."""
+    logits = np.full((VOCABULARY, VOCABULARY), -100, np.float32)
+    logits[np.arange(VOCABULARY), np.maximum(np.arange(VOCABULARY) - 1, EOS)] = 0  # counts down to the end
+    policy = Bigram()
+    sample = make_sampler(policy, SamplingParams(2, 70), eos_ids=(EOS,), pad_id=PAD)
+    lengths = [20, 60, 5, 90]
+    samples = sample({"table": jnp.asarray(logits)}, *prompts(np.array(lengths) + 1), keys_for(range(4)))
+    jax.effects_barrier()
+    np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), [[n, n] for n in (20, 60, 5, 70)])
+    np.testing.assert_array_equal(samples.truncated, [[False] * 2] * 3 + [[True] * 2])
+    assert policy.decoded == [4] * 19 + [2] * 50  # the first token of each comes from the prompt
+
+
+def test_the_cache_grows_in_few_sizes():
+    for length in (1, 64, 65, 200, 4096):
+        sizes = cache_sizes(length)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == length and len(sizes) <= 4
+        assert all(later - size <= max(64, length / 4 + 8) for size, later in zip([0, *sizes], sizes, strict=False))
+
+
+def test_random_numbers_do_not_depend_on_the_other_prompts():
+    sample = make_sampler(Bigram(), SamplingParams(3, 5), eos_ids=(EOS,), pad_id=PAD)
+    variables = table(seed=4)
+    together = sample(variables, *prompts([5, 6, 7, 8, 9], length=20), keys_for([10, 11, 12, 13, 14]))
+    alone = sample(variables, *prompts([7]), keys_for([12]))
+    np.testing.assert_array_equal(together.tokens[2:3], alone.tokens)
+    np.testing.assert_array_equal(together.mask[2:3], alone.mask)
+
+
+def test_completions_prompts_steps_and_keys_draw_differently():
+    sample = make_sampler(Bigram(), SamplingParams(4, 8), eos_ids=(), pad_id=PAD)
+    variables = {"table": jnp.zeros((VOCABULARY, VOCABULARY))}
+    first = sample(variables, *prompts([5, 5]), keys_for([0, 1]))
+    again = sample(variables, *prompts([5, 5]), keys_for([0, 1]))
+    later = sample(variables, *prompts([5, 5]), keys_for([0, 1], seed=1))
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert len(np.unique(np.asarray(first.tokens))) > 40  # 64 uniform draws of 300: about 57 distinct
+    assert (np.asarray(first.tokens) == np.asarray(later.tokens)).mean() < 0.1
+
+
+def test_a_group_larger_by_some_begins_with_the_same_completions():
+    variables = table(seed=5)
+    small, large = (
+        make_sampler(Bigram(), SamplingParams(g, 5), eos_ids=(EOS,), pad_id=PAD)(
+            variables, *prompts([5, 6]), keys_for([0, 1])
+        )
+        for g in (2, 5)
+    )
+    np.testing.assert_array_equal(small.tokens, large.tokens[:, :2])
+
+
+def test_one_bucket_compiles_once():
+    policy = Bigram()
+    sample = make_sampler(policy, SamplingParams(2, 3), eos_ids=(EOS,), pad_id=PAD)
+    shapes = [(10, 9), (10, 16), (9, 12), (10, 9)]  # (prompts, length), all of the bucket (10, 16)
+    for count, length in shapes:
+        samples = sample(table(), *prompts([5] * count, length=length), keys_for(range(count)))
+        assert isinstance(samples, Samples) and samples.tokens.shape == (count, 2, 3)
+    assert policy.traces == 1
+    sample(table(), *prompts([5] * 10, length=17), keys_for(range(10)))
+    assert policy.traces == 2
+
+
+def test_bucket_sizes_are_few_and_never_small():
+    sizes = [bucket_size(n) for n in range(1, 1025)]
+    assert all(n <= size <= 1.25 * n for n, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) <= 8 + 4 * 7
+    assert {bucket_size(n, smallest=8) for n in range(1, 65)} == set(range(8, 65, 8))
+
+
+def test_low_precision_states_give_float32_logprobs():
+    class Half(Bigram):
+        def prefill(self, variables, tokens, mask):
+            return jax.tree.map(lambda x: x.astype(jnp.bfloat16), super().prefill(variables, tokens, mask))
+
+        def decode(self, variables, prefix, tokens, cache):
+            hidden, cache = super().decode(variables, prefix, tokens, cache)
+            return hidden.astype(jnp.bfloat16), cache
+
+    sample = make_sampler(Half(), SamplingParams(2, 3), eos_ids=(), pad_id=PAD)
+    samples = sample(table(), *prompts([5]), keys_for([0]))
+    assert samples.logprobs.dtype == samples.sampler_logprobs.dtype == jnp.float32
+    rounded = np.asarray(table()["table"].astype(jnp.bfloat16), np.float64)
+    last = 5
+    for token, logprob in zip(samples.tokens[0, 0], samples.logprobs[0, 0], strict=True):
+        policy, _ = restricted(rounded[last], SamplingParams(1, 1))
+        np.testing.assert_allclose(logprob, np.log(policy[token]), atol=1e-4)
+        last = int(token)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("group_size", 0),
+        ("max_new_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+    ],
+)
+def test_wrong_parameters_are_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{"group_size": 2, "max_new_tokens": 2, field: value})
+
+
+def test_wrong_input_is_named():
+    tokens, mask = prompts([5, 6])
+    keys = keys_for([0, 1])
+    sample = make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(EOS,), pad_id=PAD)
+    right_padded, empty = mask.copy(), mask.copy()
+    right_padded[0, -1] = False
+    empty[0] = False
+    for bad in (right_padded, empty):
+        with pytest.raises(ValueError, match="padded on the left"):
+            sample(table(), tokens, bad, keys)
+    with pytest.raises(ValueError, match="prompt_mask"):
+        sample(table(), tokens, mask[:1], keys)
+    with pytest.raises(ValueError, match="one per prompt"):
+        sample(table(), tokens, mask, keys[:1])
+    with pytest.raises(ValueError, match="typed PRNG keys"):
+        sample(table(), tokens, mask, jnp.zeros((2,), jnp.uint32))
+    with pytest.raises(ValueError, match="rbg"):
+        sample(table(), tokens, mask, jax.random.split(jax.random.key(0, impl="rbg"), 2))
+    with pytest.raises(ValueError, match="eos_ids"):
+        make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(VOCABULARY,), pad_id=PAD)(table(), tokens, mask, keys)
+    with pytest.raises(ValueError, match="vocabulary"):
+        make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(EOS,), pad_id=PAD, allowed_tokens=np.ones(7, bool))(
+            table(), tokens, mask, keys
+        )
+    for nothing in (np.zeros(VOCABULARY, bool), np.ones(VOCABULARY)):
+        with pytest.raises(ValueError, match="allowed_tokens"):
+            make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(EOS,), pad_id=PAD, allowed_tokens=nothing)

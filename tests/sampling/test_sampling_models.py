@@ -1,0 +1,151 @@
+"""The sampler on a real decoder: against transformers' generate and against the update's own forward."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from support import tiny_models
+
+from grpo_jax.core.logprobs import token_logprobs
+from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.hf import load_folder
+from grpo_jax.sampling.sampler import cache_sizes, make_sampler
+from grpo_jax.sampling.token_choice import SamplingParams
+
+NEW_TOKENS = 10
+UNUSED = tiny_models.VOCAB_SIZE - 1  # an id these greedy completions never reach
+TEXTS = ("a red disc", "two cats!", "sky")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    # Wide initial weights: the logits of the usual 0.02 are so alike that rounding could decide.
+    return tiny_models.causal_lm(tmp_path_factory.mktemp("policy"), initializer_range=0.3)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return load_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def variables(loaded):
+    return {"params": loaded.params}
+
+
+def encode(loaded, texts):
+    """Left-padded ids and mask, as int32 and bool."""
+    ids = [loaded.tokenizer(text)["input_ids"] for text in texts]
+    longest = max(map(len, ids))
+    tokens = np.full((len(ids), longest), loaded.pad_id, np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for row, (tokens_row, mask_row) in zip(ids, zip(tokens, mask, strict=True), strict=True):
+        tokens_row[longest - len(row) :] = row
+        mask_row[longest - len(row) :] = True
+    return tokens, mask
+
+
+def keys_for(prompt_ids):
+    return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(np.asarray(prompt_ids))
+
+
+def generate(folder, tokens, mask, eos_ids, pad_id):
+    """Greedy completions of transformers, padded to NEW_TOKENS."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        output = model.generate(
+            torch.tensor(tokens, dtype=torch.long),
+            attention_mask=torch.tensor(mask, dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=list(eos_ids) or None,
+            pad_token_id=pad_id,
+        )
+    new = output[:, tokens.shape[1] :].numpy()
+    return np.pad(new, ((0, 0), (0, NEW_TOKENS - new.shape[1])), constant_values=pad_id)
+
+
+def test_greedy_tokens_are_those_of_transformers(folder, loaded, variables):
+    tokens, mask = encode(loaded, TEXTS)
+    free = generate(folder, tokens, mask, (UNUSED,), loaded.pad_id)
+    # Ends that the model does reach, at different places: one in the first row, one in the second.
+    ends = (int(free[0, 3]), int(free[1, 6]))
+    expected = generate(folder, tokens, mask, ends, loaded.pad_id)
+    params = SamplingParams(group_size=2, max_new_tokens=NEW_TOKENS, temperature=0.0)
+    sample = make_sampler(make_policy(loaded.config), params, eos_ids=ends, pad_id=loaded.pad_id)
+    samples = sample(variables, tokens, mask, keys_for([0, 1, 2]))
+    for g in range(2):
+        np.testing.assert_array_equal(samples.tokens[:, g], expected)
+    assert not np.asarray(samples.truncated)[:2].any()
+    assert len(set(np.asarray(samples.mask).sum(-1)[:, 0])) > 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logprobs_are_those_of_the_updates_forward(loaded, variables, dtype):
+    # One distribution is trained: cached decoding and the shared full forward must agree on it.
+    policy = make_policy(loaded.config, compute_dtype=dtype)
+    allowed = np.arange(tiny_models.VOCAB_SIZE) % 5 != 3
+    params = SamplingParams(3, NEW_TOKENS, temperature=1.3, top_k=40, top_p=0.9)
+    ends = tuple(range(0, 60, 2))  # many, so that completions end at different places
+    sample = make_sampler(policy, params, eos_ids=ends, pad_id=loaded.pad_id, allowed_tokens=allowed)
+    tokens, mask = encode(loaded, TEXTS)
+    samples = sample(variables, tokens, mask, keys_for([0, 1, 2]))
+    hidden = policy.forward_group(variables, tokens, mask, samples.tokens, samples.mask)
+    logprobs, _ = token_logprobs(
+        hidden, policy.head(variables), samples.tokens, temperature=1.3, allowed_tokens=allowed
+    )
+    drawn = np.asarray(samples.mask)
+    assert len(set(drawn.sum(-1).ravel())) > 2
+    assert allowed[np.asarray(samples.tokens)[drawn]].all()
+    tolerance = 1e-4 if dtype == "float32" else 0.3
+    np.testing.assert_allclose(samples.logprobs[drawn], logprobs[drawn], atol=tolerance, rtol=0)
+    assert (np.asarray(samples.sampler_logprobs) >= np.asarray(samples.logprobs) - 1e-6).all()
+
+
+def test_other_prompts_of_the_batch_do_not_change_a_completion(loaded, variables):
+    sample = make_sampler(
+        make_policy(loaded.config),
+        SamplingParams(2, NEW_TOKENS),
+        eos_ids=loaded.eos_ids,
+        pad_id=loaded.pad_id,
+    )
+    one = sample(variables, *encode(loaded, TEXTS), keys_for([0, 1, 2]))
+    # The same prompt in another place, with other and longer neighbours; one shape, so tokens are exact.
+    other = sample(variables, *encode(loaded, ("dogs ran, so", "what", TEXTS[0])), keys_for([7, 8, 0]))
+    np.testing.assert_array_equal(one.tokens[0], other.tokens[2])
+    assert (np.asarray(one.tokens[1]) != np.asarray(other.tokens[1])).any()
+
+
+def test_a_second_batch_of_the_bucket_does_not_compile(loaded, variables):
+    traced = []
+    policy = make_policy(loaded.config)
+    counted = policy._replace(prefill=lambda *args: traced.append(1) or policy.prefill(*args))
+    sample = make_sampler(counted, SamplingParams(2, 3), eos_ids=loaded.eos_ids, pad_id=loaded.pad_id)
+    sample(variables, *encode(loaded, TEXTS), keys_for([0, 1, 2]))
+    updated = jax.tree.map(lambda x: 2 * x, variables)
+    sample(updated, *encode(loaded, ("a longer prompt", "sea", "sky")), keys_for([3, 4, 5]))
+    assert len(traced) == 1
+
+
+def test_a_growing_cache_and_a_halved_batch_are_the_updates_forward(loaded, variables):
+    """Long completions: through two sizes of the cache, and half of the prompts end early."""
+    policy, steps = make_policy(loaded.config), 70
+    assert len(cache_sizes(steps)) == 2
+    tokens, mask = encode(loaded, (*TEXTS, "a b"))
+    endless = make_sampler(policy, SamplingParams(2, steps), eos_ids=(), pad_id=loaded.pad_id)
+    free = np.asarray(endless(variables, tokens, mask, keys_for(range(4))).tokens)
+    # What two of the prompts write early and the others, if at all, later ends their completions.
+    ends = tuple(
+        {int(free[p, g, 3 + p]) for p in (0, 2) for g in (0, 1)} - {*free[1].ravel()[:60], *free[3].ravel()[:60]}
+    )
+    sample = make_sampler(policy, SamplingParams(2, steps), eos_ids=ends, pad_id=loaded.pad_id)
+    samples = sample(variables, tokens, mask, keys_for(range(4)))
+    drawn = np.asarray(samples.mask)
+    np.testing.assert_array_equal(np.asarray(samples.tokens)[drawn], free[drawn])
+    hidden = policy.forward_group(variables, tokens, mask, samples.tokens, samples.mask)
+    logprobs, _ = token_logprobs(hidden, policy.head(variables), samples.tokens)
+    np.testing.assert_allclose(samples.logprobs[drawn], logprobs[drawn], atol=1e-4, rtol=0)
+    ended = ~np.asarray(samples.truncated).any(1)
+    assert ended.sum() >= 2 and not ended.all()

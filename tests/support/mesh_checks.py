@@ -1,0 +1,126 @@
+"""What tests/test_sharding.py looks at, measured on eight simulated devices: JSON to standard output."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from support import tiny_update
+
+from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
+from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.gpt2 import GPT2Config
+from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.sharding import (
+    make_mesh,
+    over_prompts,
+    place,
+    place_batch,
+    shard_optimizer,
+    shard_policy,
+    shardings,
+)
+from grpo_jax.training import trainer
+
+MESHES = ((8, 1), (4, 2), (2, 4))
+PROMPTS = 2 * tiny_update.PROMPTS
+
+
+def make_batch():
+    half = tiny_update.make_batch()
+    return jax.tree.map(lambda x: jnp.concatenate([x, x[::-1]]), half)
+
+
+def updated(mesh):
+    """The state after an update by plain gradient descent at rate 1 (its step is the gradient), and the report."""
+    policy = shard_policy(make_policy(tiny_update.CONFIG, spread=over_prompts(mesh)), mesh)
+    optimizer = shard_optimizer(optax.sgd(1.0), mesh)
+    section = AlgorithmSection(kl_coef=0.1, entropy_coef=0.05)
+    training = TrainingSection(prompts_per_batch=PROMPTS)
+    update = trainer.make_update(policy, optimizer, section, training, temperature=tiny_update.TEMPERATURE)
+    start = trainer.init_state(place(tiny_update.make_variables(), mesh), optimizer, keep_reference=True)
+    start = place(start, mesh)
+    batch = place_batch(make_batch(), mesh)
+    places = jax.tree.map(lambda leaf: leaf.sharding, start)
+    state, report = update(start, batch, jax.random.key(2))
+    kept = places == jax.tree.map(lambda leaf: leaf.sharding, state)
+    return state, report, kept
+
+
+def bytes_by_device(tree):
+    total = np.zeros(8, int)
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            total[shard.device.id] += shard.data.nbytes
+    return total.tolist()
+
+
+def compare():
+    state, report, _ = updated(None)
+    assert report["grad_norm"] > 0.01
+    found = {}
+    for sizes in MESHES:
+        mesh = make_mesh(*sizes, jax.devices())
+        other, other_report, kept = updated(mesh)
+        pairs = zip(jax.tree.leaves(state.variables), jax.tree.leaves(other.variables), strict=True)
+        found[f"{sizes[0]}x{sizes[1]}"] = {
+            "gradient": max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),
+            "loss": abs(report["loss"] - other_report["loss"]),
+            "kept": kept,
+        }
+    return found
+
+
+def memory():
+    """Bytes of weights and AdamW's state on one device, and on each of eight."""
+    section = OptimizerSection()
+    optimizer = trainer.make_optimizer(section, trainer.make_schedule(section, 10))
+    variables = tiny_update.make_variables()
+    state = trainer.init_state(variables, optimizer, keep_reference=False)
+    found = {"whole": sum(leaf.nbytes for leaf in jax.tree.leaves(state))}
+    for sizes in MESHES:
+        mesh = make_mesh(*sizes, jax.devices())
+        sharded = shard_optimizer(optimizer, mesh)
+        state = place(trainer.init_state(place(variables, mesh), sharded, keep_reference=False), mesh)
+        found[f"{sizes[0]}x{sizes[1]}"] = bytes_by_device(state)
+    return found
+
+
+def specs():
+    """The partition of every leaf, by path, for both families with adapters; and what is said where it cannot be."""
+    mesh, found = make_mesh(2, 4, jax.devices()), {}
+    gpt2 = GPT2Config(50257, 64, 128, 2, 4, 32)
+    adapters = {"qwen2": LoraConfig(4, 8.0, ("q_proj", "o_proj")), "gpt2": LoraConfig(4, 8.0, ("c_attn", "c_fc"))}
+    for name, config in (("qwen2", tiny_update.CONFIG), ("gpt2", gpt2)):
+        tree = jax.eval_shape(lambda c=config, n=name: init_variables(c, jax.random.key(0), lora=adapters[n]))
+        for path, sharding in jax.tree_util.tree_leaves_with_path(shardings(tree, mesh)):
+            key = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[f"{name}/{key}"] = [list(n) if isinstance(n, tuple) else n for n in sharding.spec]
+    odd = {"params": {"layers": {"q_proj": {"kernel": jax.ShapeDtypeStruct((2, 33, 32), jnp.float32)}}}}
+    for name, call in (
+        ("odd", lambda: shardings(odd, mesh)),
+        ("unknown", lambda: shardings({"experts": jnp.ones((8, 8))}, mesh)),
+        ("few", lambda: make_mesh(8, 2, jax.devices())),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def rows_of_products():
+    """Rows of the left side of each product in a layer of `forward_group` on a device, as compiled."""
+    mesh = make_mesh(4, 2, jax.devices())
+    policy = shard_policy(make_policy(tiny_update.CONFIG, spread=over_prompts(mesh), remat="none"), mesh)
+    variables, batch = place(tiny_update.make_variables(), mesh), place_batch(make_batch(), mesh)
+    text = jax.jit(policy.forward_group).lower(variables, *batch[:4]).compile().as_text()
+    lines = [line for line in text.splitlines() if " dot(" in line and "_proj/" in line]
+    return sorted({int(line.split("f32[")[1].split(",")[0]) for line in lines})
+
+
+if __name__ == "__main__":
+    checks = {"compare": compare, "memory": memory, "specs": specs, "rows": rows_of_products}
+    json.dump({name: check() for name, check in checks.items()}, sys.stdout)

@@ -1,0 +1,225 @@
+"""A tiny text task, trained through the real command: a policy folder, a prompt file, a judge that can misbehave.
+
+What the judge does is set by the environment: JUDGE="action:rows" acts once metrics.jsonl of JUDGE_RUN has that many
+rows.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 600  # seconds; only a hang takes that long
+TIMINGS = ("seconds/", "tokens_per_second")
+
+JUDGE = '''
+import os, pathlib, time
+
+def letters(prompts, completions, wish, **columns):
+    """Share of letters; more for the letter that is wished for."""
+    values = [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish)]
+    action, _, rows = os.environ.get("JUDGE", "work:0").partition(":")
+    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
+    done = len(metrics.read_text().splitlines()) if metrics.is_file() else 0  # /dev/full has no end
+    if done < int(rows):
+        return values
+    training = len(completions) == 16
+    if action == "raise" or (action == "validation" and not training):
+        raise RuntimeError("the judge is away")
+    if action == "hang":
+        time.sleep(4)
+    if action == "hold":
+        flag = pathlib.Path(os.environ["JUDGE_RUN"]) / "held"
+        flag.touch()
+        while flag.exists():
+            time.sleep(0.02)
+    if action == "commit":
+        hold_commits(after=int(rows))
+    return {"nan": [float("nan"), *values[1:]], "short": values[1:]}.get(action, values)
+
+def brief(completions):
+    return [-len(text) / 10 for text in completions]
+
+def hold_commits(after, rename=os.rename):
+    """Later checkpoints are written in full and never given their name."""
+    def held(source, target, **options):
+        _, _, step = pathlib.Path(target).name.partition("step_")
+        if "orbax-checkpoint-tmp" in str(source) and step.isdigit() and int(step) > after:
+            (pathlib.Path(os.environ["JUDGE_RUN"]) / "held").touch()
+            time.sleep(600)
+        return rename(source, target, **options)
+    os.rename = held
+'''
+
+
+class Place(NamedTuple):
+    """Where everything lies: a config that names it all."""
+
+    folder: Path
+    config: Path
+    policy: Path
+    judge: Path
+
+
+def make_place(folder: Path) -> Place:
+    """Writes policy, prompts, judge and a config in which everything that a resume must restore matters."""
+    from support.tiny_models import (
+        causal_lm,  # torch: CartPole's tests, which need the rest of this file, run without it
+    )
+
+    policy = causal_lm(folder / "policy")
+    judge = folder / "judge.py"
+    judge.write_text(JUDGE)
+    lines = [json.dumps({"prompt": f"{c} tree", "wish": c}) + "\n" for c in "abcdefghijklmnop"]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    config = {
+        "task": "text",
+        "seed": 3,
+        "report_to": [],
+        "policy": {"path": str(policy)},
+        "data": {"prompts": str(folder / "prompts.jsonl"), "held_out": 0.25, "max_prompt_tokens": 64},
+        "sampling": {"group_size": 4, "max_new_tokens": 8},
+        "algorithm": {"kl_coef": 0.1, "update_ref_every": 2},
+        "optimizer": {"learning_rate": 0.01, "schedule": "cosine", "warmup_steps": 3},
+        "training": {
+            "prompts_per_batch": 4,
+            "max_steps": 6,
+            "inner_epochs": 2,
+            "minibatches": 2,
+            "save_every": 3,
+        },
+        "evaluation": {"every": 2, "sampled": False},
+        "rewards": [{"name": f"{judge}:letters"}, {"name": f"{judge}:brief", "weight": 0.5}],
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return Place(folder, folder / "config.yaml", policy, judge)
+
+
+def finished_run(place: Place) -> Path:
+    """Six steps at once, made by the first who asks."""
+    run = place.folder / "uninterrupted"
+    if not (run / "summary.json").exists():
+        done = train(place, run)
+        assert done.returncode == 0, done.stderr
+    return run
+
+
+# processes
+
+
+def environment(place: Place, run: Path, judge: str) -> dict[str, str]:
+    return os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JUDGE": judge,
+        "JUDGE_RUN": str(run),
+    }
+
+
+def start(place: Place, run: Path, *arguments: str, judge: str = "work:0") -> subprocess.Popen:
+    """Starts the training command; a new run unless --resume is among the arguments."""
+    config = [] if "--resume" in arguments else ["--config", str(place.config)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "grpo_jax.train", *config, "--run_dir", str(run), *arguments],
+        env=environment(place, run, judge),
+        cwd=place.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    out, err = process.communicate(timeout=PATIENCE)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def train(place: Place, run: Path, *arguments: str, judge: str = "work:0") -> subprocess.CompletedProcess:
+    return finish(start(place, run, *arguments, judge=judge))
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    """Waits while the process lives."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"it ended or hangs ({process.poll()}): {process.communicate()}")
+        time.sleep(0.01)
+
+
+def kill(process: subprocess.Popen, run: Path) -> None:
+    """kill -9, as a power cut would."""
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    (run / "held").unlink(missing_ok=True)
+
+
+# what a run left
+
+
+def rows(run: Path) -> list[dict]:
+    """metrics.jsonl without timings."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{name: v for name, v in json.loads(line).items() if not name.startswith(TIMINGS)} for line in lines]
+
+
+def final_state(run: Path, which: int | str = "final"):
+    """Everything a checkpoint holds: its state (parameters, optimizer, reference) and progress, but no processes."""
+    from grpo_jax.runs.loop import make_learner
+
+    from grpo_jax.runs.checkpoint import Checkpoints
+    from grpo_jax.runs.parts import load_parts, run_config
+
+    parts = load_parts(run_config(run), say=lambda *_: None)
+    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
+        state, meta = checkpoints.restore(which, make_learner(parts).start(parts.variables)._asdict())
+    progress = meta["progress"]
+    del progress["seconds"], progress["starts"]
+    return state, progress
+
+
+def aged(checkpoint: Path, seconds: float) -> None:
+    """Makes a checkpoint one of a process that took that much longer, in all and in each of its stages."""
+    file = checkpoint / "meta" / "metadata"
+    meta = json.loads(file.read_text())
+    spent = meta["progress"]["seconds"]
+    spent |= {name: value + seconds for name, value in spent.items()}
+    if "warm_start" in meta:
+        meta["warm_start"] += seconds
+    file.write_text(json.dumps(meta))
+
+
+def assert_same_bits(came, expected) -> None:
+    assert jax.tree.structure(came) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(came), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), jax.tree_util.keystr(path)
+
+
+def assert_same_run(came: Path, expected: Path) -> None:
+    """Metrics, completions, final and best states, export and results are those of the other run, bit for bit."""
+    import pyarrow.parquet
+
+    assert rows(came) == rows(expected)
+    for path in sorted((expected / "completions").iterdir()):
+        other = came / "completions" / path.name
+        assert pyarrow.parquet.read_table(other).equals(pyarrow.parquet.read_table(path)), path.name
+    for which in ("final", "best"):
+        (state, progress), (other, other_progress) = final_state(came, which), final_state(expected, which)
+        assert_same_bits(state, other)
+        assert progress == other_progress
+    weights = "policy/model.safetensors"
+    assert (came / weights).read_bytes() == (expected / weights).read_bytes()
+    mine, theirs = (json.loads((run / "summary.json").read_text()) for run in (came, expected))
+    for name in ("evaluation", "reward", "best", "iterations"):
+        assert mine[name] == theirs[name], name

@@ -1,0 +1,223 @@
+"""The command on CartPole: without torch, resumable bit for bit, and clear about what it does not understand."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from support.missing_packages import without
+from support.text_task import ROOT
+
+from grpo_jax.config import to_dict, to_yaml
+from grpo_jax.config.command_line import arguments_with_defaults, find_config, parse
+from grpo_jax.errors import UserError
+from grpo_jax.runs.checkpoint import restore_params
+from grpo_jax.runs.parts import run_config
+from grpo_jax.tasks.cartpole.config import CartPoleConfig, cartpole_from_dict
+from grpo_jax.train import main, run
+
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("cartpole_*.yaml"))
+TINY = {
+    "num_seeds": 2,
+    "report_to": [],
+    "algorithm": {"name": "ppo", "kl_coef": 0.0, "epochs": 2, "minibatches": 2},
+    "rollout": {"environments": 4, "steps": 16},
+    "network": {"hidden": [8]},
+    "training": {"iterations": 4, "save_every": 2},
+    "evaluation": {"every": 2, "episodes": 4},
+}
+
+
+def rows(folder):
+    """metrics.jsonl without what a clock measured."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if "per_second" not in k} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cartpole") / "run"
+    return folder, run(dataclasses.replace(cartpole_from_dict(TINY), run_dir=str(folder)))
+
+
+def test_a_run_directory(finished):
+    folder, summary = finished
+    assert not summary["stopped"] and not (folder / "completions").exists()
+    table = rows(folder)
+    assert [row["step"] for row in table] == [1, 2, 3, 4]
+    assert ["solved" in row for row in table] == [False, True] * 2
+    assert [row["environment_steps"] for row in table] == [64, 128, 192, 256]
+    saved = json.loads((folder / "summary.json").read_text())
+    measure = saved["evaluation"]["episode_return"]
+    assert measure["oracle"] == 500 and 5 < measure["before"] < 500 and 5 < measure["after"] < 500
+    assert saved["seeds"] == 2 and len(saved["returns"]) == 2 and saved["solved"] == 0
+    np.testing.assert_allclose(np.mean(saved["returns"]), measure["after"])
+    assert saved["environment_steps"] == 512 and saved["environment_steps_per_second"] > 0
+    assert saved["parameters"] == {"policy": 49, "value": 49}
+    assert {"compile", "train", "total"} <= saved["seconds"].keys() and "jax" in saved["versions"]
+    page = (folder / "report.html").read_text()
+    assert "Episode return" in page and "steps until first solved" in page and "held-out" not in page
+    assert "CartPole-v1, 2 seeds" in (folder / "train.log").read_text()
+    config = parse(["--config", str(folder / "config.yaml")])
+    assert config == dataclasses.replace(cartpole_from_dict(TINY), run_dir=str(folder))
+
+
+@pytest.mark.slow
+def test_resumed_is_uninterrupted(finished, tmp_path, capsys):
+    """Stopped after the first block, by the event that a signal sets, and continued."""
+    from grpo_jax.tasks.cartpole import command
+
+    class AfterOne:
+        """Set from the second look on."""
+
+        looks = 0
+
+        def is_set(self):
+            self.looks += 1
+            return self.looks > 1
+
+    folder = tmp_path / "run"
+    config = dataclasses.replace(cartpole_from_dict(TINY), run_dir=str(folder))
+    execute = command.execute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "execute", lambda run, state, progress, stop: execute(run, state, progress, AfterOne()))
+        assert run(config) == {"stopped": True, "iteration": 2}
+    assert len(rows(folder)) == 2 and not (folder / "summary.json").exists()
+    with open(folder / "metrics.jsonl", "a") as file:  # of iterations that a kill left without a checkpoint
+        file.write('{"step": 3}\n')
+    assert main(["--resume", "--run_dir", str(folder)]) == 0
+    assert "resumed after iteration 2 of 4" in capsys.readouterr().out
+    assert rows(folder) == rows(finished[0])
+    ours, whole = (restore_params(place, "final")[0] for place in (folder, finished[0]))
+    for name in ("policy", "value"):
+        for layer, parts in whole[name].items():
+            for part, expected in parts.items():
+                np.testing.assert_array_equal(ours[name][layer][part], expected)
+    first, second = (json.loads((place / "summary.json").read_text()) for place in (folder, finished[0]))
+    for name in ("evaluation", "returns", "environment_steps_by_seed", "solved_at"):
+        assert first[name] == second[name]
+
+    assert main(["--resume", "--run_dir", str(folder), "--algorithm.epochs", "3"]) == 2
+    assert "belongs to another configuration" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_trains_without_torch(tmp_path):
+    """With torch, transformers and diffusers not to be imported."""
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "diffusers", "open_clip", "bridges"):
+            raise ImportError(name + " is not to be had")
+sys.meta_path.insert(0, Refuse())
+from grpo_jax.train import main
+sys.exit(main(sys.argv[1:]))
+"""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(TINY | {"task": "cartpole"}))
+    arguments = ["--config", str(tmp_path / "c.yaml"), "--run_dir", str(tmp_path / "run"), "--training.iterations", "2"]
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code, *arguments],
+        cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "solved (mean return >= 475 over 4 episodes): 0 of 2 seeds" in done.stdout
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_these_tests_need_no_torch(tmp_path):
+    """Who installs CartPole alone can run its tests: all of them are found where torch is not."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+    files = sorted(str(path) for path in (ROOT / "tests").glob("test_cartpole*.py"))
+    hidden = without(tmp_path, "torch", "torchvision", "diffusers", "open_clip", "accelerate")
+    done = subprocess.run([*command, *files], cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("gymnax", 'gymnax is not installed; run pip install "grpo_jax[cartpole]"'),
+        ("six", 'six is not installed; run pip install "grpo_jax[cartpole]"'),  # gymnax does not bring it
+        ("seaborn", "gymnax cannot be imported: No module named 'seaborn'"),  # gymnax should have brought it
+    ],
+)
+def test_gymnax_missing(missing, message, tmp_path):
+    hidden = without(tmp_path / "hidden", missing)
+    command = [sys.executable, "-m", "grpo_jax.train", "--task", "cartpole", "--run_dir", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=tmp_path, env=hidden, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs(name):
+    config = parse(["--config", name])
+    assert isinstance(config, CartPoleConfig) and config.num_seeds == 10
+    assert cartpole_from_dict(yaml.safe_load(to_yaml(config))) == cartpole_from_dict(to_dict(config)) == config
+    header = find_config(name).read_text().splitlines()[:12]
+    assert any(f"python -m grpo_jax.train --config configs/{name}.yaml" in line for line in header)
+    assert any("Hardware" in line for line in header)
+    assert any("Expected" in line for line in header)
+
+
+def test_the_task_decides_the_fields(tmp_path, capsys):
+    assert parse(arguments_with_defaults(["--task", "cartpole"])) == parse(["--config", "cartpole_grpo"])
+    changed = parse(["--config", "cartpole_grpo", "--algorithm.discount=0.9", "--network.hidden", "[8, 8]"])
+    assert changed.algorithm.discount == 0.9 and changed.network.hidden == [8, 8]
+    for arguments in (["--task", "cartpole", "--help"], ["--config", "cartpole_ppo", "--help"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        text = " ".join(capsys.readouterr().out.split())
+        assert "--algorithm.trace" in text and "Episodes from each start (G)" in text and "--renderer" not in text
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "--renderer" in text and "--rollout" not in text and "--task cartpole --help" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--algorithm.discount", "1.5"], "algorithm.discount: expected a number in [0, 1], got 1.5"),
+        (["--algorithm.trace", "-0.1"], "algorithm.trace: expected a number in [0, 1], got -0.1"),
+        (["--algorithm.clip_low", "-1"], "algorithm.clip_low: expected a number in (0, 1], got -1"),
+        (["--rollout.group_size", "1"], "rollout.group_size: expected at least 2"),
+        (["--algorithm.weights", "[1, 2]"], "algorithm.weights: expected none or 1 finite numbers"),
+        (["--algorithm.objectives", "[upright, upright]"], "algorithm.objectives: expected one or more, each once"),
+        (["--algorithm.objectives", "[fast]"], "fast"),
+        (["--algorithm.condition", "5"], "algorithm.condition: expected 0 without both objectives"),
+        (["--algorithm.minibatches", "2"], "algorithm.minibatches: expected 1 but with ppo"),
+        (["--algorithm.name", "ppo"], "algorithm.kl_coef: expected 0 with ppo"),
+        (["--training.iterations", "15"], "training.iterations: expected a multiple of evaluation.every = 10, got 15"),
+        (["--network.hidden", "[0]"], "network.hidden: expected widths >= 1"),
+        (["--optimizer.learning_rate", "0"], "optimizer.learning_rate: expected a number > 0"),
+        (["--num_seeds", "0"], "num_seeds: expected a number >= 1"),
+        (["--renderer.steps", "4"], "renderer"),
+        (["--sampling.group_size", "4"], "sampling"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
+    assert main(["--config", "cartpole_grpo", "--run_dir", str(tmp_path / "run"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_fields_in_a_file(tmp_path, capsys):
+    for text, message in (("algorithm: {gamma: 1}", "gamma"), ("rewards: []", "rewards")):
+        (tmp_path / "c.yaml").write_text(f"task: cartpole\n{text}\n")
+        assert main(["--config", str(tmp_path / "c.yaml")]) == 2
+        error = capsys.readouterr().err
+        assert message in error and len(error.splitlines()) == 1
+    with pytest.raises(UserError, match=r"algorithm.gamma: expected one of"):
+        cartpole_from_dict({"algorithm": {"gamma": 1}})
+
+
+def test_language_commands_say_that_it_is_cartpole(finished):
+    with pytest.raises(UserError, match="a CartPole run has no language policy"):
+        run_config(finished[0])

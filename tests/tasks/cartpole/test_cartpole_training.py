@@ -1,0 +1,212 @@
+"""Training on CartPole: one compiled function, alike for one seed and for many, and it learns."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.text_task import ROOT
+
+from grpo_jax.models.mlp import count_parameters, make_mlp
+from grpo_jax.tasks.cartpole import environment as task
+from grpo_jax.tasks.cartpole import updates
+from grpo_jax.tasks.cartpole.config import cartpole_from_dict
+from grpo_jax.tasks.cartpole.seeds import seed_keys
+from grpo_jax.tasks.cartpole.training import make_optimizer, make_train
+
+SMALL = {
+    "rollout": {"groups": 2, "group_size": 4, "environments": 4, "steps": 32},
+    "network": {"hidden": [16]},
+    "optimizer": {"learning_rate": 3e-3},
+    "training": {"iterations": 4},
+    "evaluation": {"every": 2, "episodes": 8},
+}
+ALGORITHMS = {
+    "gdpo": {"name": "gdpo", "epochs": 3, "objectives": ["upright", "centred"], "condition": 20},
+    "ppo": {"name": "ppo", "epochs": 3, "minibatches": 2, "kl_coef": 0.0},
+}
+
+
+def small(name):
+    algorithm = ALGORITHMS.get(name, {"name": "grpo", "epochs": 1})
+    return cartpole_from_dict(SMALL | {"algorithm": algorithm})
+
+
+@pytest.fixture(scope="module", params=ALGORITHMS)
+def trained(request):
+    """(config, functions, compiled train over seeds, its answer for three of them)."""
+    config = small(request.param)
+    training = make_train(config)
+    train = jax.jit(jax.vmap(training.train))
+    return config, training, train, jax.block_until_ready(train(seed_keys(0, 3)))
+
+
+def test_history(trained):
+    config, _, _, (state, history) = trained
+    assert (state.iteration == 4).all()
+    steps = history.iterations["environment_steps"]
+    assert steps.shape == (3, 4) and (np.diff(steps) > 0).all() and (steps[:, -1] == state.steps).all()
+    np.testing.assert_array_equal(history.evaluations["iteration"], [[0, 2, 4]] * 3)
+    np.testing.assert_array_equal(history.evaluations["environment_steps"][:, 1:], steps[:, [1, 3]])
+    for name in ("loss", "entropy", "mean_ratio", "clip_low", "clip_high", "grad_norm"):
+        assert np.isfinite(history.iterations[name]).all(), name
+    assert (history.iterations["grad_norm"] > 0).all()
+    assert len(np.unique(history.evaluations["episode_return"])) > 3
+    if config.algorithm.name == "ppo":
+        np.testing.assert_array_equal(steps, [[128, 256, 384, 512]] * 3)
+    else:  # real steps alone are counted: eight episodes of the mean length
+        returns = history.iterations["episode_return"]
+        np.testing.assert_allclose(np.diff(steps, prepend=0, axis=1), 8 * returns, rtol=1e-5)
+        assert (history.iterations["distinct_advantages"] > 1).all()
+
+
+def test_a_second_call_does_not_compile(trained):
+    _, _, train, first = trained
+    again = train(seed_keys(0, 3))
+    other = train(seed_keys(7, 3))
+    assert train._cache_size() == 1
+    jax.tree.map(np.testing.assert_array_equal, first[0].params, again[0].params)
+    assert not np.array_equal(first[1].iterations["loss"], other[1].iterations["loss"])
+
+
+def test_blocks_are_the_whole_run_and_a_seed_learns_alike_alone(trained):
+    """What the command calls in turn is what `train` does at once, for one seed as for many.
+
+    To rounding, for one seed over two iterations: later ones may draw another action where a last bit differs.
+    """
+    config, training, _, (state, history) = trained
+    block = jax.jit(jax.vmap(training.block))
+    middle, first, _ = block(jax.vmap(training.init)(seed_keys(0, 3)))
+    end, second, measures = block(middle)
+    np.testing.assert_array_equal(end.steps, state.steps)
+    for name in ("loss", "episode_return"):
+        joined = np.concatenate([first[name], second[name]], axis=1)
+        np.testing.assert_allclose(joined, history.iterations[name], rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(measures["episode_return"], history.evaluations["episode_return"][:, -1], rtol=1e-3)
+    if config.algorithm.name == "ppo":  # one of the two is enough: a program takes seconds to compile
+        return
+    one, alone, _ = jax.jit(training.block)(training.init(jax.random.key(2)))
+    assert int(one.steps) == int(middle.steps[2])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[2], rtol=1e-3, atol=1e-4), one.params, middle.params)
+    for name in ("loss", "entropy", "episode_return"):
+        np.testing.assert_allclose(alone[name], first[name][2], rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    """A batch of groups, and what one update makes of it, by the number of steps in a chunk."""
+    config = small("grpo")
+    policy = make_mlp(task.FEATURES, hidden=(16,))
+    optimizer, _ = make_optimizer(config)
+    params = {"policy": policy.init(jax.random.key(0))}
+    cartpole = task.make_cartpole()
+    starts = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), cartpole.start(jax.random.key(1), 2))
+
+    @jax.jit
+    def play(params):
+        act = lambda x: policy.apply(params["policy"], x)  # noqa: E731
+        return updates.group_batch(config, task.play_episodes(cartpole, act, starts, jax.random.key(2)))[0]
+
+    batch, by_chunk = play(params), {}
+    with pytest.MonkeyPatch.context() as patch:
+        for chunk in (10, 500):
+            patch.setattr(updates, "_CHUNK", chunk)
+            learn = jax.jit(lambda *x: updates.group_updates(config, policy.apply, optimizer, *x))
+            by_chunk[chunk] = learn(params, optimizer.init(params), batch)
+    return policy, batch, by_chunk
+
+
+def test_the_gradient_does_not_depend_on_the_chunks(learned):
+    few, many = learned[2][500], learned[2][10]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), few, many)
+    assert few[2]["grad_norm"] > 1e-3
+
+
+def test_an_untouched_policy_has_ratio_one(learned):
+    """The only pass's old log-probabilities are those of the policy that acted."""
+    metrics = learned[2][500][2]
+    np.testing.assert_allclose(metrics["mean_ratio"], 1, atol=1e-6)
+    assert abs(metrics["kl"]) < 1e-6 and metrics["clip_low"] == metrics["clip_high"] == 0
+
+
+def test_the_update_makes_good_actions_likelier(learned):
+    """Steps with positive advantage are more probable than before, the others less."""
+    policy, batch, by_chunk = learned
+    log_odds = policy.apply(by_chunk[500][0]["policy"], batch.observations)
+    gain = updates.action_logprobs(log_odds, batch.actions) - batch.old_logprobs
+    assert jnp.sum(jnp.where(batch.mask, gain * batch.advantages, 0)) / jnp.sum(batch.mask) > 1e-4
+
+
+def test_the_perceptron():
+    network = make_mlp(4, hidden=(8, 5), activation="tanh", output_scale=0.01)
+    params = network.init(jax.random.key(0))
+    assert count_parameters(params) == 4 * 8 + 8 + 8 * 5 + 5 + 5 + 1
+    x = jax.random.normal(jax.random.key(1), (3, 2, 4))
+    got = network.apply(params, x)
+    layers = [(np.asarray(params[f"Dense_{i}"]["kernel"]), np.asarray(params[f"Dense_{i}"]["bias"])) for i in range(3)]
+    h = np.asarray(x)
+    for kernel, bias in layers[:-1]:
+        h = np.tanh(h @ kernel + bias)
+    expected = (h @ layers[-1][0] + layers[-1][1])[..., 0]
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(layers[0][0] @ layers[0][0].T, 2 * np.eye(4), atol=1e-5)  # orthogonal, gain √2
+    np.testing.assert_allclose(np.linalg.norm(layers[2][0]), 0.01, rtol=1e-5)
+    for wrong, message in (({"activation": "gelu"}, "activation"), ({"hidden": (0,)}, "hidden")):
+        with pytest.raises(ValueError, match=message):
+            make_mlp(4, **wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optimizer": {"learning_rate": 1e-3}, "training": {"iterations": 50}},
+        {
+            "algorithm": {"name": "ppo", "kl_coef": 0.0, "minibatches": 4, "discount": 0.99},
+            "optimizer": {"learning_rate": 3e-3, "schedule": "linear"},
+            "training": {"iterations": 30},
+        },
+    ],
+    ids=["grpo", "ppo"],
+)
+def test_it_learns(sections):
+    """Three seeds, from falling to standing."""
+    training = make_train(cartpole_from_dict(sections | {"evaluation": {"every": 10}}))
+    _, history = jax.jit(jax.vmap(training.train))(seed_keys(20, 3))
+    returns = np.asarray(history.evaluations["episode_return"])
+    assert returns[:, 0].mean() < 150
+    assert np.median(returns[:, -1]) >= 475 and returns[:, -1].min() > 300
+    entropy = np.asarray(history.iterations["entropy"])
+    assert (entropy[:, -1] < entropy[:, 0]).all()
+
+
+SPREAD = """
+import jax, numpy as np
+from test_cartpole_training import small
+from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys
+from grpo_jax.tasks.cartpole.training import make_train
+assert len(jax.devices()) == 3
+assert [len(seed_devices(count)) for count in (1, 2, 3, 4, 5, 6, 7)] == [1, 2, 3, 2, 1, 3, 1]
+training = make_train(small("grpo"))
+start = jax.vmap(training.init)(seed_keys(0, 2))
+state, metrics, _ = over_seeds(training.block, seed_devices(2))(start)
+assert len(metrics["loss"].sharding.device_set) == 2
+_, together, _ = over_seeds(training.block, jax.devices()[:1])(start)
+for name in ("environment_steps", "episode_return", "entropy"):
+    np.testing.assert_allclose(metrics[name], together[name], rtol=1e-3, atol=1e-4)
+"""
+
+
+def test_seeds_spread_over_devices_learn_alike():
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    done = subprocess.run(
+        [sys.executable, "-c", SPREAD],
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,232 @@
+"""Baselines against slow loops, the table, and the published figures on Amazon Beauty."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from grpo_jax.tasks.recommendation import baselines, metrics, table
+from grpo_jax.tasks.recommendation.catalogue import make_catalogue
+from grpo_jax.tasks.recommendation.examples import HistoryTemplate, leave_one_out
+from grpo_jax.tasks.recommendation.sequences import UserSequence
+
+BEAUTY = Path(__file__).parents[4] / "shared" / "data" / "beauty"
+ITEMS = 25
+
+
+def random_users(seed=0, users=40):
+    rng = np.random.default_rng(seed)
+    popular = 1 / np.arange(1, ITEMS + 1)
+    chosen = [
+        rng.choice(ITEMS, rng.integers(4, 10), replace=False, p=popular / popular.sum()).tolist() for _ in range(users)
+    ]
+    return [UserSequence(f"u{u}", tuple(items)) for u, items in enumerate(chosen)]
+
+
+USERS = random_users()
+CATALOGUE = make_catalogue(
+    [f"i{i}" for i in range(ITEMS)],
+    [f"word{i % 5} thing{i % 7}" for i in range(ITEMS)],
+    {"code": [f"B{(i * 7) % ITEMS:03d}" for i in range(ITEMS)]},
+)
+ROWS = leave_one_out(USERS, CATALOGUE, HistoryTemplate()).test
+
+
+class Ranks(NamedTuple):
+    rank: np.ndarray
+    probability: np.ndarray
+
+
+class WordRetriever:
+    """Cosine of word counts, in NumPy; refuses to answer about one user."""
+
+    silent_about: int | None = None
+
+    def score_ranks(self, texts, targets, exclude):
+        return self.score_mixed_ranks([[text] for text in texts], [[1.0]] * len(texts), targets, exclude)
+
+    def score_mixed_ranks(self, texts, weights, targets, exclude):
+        vectors = [
+            sum(w * self._vector(text) for w, text in zip(ws, query, strict=True))
+            for query, ws in zip(texts, weights, strict=True)
+        ]
+        scores = np.stack(vectors) @ np.stack([self._vector(title) for title in CATALOGUE.titles]).T
+        rank = metrics.rank_of(metrics.count_better(scores, np.array(targets), exclude, tolerance=1e-9))
+        if self.silent_about is not None:
+            rank = np.where(np.array(targets) == self.silent_about, np.nan, rank)
+        return Ranks(rank, np.zeros(len(rank)))
+
+    def _vector(self, text):
+        counts = Counter(text.split())
+        names = [f"word{i}" for i in range(5)] + [f"thing{i}" for i in range(7)]
+        vector = np.array([counts[name] for name in names], float)
+        return vector / max(np.linalg.norm(vector), 1e-12)
+
+
+def slow_ranks(score):
+    """Ranks from score(history, item), one item at a time; ties against the target."""
+    ranks = []
+    for row in ROWS:
+        history, target = row.columns["history"], row.columns["target_row"]
+        own = score(history, target)
+        others = [item for item in range(ITEMS) if item not in history and item != target]
+        ranks.append(1 + sum(score(history, item) >= own - 1e-9 for item in others))
+    return ranks
+
+
+def known(user):
+    return user.items[:-2]
+
+
+def test_popularity_counts_users_in_training():
+    counts = Counter(item for user in USERS for item in known(user))
+    ranks = metrics.rank_of(baselines.rank_all(baselines.popularity(USERS, ITEMS), ROWS, block=7))
+    assert ranks.tolist() == slow_ranks(lambda history, item: counts[item])
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.7, 0.0])
+def test_item_knn_sums_cosines_over_the_history(decay):
+    takers = {item: {user.user for user in USERS if item in known(user)} for item in range(ITEMS)}
+
+    def cosine(a, b):
+        both = len(takers[a] & takers[b])
+        return both / (len(takers[a]) * len(takers[b])) ** 0.5 if both and a != b else 0.0
+
+    def score(history, item):
+        return sum(decay**age * cosine(old, item) for age, old in enumerate(reversed(history)))
+
+    ranks = metrics.rank_of(baselines.rank_all(baselines.item_knn(USERS, ITEMS, ROWS, decay=decay), ROWS))
+    assert ranks.tolist() == slow_ranks(score)
+
+
+def test_markov_counts_steps_and_falls_back_on_popularity():
+    steps = Counter(pair for user in USERS for pair in zip(known(user), known(user)[1:], strict=False))
+    counts = Counter(item for user in USERS for item in known(user))
+
+    def score(history, item):
+        return steps[history[-1], item] + counts[item] / 1000
+
+    ranks = metrics.rank_of(baselines.rank_all(baselines.markov(USERS, ITEMS, ROWS), ROWS))
+    assert ranks.tolist() == slow_ranks(score)
+
+
+def test_title_baselines_ask_with_the_last_title_the_weighted_history_and_the_own_title():
+    retriever = WordRetriever()
+    ranks = baselines.title_baselines(retriever, CATALOGUE, ROWS, decay=0.5, block=16)
+    vectors = [retriever._vector(title) for title in CATALOGUE.titles]
+
+    def decayed(history, item):
+        return sum(0.5**age * vectors[old] @ vectors[item] for age, old in enumerate(reversed(history)))
+
+    assert list(ranks) == ["last title", "history titles, decay 0.5", "oracle: own title"]
+    assert ranks["last title"].tolist() == slow_ranks(lambda history, item: vectors[history[-1]] @ vectors[item])
+    assert ranks["history titles, decay 0.5"].tolist() == slow_ranks(decayed)
+    best = [1 + sum(CATALOGUE.titles[i] == row.columns["target_title"] for i in range(ITEMS) if i not in
+            (*row.columns["history"], row.columns["target_row"])) for row in ROWS]  # fmt: skip
+    assert ranks["oracle: own title"].tolist() == best
+    with pytest.raises(ValueError, match="decay must be in"):
+        baselines.title_baselines(retriever, CATALOGUE, ROWS, decay=1.1)
+    with pytest.raises(ValueError, match="decay must be in"):
+        baselines.item_knn(USERS, ITEMS, ROWS, decay=-0.1)
+
+
+def test_held_out_items_are_no_part_of_the_statistics():
+    """Scores do not change when validation and test items do."""
+    others = [UserSequence(user.user, (*known(user), 0, 1)) for user in USERS]
+    for make in (baselines.popularity, lambda users, n: baselines.item_knn(users, n, ROWS),
+                 lambda users, n: baselines.markov(users, n, ROWS)):  # fmt: skip
+        np.testing.assert_array_equal(make(USERS, ITEMS)(0, 9), make(others, ITEMS)(0, 9))
+
+
+# the table
+
+
+def test_a_table_holds_every_method_group_and_measure():
+    ranks = {
+        **baselines.count_baselines(USERS, ITEMS, ROWS),
+        **baselines.title_baselines(WordRetriever(), CATALOGUE, ROWS),
+    }
+    groups = table.direction_groups(ROWS, CATALOGUE, "code")
+    assert (groups["rising"] ^ groups["falling"]).all() and groups["rising"].any() and groups["falling"].any()
+    codes = CATALOGUE.columns["code"]
+    first = ROWS[0].columns
+    assert groups["rising"][0] == (codes[first["target_row"]] > codes[first["history"][-1]])
+    rows = table.make_table(ranks, groups, samples=50)
+    assert [(row.method, row.group) for row in rows] == [(m, g) for m in ranks for g in ("all", "rising", "falling")]
+    row = next(row for row in rows if row.method == "popularity" and row.group == "falling")
+    chosen = ranks["popularity"][groups["falling"]]
+    assert row.users == len(chosen) and row.missing == 0
+    expected = [(chosen <= 5).mean(), (chosen <= 10).mean(), metrics.ndcg(chosen, k=5).mean(),
+                metrics.ndcg(chosen, k=10).mean(), (1 / chosen).mean()]  # fmt: skip
+    np.testing.assert_allclose([row.measures[name].mean for name in table.MEASURES], expected, rtol=1e-12)
+    assert all(interval.low <= interval.mean <= interval.high for interval in row.measures.values())
+
+
+def test_a_table_is_text_and_json():
+    rows = table.make_table({"a <b>": np.array([1.0, 3.0]), "other": np.array([1.0, 1.0])}, samples=20)
+    text = table.format_table(rows)
+    assert text.splitlines()[0].split() == ["all:", "2", "users", *table.MEASURES]
+    assert "0.7500 [0.5000, 1.0000]" in text and text.splitlines()[2].startswith("other")
+    records = json.loads(json.dumps(table.table_records(rows)))
+    assert records[0]["NDCG@10"] == {"mean": 0.75, "low": 0.5, "high": 1.0}
+    assert records[1]["method"] == "other" and records[1]["users"] == 2
+
+
+def test_users_without_a_rank_are_counted_and_in_no_mean():
+    retriever = WordRetriever()
+    retriever.silent_about = ROWS[0].columns["target_row"]
+    ranks = baselines.title_baselines(retriever, CATALOGUE, ROWS)["last title"]
+    missing = int(np.isnan(ranks).sum())
+    rows = table.make_table({"last title": ranks, "nothing": np.full(len(ROWS), np.nan)}, samples=10)
+    assert missing >= 1 and rows[0].missing == missing and rows[0].users == len(ROWS) - missing
+    assert rows[0].measures["MRR"].mean == pytest.approx(np.nanmean(1 / ranks))
+    assert rows[1].users == 0 and rows[1].measures == {}
+    assert f"last title ({missing} without a rank)" in table.format_table(rows)
+    with pytest.raises(ValueError, match="of the same users"):
+        table.make_table({"a": np.ones(3), "b": np.ones(4)})
+    with pytest.raises(ValueError, match="column must be one of"):
+        table.direction_groups(ROWS, CATALOGUE, "asin")
+
+
+# Amazon Beauty
+
+PUBLISHED = {  # HR@10 and NDCG@10 as measured by others' code on this split
+    "popularity": (0.0110, 0.0053),
+    "item-kNN": (0.0565, 0.0323),
+    "item-kNN, decay 0.7": (0.0643, 0.0391),
+    "Markov-1 + popularity": (0.0665, 0.0438),
+    "last title": (0.0681, 0.0433),
+    "history titles, decay 0.7": (0.0768, 0.0459),
+    "oracle: own title": (0.9994, 0.9936),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not BEAUTY.is_dir(), reason=f"{BEAUTY} is not there: the Amazon Beauty data is not part of the project"
+)
+def test_figures_on_beauty():
+    pytest.importorskip("sklearn")
+    from grpo_jax.tasks.recommendation.section import RecommendationSection
+
+    from bridges.retrieval.local import local_backend
+    from bridges.retrieval.retriever import Retriever
+    from grpo_jax.tasks.recommendation.dataset import load_dataset
+
+    files = {"source": str(BEAUTY / "sequential.txt"), "catalogue": str(BEAUTY / "items.tsv")}
+    data = load_dataset(RecommendationSection(**files, blank_titles="keep", order_column="asin"))
+    assert [len(part) for part in data.prompts] == [198_502 - 3 * 22_363, 22_363, 22_363]
+    assert data.notes[0].startswith("7 items without a title")
+    rows = data.prompts.test
+    ranks = baselines.count_baselines(data.users, len(data.catalogue), rows)
+    ranks |= baselines.title_baselines(Retriever(local_backend(data.catalogue.titles)), data.catalogue, rows)
+    for method, (hit, ndcg) in PUBLISHED.items():
+        came = metrics.hit(ranks[method], k=10).mean(), metrics.ndcg(ranks[method], k=10).mean()
+        np.testing.assert_allclose(came, (hit, ndcg), rtol=0, atol=5.01e-5, err_msg=method)
+    groups = table.direction_groups(rows, data.catalogue, "asin")
+    assert groups["rising"].mean() == pytest.approx(0.71, abs=0.005)
+    ndcg = metrics.ndcg(ranks["last title"], k=10)
+    assert ndcg[groups["rising"]].mean() > 2 * ndcg[groups["falling"]].mean()

@@ -1,0 +1,365 @@
+"""Reading recommendation data: formats, every kind of bad line, splits and prompts."""
+
+import json
+
+import pytest
+from grpo_jax.tasks.recommendation.section import RecommendationSection
+
+from grpo_jax.errors import UserError
+from grpo_jax.tasks.recommendation import examples
+from grpo_jax.tasks.recommendation.catalogue import make_catalogue, read_catalogue
+from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.examples import HistoryTemplate, by_user, cut_title, leave_one_out, title_pairs
+from grpo_jax.tasks.recommendation.sequences import (
+    UserSequence,
+    read_ratings,
+    read_sequences,
+    read_user_prompts,
+)
+
+LETTERS = make_catalogue(list("abcdefgh"), [f"title {letter}" for letter in "ABCDEFGH"])
+
+
+def write(tmp_path, name, content):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content, encoding="utf-8")
+    return path
+
+
+def problems(error) -> list[str]:
+    """The lines of an error below its heading, without the folder."""
+    _, *lines = str(error.value).split("\n  ")
+    return [line.rpartition("/")[2] for line in lines]
+
+
+# catalogue
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("items.tsv", 'item_id\tasin\ttitle\n1\tB7\tNail  Lacquer, 5" wide\n2\tB3\tÉponge\n'),
+        ("items.csv", '\ufeffmovieId,title,asin\r\n1,"Nail Lacquer, 5"" wide",B7\r\n\r\n2,Éponge,B3\r\n'),
+        (
+            "items.json",
+            '{"1": {"title": "Nail Lacquer, 5\\" wide", "asin": "B7"}, "2": {"asin": "B3", "title": "Éponge"}}',
+        ),
+    ],
+)
+def test_a_catalogue_is_read_from_every_format(tmp_path, name, content):
+    catalogue = read_catalogue(write(tmp_path, name, content))
+    assert catalogue.ids == ("1", "2")
+    assert catalogue.titles == ('Nail Lacquer, 5" wide', "Éponge")
+    assert catalogue.rows == {"1": 0, "2": 1}
+    assert catalogue.columns == {"asin": ("B7", "B3")}
+    assert len(catalogue) == 2
+
+
+def test_a_plain_json_object_is_a_catalogue(tmp_path):
+    catalogue = read_catalogue(write(tmp_path, "items.json", '{"x": "One", "y": "Two"}'))
+    assert catalogue.titles == ("One", "Two") and not catalogue.columns
+
+
+def test_all_bad_lines_of_a_catalogue_are_said_at_once(tmp_path):
+    path = write(tmp_path, "i.tsv", "item_id\ttitle\n1\tOne\n2\n1\tAgain\n\tNobody\n3\t \n4\tFour\n")
+    with pytest.raises(UserError) as error:
+        read_catalogue(path)
+    assert problems(error) == [
+        "i.tsv:3: expected 2 fields as in the header, got 1",
+        "i.tsv:4: item 1 occurs twice (first on line 2)",
+        "i.tsv:5: the item's id is blank",
+        "i.tsv:6: item 3 has no title (blank_titles: keep allows it)",
+    ]
+
+
+def test_a_blank_title_is_kept_on_request(tmp_path):
+    path = write(tmp_path, "i.json", '{"1": "One", "2": "  ", "3": null}')
+    catalogue = read_catalogue(path, blank_titles="keep")
+    assert catalogue.titles == ("One", "", "") and catalogue.blank == (1, 2)
+    with pytest.raises(UserError) as error:
+        read_catalogue(path)
+    assert len(problems(error)) == 2
+    with pytest.raises(ValueError, match="blank_titles must be"):
+        read_catalogue(path, blank_titles="drop")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("i.tsv", "item_id\tname\n1\tOne\n", "i.tsv:1: the header has no column 'title'"),
+        ("i.tsv", "item_id\ttitle\n", "has no items"),
+        ("i.csv", 'id,title\n1,"One\n', "i.csv:2: not CSV"),
+        ("i.json", '{"1": "One",\n "1": "Two"}', "item 1 occurs twice"),
+        ("i.json", '{"1": "One",\n oops}', "i.json:2: not JSON"),
+        ("i.json", '["One"]', "expected an object {id: title}, got list"),
+        ("i.json", '{"1": 3}', "the title of item 1 must be text, got int"),
+        ("i.tsv", b"item_id\ttitle\n1\tgood\n2\t\xff\n", "i.tsv:3: not UTF-8"),
+        ("i.xlsx", "", "a catalogue is a .tsv, .csv or .json file"),
+    ],
+)
+def test_a_bad_catalogue_is_an_error(tmp_path, name, content, message):
+    with pytest.raises(UserError) as error:
+        read_catalogue(write(tmp_path, name, content))
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    for read in (read_catalogue, lambda path: read_sequences(path, LETTERS), lambda path: read_ratings(path, LETTERS)):
+        with pytest.raises(UserError, match=r"nowhere.csv does not exist: expected"):
+            read(tmp_path / "nowhere.csv")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_sequences(tmp_path, LETTERS)
+
+
+def test_columns_of_a_catalogue_have_one_length():
+    with pytest.raises(ValueError, match="titles must have 2 values"):
+        make_catalogue(["1", "2"], ["One"])
+    with pytest.raises(ValueError, match="ids must be different"):
+        make_catalogue(["1", "1"], ["One", "Two"])
+
+
+# sequences
+
+
+def test_sequences_are_read(tmp_path):
+    path = write(tmp_path, "s.txt", "u1 a b c\n\nu2\tc  a\r\n")
+    assert read_sequences(path, LETTERS).users == (UserSequence("u1", (0, 1, 2)), UserSequence("u2", (2, 0)))
+
+
+def test_all_bad_lines_of_sequences_are_said_at_once(tmp_path):
+    path = write(tmp_path, "s.txt", "u1 a b c\nu2 a x y\nu1 b c\nu3 a\nu4\nu5 a b\n")
+    with pytest.raises(UserError) as error:
+        read_sequences(path, LETTERS)
+    assert str(error.value).startswith("bad data (4 places)")
+    assert problems(error) == [
+        "s.txt:2: user u2: item x and 1 more not in the catalogue",
+        "s.txt:3: user u1 occurs twice (first on line 1)",
+        "s.txt:4: user u3 has no history: a line needs at least two items, it has only item a",
+        "s.txt:5: user u4 has no history: a line needs at least two items, it has nothing",
+    ]
+    with pytest.raises(UserError, match="has no users"):
+        read_sequences(write(tmp_path, "empty.txt", "\n"), LETTERS)
+
+
+def test_a_long_list_of_bad_lines_is_cut_with_their_number(tmp_path):
+    path = write(tmp_path, "s.txt", "".join(f"u{i} z z\n" for i in range(25)))
+    with pytest.raises(UserError) as error:
+        read_sequences(path, LETTERS)
+    assert "25 places" in str(error.value) and problems(error)[-1] == "… and 5 more" and len(problems(error)) == 21
+
+
+RATINGS = """userId,movieId,rating,timestamp
+7,c,5.0,30
+7,a,4.0,10
+9,a,3.5,5
+7,d,4.5,10
+7,b,1.0,20
+9,b,5.0,4
+8,a,5.0,1
+"""
+
+
+def test_ratings_are_sorted_by_time_and_ties_keep_the_order_of_the_file(tmp_path):
+    path = write(tmp_path, "r.csv", RATINGS)
+    sequences = read_ratings(path, LETTERS)
+    assert sequences.users == (UserSequence("7", (0, 3, 1, 2)), UserSequence("9", (1, 0)))
+    assert sequences.notes == ("1 users with fewer than 2 items are left out",)
+
+
+def test_low_ratings_do_not_count_and_it_is_said(tmp_path):
+    sequences = read_ratings(write(tmp_path, "r.csv", RATINGS), LETTERS, minimum_rating=3.6, minimum_items=3)
+    assert sequences.users == (UserSequence("7", (0, 3, 2)),)
+    assert sequences.notes == (
+        "2 ratings below 3.6 do not count",
+        "2 users with fewer than 3 items are left out",
+    )
+    with pytest.raises(UserError, match="no user with at least 9 items"):
+        read_ratings(write(tmp_path, "r.csv", RATINGS), LETTERS, minimum_items=9)
+    with pytest.raises(ValueError, match="minimum_items must be at least 2"):
+        read_ratings(write(tmp_path, "r.csv", RATINGS), LETTERS, minimum_items=1)
+
+
+def test_all_bad_ratings_are_said_at_once(tmp_path):
+    bad = "userId,movieId,rating,timestamp\n1,a,4,1\n1,b,good,2\n1,z,4,3\n1,a,2,9\n1,c\n,d,1,1\n1,e,nan,1\n"
+    with pytest.raises(UserError) as error:
+        read_ratings(write(tmp_path, "r.csv", bad), LETTERS)
+    assert sorted(problems(error)) == [
+        "r.csv:3: rating and timestamp must be numbers, got 'good' and '2'",
+        "r.csv:4: user 1: item z not in the catalogue",
+        "r.csv:5: user 1 rated item a twice",
+        "r.csv:6: expected 4 fields as in the header, got 2",
+        "r.csv:7: a blank user or a rating or timestamp that is NaN",
+        "r.csv:8: a blank user or a rating or timestamp that is NaN",
+    ]
+    with pytest.raises(UserError, match="the header has no column 'timestamp'"):
+        read_ratings(write(tmp_path, "r.csv", "userId,movieId,rating\n1,a,3\n"), LETTERS)
+
+
+def test_user_prompts_are_checked_against_the_users(tmp_path):
+    users = [UserSequence(name, (0, 1)) for name in ("u1", "u2", "u3")]
+    good = write(tmp_path, "p.json", '{"u2": " two ", "u1": "one", "u3": "three"}')
+    assert read_user_prompts(good, users) == {"u1": "one", "u2": "two", "u3": "three"}
+    bad = write(tmp_path, "p.json", '{"u1": "one", "u1": "uno", "u9": "nobody", "u2": 3}')
+    with pytest.raises(UserError) as error:
+        read_user_prompts(bad, users)
+    assert problems(error) == [
+        "p.json: user u1 occurs twice",
+        "p.json: the prompt of user u2 must be text, got int",
+        "p.json: user u9 has no sequence",
+        "p.json: user u3 has no prompt",
+    ]
+    with pytest.raises(UserError, match="it has no prompts"):
+        read_user_prompts(write(tmp_path, "p.json", "{}"), users)
+
+
+# prompts
+
+
+def test_a_template_lists_the_newest_titles():
+    template = HistoryTemplate("Last was {last}. Before {odd}: {history}!", items=2, characters=0, separator=" | ")
+    assert template.prompt(["one", "two", "three"]) == "Last was three. Before {odd}: two | three!"
+    assert HistoryTemplate(items=5).prompt(["", "b"]) == f"{examples.NO_TITLE}\nb"
+    assert HistoryTemplate("{history}").prompt(["{last}", "{history}"]) == "{last}\n{history}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": "next?"}, "text must contain"),
+        ({"items": 0}, "items must be"),
+        ({"characters": -1}, "characters must"),
+    ],
+)
+def test_a_template_without_history_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        HistoryTemplate(**fields)
+
+
+@pytest.mark.parametrize(
+    ("title", "characters", "cut"),
+    [
+        ("OPI Nail Lacquer", 0, "OPI Nail Lacquer"),
+        ("OPI Nail Lacquer", 16, "OPI Nail Lacquer"),
+        ("OPI Nail Lacquer", 10, "OPI Nail"),
+        ("OPI Nail Lacquer", 8, "OPI Nail"),
+        ("OPI Nail, red", 10, "OPI Nail"),
+        ("Supercalifragilistic", 5, "Super"),
+    ],
+)
+def test_a_title_is_cut_between_words(title, characters, cut):
+    assert cut_title(title, characters) == cut
+
+
+# splits
+
+USERS = [UserSequence("long", (0, 1, 2, 3, 4)), UserSequence("three", (5, 6, 7)), UserSequence("two", (1, 2))]
+
+
+def shape(rows):
+    return {(row.columns["user"], row.columns["history"], row.columns["target_row"]) for row in rows}
+
+
+def test_leave_one_out_trains_on_what_precedes_the_held_out_items():
+    split = leave_one_out(USERS, LETTERS, HistoryTemplate(items=2))
+    assert shape(split.train) == {("long", (0,), 1), ("long", (0, 1), 2)}
+    assert shape(split.validation) == {("long", (0, 1, 2), 3), ("three", (5,), 6)}
+    assert shape(split.test) == {("long", (0, 1, 2, 3), 4), ("three", (5, 6), 7), ("two", (1,), 2)}
+    row = next(row for row in split.test if row.columns["user"] == "long")
+    assert row.prompt == "title C\ntitle D"
+    assert {name: row.columns[name] for name in ("target", "target_title", "last_title")} == {
+        "target": "e",
+        "target_title": "title E",
+        "last_title": "title D",
+    }
+    ids = [row.id for part in split for row in part]
+    assert len(set(ids)) == len(ids)
+
+
+def test_only_the_last_training_position_on_request():
+    split = leave_one_out(USERS, LETTERS, HistoryTemplate(), training_targets="last")
+    assert shape(split.train) == {("long", (0, 1), 2)}
+    with pytest.raises(ValueError, match="training_targets must be"):
+        leave_one_out(USERS, LETTERS, HistoryTemplate(), training_targets="all")
+    with pytest.raises(UserError, match="no user has four items"):
+        leave_one_out(USERS[1:], LETTERS, HistoryTemplate())
+
+
+def test_ids_do_not_depend_on_users_that_come_later_and_the_test_order_not_on_the_file():
+    users = [UserSequence(f"u{i}", (0, 1, 2, i % 5 + 3)) for i in range(40)]
+    whole, head = (leave_one_out(part, LETTERS, HistoryTemplate()) for part in (users, users[:20]))
+    by_id = {row.id: row for part in whole for row in part}
+    assert all(by_id[row.id] == row for part in head for row in part)
+    backwards = leave_one_out(users[::-1], LETTERS, HistoryTemplate())
+    names = [row.columns["user"] for row in whole.test]
+    assert [row.columns["user"] for row in backwards.test] == names != [user.user for user in users]
+
+
+def test_given_prompts_are_split_by_user():
+    users = [UserSequence(f"u{i}", (0, 1, i % 5 + 2)) for i in range(20)]
+    prompts = {f"u{i}": f"prompt {i}" for i in range(20)}
+    split = by_user(users, LETTERS, prompts, held_out=0.2)
+    assert [len(part) for part in split] == [12, 4, 4]
+    assert {row.prompt for part in split for row in part} == set(prompts.values())
+    assert all(prompts[row.columns["user"]] == row.prompt for part in split for row in part)
+    assert all(row.columns["history"] == (0, 1) for part in split for row in part)
+
+
+def test_pairs_for_a_warm_start_are_prompts_and_next_titles():
+    blank = make_catalogue(list("abcd"), ["one two", "two three four", "", "five"])
+    split = leave_one_out([UserSequence("u", (0, 1, 2, 3, 0, 1))], blank, HistoryTemplate(separator="/"))
+    assert title_pairs(split.train, characters=10) == [
+        ("one two", "two three"),
+        (f"one two/two three four/{examples.NO_TITLE}", "five"),
+    ]
+
+
+# the section
+
+
+def files(tmp_path):
+    write(tmp_path, "s.txt", "".join(f"u{i} a b c {'defgh'[i % 5]}\n" for i in range(10)))
+    write(tmp_path, "items.json", json.dumps({letter: f"title {letter}" for letter in "abcdefgh"}))
+    return {"source": str(tmp_path / "s.txt"), "catalogue": str(tmp_path / "items.json")}
+
+
+def test_a_section_names_files(tmp_path):
+    dataset = load_dataset(RecommendationSection(**files(tmp_path), template="Bought {history}", separator=", "))
+    assert [len(part) for part in dataset.prompts] == [10, 10, 10]
+    assert dataset.prompts.train[0].prompt == "Bought title a" and dataset.notes == ()
+    write(tmp_path, "p.json", json.dumps({f"u{i}": f"user {i}" for i in range(10)}))
+    named = RecommendationSection(**files(tmp_path), prompts=str(tmp_path / "p.json"))
+    assert [len(part) for part in load_dataset(named, held_out=0.2).prompts] == [6, 2, 2]
+
+
+def test_what_a_rule_does_is_said(tmp_path):
+    write(tmp_path, "items.csv", "id,title\na,one\nb,one\nc,\nd,four\n")
+    write(
+        tmp_path, "r.csv", "userId,movieId,rating,timestamp\n" + "".join(f"1,{c},3,{i}\n" for i, c in enumerate("abcd"))
+    )
+    fields = {"source": str(tmp_path / "r.csv"), "catalogue": str(tmp_path / "items.csv")}
+    notes = load_dataset(RecommendationSection(**fields, blank_titles="keep")).notes
+    assert notes == (
+        "1 items without a title are kept; no query resembles them",
+        "1 items share another's title; no query can tell them apart",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"catalogue": "items.tsv"}, "the dummy world has its own"),
+        ({"source": "s.txt"}, "recommendation.catalogue: expected a file"),
+        ({"decay": 1.5}, "recommendation.decay"),
+        ({"template": "hello"}, "recommendation.template"),
+        ({"source": "s.parquet", "catalogue": "c.tsv"}, "recommendation.source"),
+        ({"dummy_length": 3}, "recommendation: length must be from 4"),
+        ({"order_column": "asin"}, "recommendation: order_column must be one of"),
+        ({"history_items": 0}, "recommendation: items must be at least 1"),
+    ],
+)
+def test_a_bad_section_is_an_error_of_the_user(fields, message):
+    with pytest.raises(UserError, match=message):
+        load_dataset(RecommendationSection(**fields))

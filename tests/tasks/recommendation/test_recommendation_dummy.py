@@ -1,0 +1,164 @@
+"""The generated world: its size, its rules, what its prompts give away and what simple queries earn in it."""
+
+import itertools
+
+import numpy as np
+import pytest
+from grpo_jax.tasks.recommendation.section import RecommendationSection
+
+from grpo_jax.tasks.recommendation import dummy, metrics
+from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.examples import HistoryTemplate, leave_one_out
+
+WORLD = dummy.make_world(users=300, seed=1)
+TITLES = WORLD.catalogue.titles
+
+
+def shared_words_ranks(texts, rows):
+    """Ranks by the number of words in common: a retriever for titles of four different words."""
+    words = dummy.vocabulary(WORLD.catalogue)
+    place = {word: i for i, word in enumerate(words)}
+
+    def count(text):
+        vector = np.zeros(len(words))
+        vector[[place[word] for word in set(text.split()) if word in place]] = 1
+        return vector
+
+    items = np.stack([count(title) for title in TITLES])
+    scores = np.stack([count(text) for text in texts]) @ items.T
+    targets = np.array([row.columns["target_row"] for row in rows])
+    return metrics.rank_of(metrics.count_better(scores, targets, [row.columns["history"] for row in rows]))
+
+
+def test_every_combination_of_words_is_an_item():
+    assert len(WORLD.catalogue) == 2240 >= 1000
+    assert len(set(TITLES)) == 2240
+    assert all(len(set(title.split())) == 4 for title in TITLES)
+    assert len(dummy.make_catalogue_of_words(1)) == 280
+    assert len(dummy.make_catalogue_of_words(281)) == 560
+    assert len(set(dummy.vocabulary(dummy.make_catalogue_of_words(280 * 20)))) == 20 + 7 + 5 + 8
+
+
+def test_a_seed_is_a_world():
+    assert dummy.make_world(users=300, seed=1) == WORLD
+    assert dummy.make_world(users=300, seed=2).sequences != WORLD.sequences
+    assert all(len(user.items) == 12 for user in dummy.make_world(users=10, length=12).sequences.users)
+
+
+def test_without_noise_targets_follow_the_rules():
+    world = dummy.make_world(users=100, fickle=0.3, noise=0.0)
+    votes = 0
+    for user, expected in zip(world.sequences.users, world.expected, strict=True):
+        assert user.items[-1] == expected
+        words = [world.catalogue.titles[item].split() for item in user.items]
+        brands, colours, materials, kinds = zip(*words, strict=True)
+        assert len(set(materials)) == 1
+        for names, wheel in ((colours, dummy.COLOURS), (kinds, dummy.KINDS)):
+            steps = [(wheel.index(b) - wheel.index(a)) % len(wheel) for a, b in itertools.pairwise(names)]
+            assert steps == [1] * 7
+        history = list(brands[:-1])
+        votes += max(history, key=history.count) == brands[-1]
+    assert votes >= 90
+
+
+def test_noise_and_fickleness_are_as_frequent_as_they_say():
+    world = dummy.make_world(users=2000, fickle=0.25, noise=0.1, seed=3)
+    off = np.mean(
+        [user.items[-1] != expected for user, expected in zip(world.sequences.users, world.expected, strict=True)]
+    )
+    assert abs(off - 0.1) < 0.03
+    quiet = dummy.make_world(users=2000, fickle=0.25, noise=0.0, seed=3)
+    brand = [[world.catalogue.titles[i].split()[0] for i in user.items] for user in quiet.sequences.users]
+    other = np.mean([name != names[-1] for names in brand for name in names[:-1]])
+    assert abs(other - 0.25) < 0.03
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_no_title_repeats_and_no_prompt_holds_the_target(noise):
+    world = dummy.make_world(users=200, length=20, noise=noise, seed=4)
+    for user in world.sequences.users:
+        assert len(set(user.items)) == len(user.items)
+    template = HistoryTemplate(items=19, separator=" , ")
+    for part in leave_one_out(world.sequences.users, world.catalogue, template):
+        assert not any(row.columns["target_title"] in row.prompt for row in part)
+
+
+def test_copying_is_worth_little_and_the_rules_nearly_everything():
+    rows = leave_one_out(WORLD.sequences.users, WORLD.catalogue, HistoryTemplate()).test
+
+    def ndcg_at_10(texts):
+        return metrics.ndcg(shared_words_ranks(texts, rows), k=10).mean()
+
+    oracle = ndcg_at_10([row.columns["target_title"] for row in rows])
+    assert oracle == 1.0
+    assert ndcg_at_10([row.columns["last_title"] for row in rows]) <= 0.02 * oracle
+    expected = {user.user: rule for user, rule in zip(WORLD.sequences.users, WORLD.expected, strict=True)}
+    assert ndcg_at_10([TITLES[expected[row.columns["user"]]] for row in rows]) >= 0.95 * oracle
+    rng = np.random.default_rng(0)
+    assert ndcg_at_10([TITLES[rng.integers(len(TITLES))] for _ in rows]) <= 0.05 * oracle
+
+
+def test_every_right_word_raises_the_rank():
+    """What makes the reward dense: a policy climbs word by word."""
+    rows = leave_one_out(WORLD.sequences.users, WORLD.catalogue, HistoryTemplate()).test[:50]
+    known = []
+    for right in range(5):
+        texts = [" ".join(row.columns["target_title"].split()[:right]) for row in rows]
+        known.append(shared_words_ranks(texts, rows))
+    assert all((better < worse).all() for worse, better in itertools.pairwise(known))
+
+
+def test_lessons_teach_the_form_and_not_the_rules():
+    rows = leave_one_out(WORLD.sequences.users, WORLD.catalogue, HistoryTemplate()).train
+    pairs = dummy.lessons(rows, WORLD.catalogue, copied=0.5, seed=0)
+    assert [prompt for prompt, _ in pairs] == [row.prompt for row in rows]
+    assert all(title in WORLD.catalogue.titles for _, title in pairs)
+    targets = [row.columns["target_title"].split() for row in rows]
+    right = np.mean(
+        [[a == b for a, b in zip(t.split(), o, strict=True)] for (_, t), o in zip(pairs, targets, strict=True)], 0
+    )
+    # Brand and material may be copied; colour and kind are right by chance alone, 1/2 · 1/7 and 1/2 · 1/8.
+    assert right[0] > 0.4 and right[2] > 0.5
+    np.testing.assert_allclose(right[[1, 3]], [0.5 / 7, 0.5 / 8], atol=0.02)
+    again, other = (dummy.lessons(rows, WORLD.catalogue, copied=0.5, seed=seed) for seed in (0, 1))
+    assert again == pairs != other
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"users": 0}, "users must be"),
+        ({"items": 0}, "items must be"),
+        ({"length": 3}, "length must be from 4 to 56"),
+        ({"length": 57}, "length must be from 4 to 56"),
+        ({"fickle": 1.0}, "fickle must be in"),
+        ({"noise": -0.1}, "noise must be in"),
+    ],
+)
+def test_a_world_out_of_range_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        dummy.make_world(**fields)
+
+
+def test_the_default_section_is_this_world():
+    dataset = load_dataset(RecommendationSection(dummy_users=50))
+    assert [len(part) for part in dataset.prompts] == [50 * 5, 50, 50]
+    assert len(dataset.catalogue) == 2240 and dataset.notes == ()
+    assert len(dataset.prompts.test[0].prompt.splitlines()) == 4
+
+
+def test_hearsay_is_mostly_wrong_and_its_likeliest_word_is_the_last_titles():
+    rows = leave_one_out(WORLD.sequences.users, WORLD.catalogue, HistoryTemplate()).train
+    pairs = dummy.hearsay(rows, WORLD.catalogue, told=0.25, copied=0.4, seed=0)
+    right, last = np.zeros(4), np.zeros(4)
+    for row, (prompt, text) in zip(rows, pairs, strict=True):
+        assert prompt == row.prompt
+        words = text.split()
+        right += [word == wanted for word, wanted in zip(words, row.columns["target_title"].split(), strict=True)]
+        last += [word == old for word, old in zip(words, row.columns["last_title"].split(), strict=True)]
+    right, last = right / len(rows), last / len(rows)
+    for place, count in ((1, 7), (3, 8)):  # colour and kind: the right word is never the last title's, noise apart
+        assert right[place] == pytest.approx(0.25 + 0.35 / count, abs=0.05)
+        assert last[place] == pytest.approx(0.4 + 0.35 / count, abs=0.05)
+    with pytest.raises(ValueError, match="told and copied"):
+        dummy.hearsay(rows, WORLD.catalogue, told=0.5, copied=0.4)

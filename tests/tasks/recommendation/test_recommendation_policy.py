@@ -1,0 +1,82 @@
+"""The small policy of a world of words: its tokenizer, and that both libraries load the folder alike."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grpo_jax.tasks.recommendation.policy import write_policy
+
+from grpo_jax.tasks.recommendation import dummy
+
+CATALOGUE = dummy.make_catalogue_of_words(560)
+WORDS = dummy.vocabulary(CATALOGUE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_policy(tmp_path_factory.mktemp("policy") / "new", [*WORDS, ",", WORDS[0]], width=32, heads=2)
+
+
+def test_every_word_is_a_token_and_reads_back(folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == len(WORDS) + 5
+    title = CATALOGUE.titles[-1]
+    ids = tokenizer(title)["input_ids"]
+    assert len(ids) == 4 and tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == title
+    assert tokenizer("zebra")["input_ids"] == [tokenizer.unk_token_id]
+    chat = [{"role": "user", "content": title}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert prompt == [*ids, tokenizer.convert_tokens_to_ids("<|next|>")]
+    whole = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": f" {title}"}], tokenize=False)
+    assert tokenizer(whole, add_special_tokens=False)["input_ids"] == [*ids, *ids, tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_both_libraries_load_it_and_agree(architecture, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    torch = pytest.importorskip("torch")
+    folder = write_policy(tmp_path, WORDS, architecture=architecture, width=32, heads=2, window=10)
+    from grpo_jax.models import hf
+    from grpo_jax.models.decoder import make_policy
+
+    loaded = hf.load_folder(folder)
+    assert loaded.eos_ids == (1,) and loaded.pad_id == 0
+    policy = make_policy(loaded.config)
+    assert loaded.config.model_type == architecture and policy.max_positions == (10 if architecture == "gpt2" else None)
+    variables = {"params": loaded.params}
+    tokens = np.arange(4, 14)[None]
+    prompt, completion = tokens[:, :5], tokens[:, None, 5:]
+    hidden = policy.forward_group(
+        variables, jnp.asarray(prompt), jnp.ones(prompt.shape, bool), jnp.asarray(completion),
+        jnp.ones(completion.shape, bool),
+    )  # fmt: skip
+    logits = hidden[0, 0] @ policy.head(variables).T
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(tokens)).logits[0, 4:-1]
+    np.testing.assert_allclose(logits, theirs.numpy(), atol=1e-5)
+
+
+def test_a_seed_is_a_policy(tmp_path):
+    files = [write_policy(tmp_path / name, ["a", "b"], seed=seed) for name, seed in (("x", 1), ("y", 1), ("z", 2))]
+    weights = [(path / "model.safetensors").read_bytes() for path in files]
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        ([], {}, "words must be"),
+        (["two words"], {}, "words must be"),
+        ([""], {}, "words must be"),
+        (["a"], {"architecture": "mamba"}, "architecture must be"),
+        (["a"], {"width": 90}, "heads must divide"),
+        (["a"], {"width": 12, "heads": 4}, "heads must divide"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(tmp_path, words, options, message):
+    with pytest.raises(ValueError, match=message):
+        write_policy(tmp_path, words, **options)

@@ -1,0 +1,278 @@
+"""A tiny recommendation run from its config to its table, and what stops one: other data, a retriever that dies."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from grpo_jax.tasks.recommendation.parts import _watched, make_measure, words_of
+from support.text_task import aged
+
+from grpo_jax.config import from_dict
+from grpo_jax.config.command_line import parse
+from grpo_jax.errors import StopRun, UserError
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.environment import make_score
+from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.rewards import make_reward
+from grpo_jax.train import main, run
+
+OWN = '''
+def brand(completions, target_title, rank, worth=1.0):
+    """What it is worth that the brand is right; asked only where there is a rank."""
+    assert all(value >= 1 for value in rank)
+    return [worth * (text.split()[:1] == title.split()[:1]) for text, title in zip(completions, target_title)]
+'''
+WARM_START = {"steps": 3, "pairs": "hearsay", "batch": 8}
+TIMES = ("seconds/", "tokens_per_second")
+
+
+def config_of(folder, name, **changes):
+    own = folder / "own.py"
+    own.write_text(OWN)
+    values = {
+        "task": "recommendation",
+        "run_dir": str(folder / name),
+        "report_to": [],
+        "policy": {"path": "new", "remat": "none", "new": {"width": 16, "layers": 1, "heads": 2, "window": 64}},
+        "recommendation": {"separator": " | ", "dummy_users": 40, "dummy_items": 280},
+        "retrieval": {"attempts": 1, "budget": 0},
+        "warm_start": WARM_START,
+        "data": {"max_prompt_tokens": 32},
+        "sampling": {"group_size": 4, "max_new_tokens": 5},
+        "algorithm": {"kl_coef": 0.1},
+        "optimizer": {"learning_rate": 0.01},
+        "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
+        "rewards": [
+            {"name": "ndcg"},
+            {"name": "soft", "weight": 0.5, "condition_on": "ndcg", "threshold": 0.1},
+            {"name": f"{own}:brand", "weight": 0.5, "options": {"worth": 3.0}},
+        ],
+        "evaluation": {"prompts": 12, "validation_prompts": 8, "every": 0, "sampled": True},
+    }
+    return from_dict(values | changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where everything lies."""
+    return tmp_path_factory.mktemp("recommendation")
+
+
+@pytest.fixture(scope="module")
+def summary(folder):
+    return run(config_of(folder, "whole"))
+
+
+def rows_of(path):
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
+
+
+def test_the_table_stands_in_console_report_and_summary(folder, summary):
+    methods = ["popularity", "item-kNN", "item-kNN, decay 0.7", "Markov-1 + popularity", "last title"]
+    methods += ["history titles, decay 0.7", "oracle: own title"]
+    methods += ["policy, untrained"]
+    methods += ["policy, before", "policy, before, sampled", "policy, after", "policy, after, sampled"]
+    saved = json.loads((folder / "whole" / "summary.json").read_text())
+    table = {row["method"]: row for row in saved["table"]}
+    assert list(table) == methods
+    for measure in ("HR@5", "HR@10", "NDCG@5", "NDCG@10", "MRR"):
+        means = saved["evaluation"][measure.lower()]
+        named = {"oracle": "oracle: own title"}
+        named |= {
+            kind.replace(", ", "_"): f"policy, {kind}"
+            for kind in ("before", "after", "before, sampled", "after, sampled")
+        }
+        for kind, method in named.items():
+            assert means[kind] == pytest.approx(table[method][measure]["mean"], rel=1e-5)
+        assert all(row[measure]["low"] <= row[measure]["mean"] <= row[measure]["high"] for row in table.values())
+    assert all(row["users"] == 12 and row["missing"] == 0 for row in table.values())
+    assert table["oracle: own title"]["NDCG@10"]["mean"] > 0.9
+    report, log = (folder / "whole" / "report.html").read_text(), (folder / "whole" / "train.log").read_text()
+    for method in methods:
+        assert method in report and method in log
+    assert "self-test: 100.0% of titles" in log and "warm start 3/3" in log and "epoch" in log
+
+
+def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
+    """Every completion of the first step ranked again: scikit-learn's vectors, a sort, no tie spared."""
+    import pyarrow.parquet
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    dataset = load_dataset(config_of(folder, "whole").recommendation)
+    titles = list(dataset.catalogue.titles)
+    vectorizer = TfidfVectorizer(sublinear_tf=True)
+    vectors = vectorizer.fit_transform(titles).toarray()
+    asked = {row.prompt: row.columns for row in dataset.prompts.train}
+    written = pyarrow.parquet.read_table(folder / "whole" / "completions" / "step_000001.parquet").to_pylist()
+    assert len(written) == 16
+    for line in written:
+        columns = asked[line["prompt"]]
+        scores = vectors @ vectorizer.transform([line["text"]]).toarray()[0]
+        target = columns["target_row"]
+        others = [row for row in range(len(titles)) if row != target and row not in columns["history"]]
+        rank = 1 + sum(scores[row] >= scores[target] - 1e-6 for row in others)
+        assert line["watch/rank"] == rank
+        assert line["reward/ndcg"] == pytest.approx(1 / np.log2(1 + rank), rel=1e-6)
+        assert line["watch/hr@10"] == (rank <= 10)
+        assert line["reward/brand"] == 3.0 * (line["text"].split()[:1] == columns["target_title"].split()[:1])
+    row = rows_of(folder / "whole")[0]
+    assert {"dead_groups/ndcg", "dead_groups/soft", "dead_groups/brand", "missing/ndcg"} <= row.keys()
+
+
+def test_the_policy_loads_and_has_learned_something(folder, summary):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    start, end = (AutoModelForCausalLM.from_pretrained(folder / "whole" / name) for name in ("policy_start", "policy"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "whole" / "policy")
+    assert any(not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True))
+    ids = tokenizer("Alder, crimson LINEN lamp! | <|next|>", return_tensors="pt")["input_ids"]
+    assert tokenizer.unk_token_id not in ids
+    assert end.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, ids.shape[1] + 2)
+
+
+def test_the_evaluate_command_measures_a_run_that_was_moved(folder, summary, capsys):
+    import shutil
+
+    from grpo_jax.evaluate import main
+
+    shutil.copytree(folder / "whole", folder / "moved")
+    assert main(["--run", str(folder / "moved"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    for row, expected in zip(report["table"][-2:], summary["table"][-2:], strict=True):
+        assert row == expected | {"method": expected["method"].replace("after", "final")}
+
+
+def test_another_catalogue_is_refused_by_name(folder, summary):
+    other = {"separator": " | ", "dummy_users": 40, "dummy_items": 560}
+    with pytest.raises(UserError, match=r"another catalogue \(280 titles, .*560 titles"):
+        run(config_of(folder, "whole", resume=True, recommendation=other))
+
+
+def test_a_dead_retriever_saves_and_the_run_goes_on_as_if_nothing_had_been(folder, summary, monkeypatch):
+    import bridges.retrieval as retrieval
+    from bridges.retrieval.local import LocalBackend
+
+    count, calls = LocalBackend.count, []
+
+    def dying(backend, queries, scale):
+        calls.append(len(queries.targets))
+        if calls.count(16) == 2:  # the second batch of 4 × 4; evaluations are of 12
+            raise retrieval.ActorLost("the actor died")
+        return count(backend, queries, scale)
+
+    config = config_of(folder, "broken")
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "count", dying)
+        with pytest.raises(StopRun, match=r"ActorLost: the actor died.*Saved after iteration 1; go on with --resume"):
+            run(config)
+    assert not (folder / "broken" / "summary.json").exists()
+    resumed = run(dataclasses.replace(config, resume=True))
+    assert "warm_start" in resumed["seconds"]
+    assert (folder / "broken" / "train.log").read_text().count("warm start 3/3") == 1
+    assert rows_of(folder / "broken") == rows_of(folder / "whole")
+    assert resumed["table"] == summary["table"]
+
+
+def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder, summary, monkeypatch, capsys):
+    from grpo_jax.runs.checkpoint import Checkpoints, restore_params
+    from grpo_jax.training import supervised as warm_start
+
+    place = folder / "interrupted"
+    supervised_batch, calls = warm_start.supervised_batch, []
+
+    def interrupted(*arguments):
+        calls.append(len(calls) + 1)
+        if len(calls) == 2:  # the second update; one is saved
+            raise RuntimeError("killed")
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return supervised_batch(*arguments)
+
+    monkeypatch.setattr(warm_start, "supervised_batch", interrupted)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config_of(folder, "interrupted"))
+    with Checkpoints(place / "warm_start", read_only=True) as checkpoints:
+        assert checkpoints.available() == ["1"]
+    before = (place / "config.yaml").read_text()
+    resumed = ["--resume", "--run_dir", str(place)]
+    assert main([*resumed, "--seed", "5"]) == 2
+    assert "belongs to another configuration" in capsys.readouterr().err
+    assert (place / "config.yaml").read_text() == before
+
+    assert main(resumed) == 0  # SIGTERM
+    assert f"stopped and saved in the warm start: --resume --run_dir {place} goes on" in capsys.readouterr().out
+    assert calls == [1, 2, 3] and rows_of(place) == []
+    aged(place / "warm_start" / "step_2", 1000.0)
+    assert main(resumed) == 0
+    assert calls == [1, 2, 3, 4]
+    assert not (place / "warm_start").exists()
+    log = (place / "train.log").read_text()
+    assert "goes on after update 1 of 3" in log and "goes on after update 2 of 3" in log
+
+    assert rows_of(place) == rows_of(folder / "whole")
+    ended = json.loads((place / "summary.json").read_text())
+    assert ended["table"] == summary["table"]
+    seconds = ended["seconds"]  # of all processes
+    assert 1000 < seconds["warm_start"] < max(seconds.values()) == seconds["total"] < 2000
+    ours, theirs = (restore_params(path, "final")[0] for path in (place, folder / "whole"))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+class Silent:
+    """A retriever without an answer for the first text."""
+
+    def score_ranks(self, texts, targets, exclude):
+        rank = np.array([np.nan, *[3.0] * (len(texts) - 1)])
+        return type("Ranks", (), {"rank": rank, "probability": (rank * 0.1).astype(np.float32)})
+
+
+def test_no_rank_is_no_reward_and_never_a_number():
+    rows = [Row(1, "a", {"target_row": 0, "history": (1,)})]
+    names, watched = ("ndcg", "soft"), ("hr@5", "rank")
+    functions = [make_reward(name, items=9) for name in names]
+    watch = [_watched(name) for name in watched]
+    score = make_score(names, functions, watched, watch, missing=False, measure=make_measure(Silent()))
+    rewards, measures = score(rows, [["x", "y"]], None)
+    assert np.isnan(rewards[0, 0]).all() and np.isnan(measures[0, 0]).all()
+    np.testing.assert_allclose(rewards[0, 1], [0.5, 0.3], rtol=1e-6)
+    np.testing.assert_array_equal(measures[0, 1], [1, 3])
+
+
+def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):
+    config = config_of(folder, "x")
+    small = dataclasses.replace(config, policy=dataclasses.replace(config.policy, new=dataclasses.replace(
+        config.policy.new, vocabulary=2)))  # fmt: skip
+    catalogue = load_dataset(config.recommendation).catalogue
+    every = words_of(config, catalogue)
+    assert every[0] == "|" and len(every) == 1 + 1 + 7 + 5 + 8
+    assert words_of(small, catalogue) == every[:3]
+
+
+@pytest.mark.parametrize("name", ["hr", "ndcg@0", "mrr@x", "recall@5"])
+def test_a_watched_measure_must_be_known(name):
+    with pytest.raises(UserError, match="watch: expected hr@K"):
+        _watched(name)
+
+
+def test_what_does_not_go_together_is_said_before_anything_loads(folder):
+    files = {"source": "sequential.txt", "catalogue": "items.tsv"}
+    with pytest.raises(UserError, match=r"warm_start.pairs: expected next"):
+        config_of(folder, "x", recommendation=files)
+    with pytest.raises(UserError, match=r"policy.path: expected a folder"):
+        config_of(folder, "x", task="text", warm_start={"steps": 0})
+    with pytest.raises(UserError, match=r"retrieval.window: expected more than budget"):
+        config_of(folder, "x", retrieval={"budget": 5, "window": 5})
+
+
+@pytest.mark.parametrize("name", [f"recommendation_{name}" for name in ("quick", "dummy", "beauty", "movielens")])
+def test_the_shipped_configs_are_whole(name):
+    config = parse(["--config", name])
+    assert config.task == "recommendation"
+    assert from_dict(yaml.safe_load(yaml.safe_dump(dataclasses.asdict(config)))) == config

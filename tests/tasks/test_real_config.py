@@ -1,0 +1,311 @@
+"""The config for the real models, run as it is shipped, with tiny random folders in place of its three paths."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from support import tiny_models
+
+from grpo_jax import train
+
+pytestmark = pytest.mark.slow
+
+REWARDS = ("alignment", "faithfulness", "length")
+STAGES = ("sample", "render", "score", "update", "total")
+LOGGED = (
+    *("step", "epoch", "loss", "policy_loss", "kl", "entropy", "mean_advantage", "learning_rate", "grad_norm"),
+    *("clip_low", "clip_high", "mean_ratio", "completion_tokens", "completion_tokens_max", "truncated"),
+    *("words", "growth", "duplicates", "unchanged", "unusable", "tokens_per_second"),
+)
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of the kinds that the config names: Qwen2-VL in bfloat16, SD3 with three encoders, open_clip."""
+    folder = tmp_path_factory.mktemp("models")
+    policy = tiny_models.qwen2_vl(folder / "policy")
+    _to_bfloat16(policy)
+    return {
+        "policy": policy,
+        "renderer": tiny_models.stable_diffusion_3(folder / "renderer"),
+        "scorer": tiny_models.clip(folder / "scorer"),
+    }
+
+
+def _to_bfloat16(folder: Path) -> None:
+    """The type that the real weights are published in."""
+    weights = folder / "model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
+
+
+def arguments(models, run_dir, *more) -> list[str]:
+    """The shipped config with its three paths replaced, and what a test on a CPU needs beside."""
+    return [
+        "--config=prompt_enhancement_sd3",
+        f"--policy.path={models['policy']}",
+        f"--renderer.path={models['renderer']}",
+        f"--scorer.model={models['scorer']}",
+        f"--run_dir={run_dir}",
+        "--data.max_prompt_tokens=512",  # a token per byte here
+        "--renderer.size=16",  # all that the tiny transformer can place
+        "--renderer.steps=2",
+        "--renderer.eval_steps=2",
+        "--training.save_every=1",
+        "--optimizer.learning_rate=0.01",  # three updates of 1e-6 would vanish in the export's bfloat16
+        "--evaluation.prompts=3",
+        "--evaluation.validation_prompts=2",
+        "--evaluation.gallery=2",
+        *more,
+    ]
+
+
+def completions_of(run_dir, step: int) -> dict[str, list]:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(Path(run_dir) / "completions" / f"step_{step:06d}.parquet").to_pydict()
+
+
+def rows_of(run_dir) -> list[dict]:
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(models, tmp_path_factory):
+    """A finished run of three iterations."""
+    run_dir = tmp_path_factory.mktemp("runs") / "sd3"
+    assert train.main(arguments(models, run_dir, "--training.max_steps=3")) == 0
+    return run_dir
+
+
+def test_run_directory_is_complete(run):
+    resolved = yaml.safe_load((run / "config.yaml").read_text())
+    assert resolved["policy"]["lora"]["rank"] == 16
+    assert resolved["sampling"] == {
+        "group_size": 5, "max_new_tokens": 20, "temperature": 1.2, "top_k": 100, "top_p": 0.9, "min_p": 0.0
+    }  # fmt: skip
+    for name in ("train.log", "report.html", "policy/config.json", "checkpoints/best", "checkpoints/final"):
+        assert (run / name).exists(), name
+    pictures = sorted(path.name for path in (run / "images").glob("*.png"))
+    assert pictures == ["000_after.png", "000_before.png", "001_after.png", "001_before.png"]
+    assert any((run / "tensorboard").iterdir())
+    page = (run / "report.html").read_text()
+    assert "alignment" in page and "data:image/png;base64," in page
+    log = (run / "train.log").read_text()
+    assert "LoRA rank 16" in log and "improvement" in log
+
+
+def test_every_iteration_logs_what_is_promised(run):
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    names = [*LOGGED, *(f"seconds/{stage}" for stage in STAGES), "reward/total/mean", "reward/total/std"]
+    for reward in REWARDS:
+        names += [f"reward/{reward}/mean", f"reward/{reward}/std", f"dead_groups/{reward}", f"missing/{reward}"]
+    for row in rows:
+        absent = [name for name in names if name not in row]
+        assert not absent
+        broken = {name: row[name] for name in names if not math.isfinite(row[name])}
+        assert not broken
+        assert all(row[f"missing/{reward}"] == 0 for reward in REWARDS)
+        assert row["entropy"] > 1  # random weights at temperature 1.2: nearly uniform over 272 tokens
+        # One update per batch: the old log-probabilities are the new ones.
+        assert row["mean_ratio"] == pytest.approx(1, abs=1e-6) and row["clip_low"] == row["clip_high"] == 0
+    assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0  # fresh adapters are the reference itself
+    assert rows[0]["learning_rate"] == pytest.approx(0.01 / 10)  # the first of ten updates of warm-up
+    assert "validation/score" in rows[-1]
+
+
+def test_rewards_are_kept_apart(run):
+    for step, row in enumerate(rows_of(run), start=1):
+        table = completions_of(run, step)
+        assert len(table["prompt"]) == 4 * 5
+        assert all(len(set(table["prompt"][i : i + 5])) == 1 for i in range(0, 20, 5))
+        rewards = np.array([table[f"reward/{name}"] for name in REWARDS])
+        assert np.isfinite(rewards).all() and np.isfinite(table["advantage"]).all()
+        for name, values in zip(REWARDS, rewards, strict=True):
+            assert row[f"reward/{name}/mean"] == pytest.approx(values.mean(), abs=1e-6)
+        total = rewards.T @ [1.0, 0.5, 0.2]
+        assert row["reward/total/mean"] == pytest.approx(total.mean(), abs=1e-5)
+        assert len({tuple(values) for values in rewards}) == len(REWARDS)
+        # GDPO: whitened over the batch.
+        assert np.mean(table["advantage"]) == pytest.approx(0, abs=1e-4)
+
+
+def test_summary(run):
+    summary = json.loads((run / "summary.json").read_text())
+    assert set(REWARDS) <= set(summary["evaluation"])
+    for values in summary["evaluation"].values():
+        assert {"before", "after", "oracle"} <= set(values)
+        assert math.isfinite(values["before"]) and math.isfinite(values["after"]) and values["oracle"] is None
+    assert summary["seed"] == 0 and summary["iterations"] == 3 and summary["prompts"] == 3
+    assert {*STAGES, "evaluate"} <= set(summary["seconds"])
+    assert summary["seconds"]["total"] >= sum(summary["seconds"][stage] for stage in ("update", "evaluate"))
+    assert {"jax", "flax", "torch", "diffusers", "open_clip_torch"} <= set(summary["versions"])
+    assert {"policy", "renderer", "scorer"} <= set(summary["devices"])
+    weights = dict(zip(REWARDS, (1.0, 0.5, 0.2), strict=True))
+    after = sum(weight * summary["evaluation"][name]["after"] for name, weight in weights.items())
+    assert summary["reward"] == pytest.approx(after)
+    assert summary["improvement"] == pytest.approx(summary["reward"] - summary["baseline_reward"])
+
+
+def merged_weights(run, source: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the adapters of the final checkpoint make of the source's projections, in float64."""
+    from grpo_jax.runs.checkpoint import restore_params
+
+    adapters = restore_params(run, "final")[0]["lora"]["layers"]
+    merged = {}
+    for name, before in source.items():
+        parts = name.split(".")
+        if parts[-2] in TARGETS and parts[-1] == "weight" and "layers" in parts and "visual" not in parts:
+            layer = int(parts[parts.index("layers") + 1])
+            a, b = (np.asarray(adapters[parts[-2]][side][layer], np.float64) for side in "ab")
+            merged[name] = before.double() + torch.from_numpy((a @ b).T * (32.0 / 16))
+    assert len(merged) == 2 * len(TARGETS)
+    return merged
+
+
+def test_exported_policy_is_qwen2_vl_with_its_vision_and_the_adapters_merged(run, models):
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    source, ours = (load_file(folder / "model.safetensors") for folder in (models["policy"], run / "policy"))
+    assert source.keys() == ours.keys() and any("visual" in name for name in source)
+    merged = merged_weights(run, source)
+    for name, before in source.items():
+        assert before.dtype == torch.bfloat16
+        if name in merged:
+            torch.testing.assert_close(ours[name].double(), merged[name], rtol=1e-6, atol=1e-8)
+        else:
+            assert torch.equal(ours[name], before if "visual" in name else before.float()), name
+        assert ours[name].dtype == (torch.bfloat16 if "visual" in name else torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(run / "policy", dtype="auto")
+    assert type(model).__name__ == "Qwen2VLForConditionalGeneration"
+    tokens = AutoTokenizer.from_pretrained(run / "policy")("a red dog", return_tensors="pt").input_ids
+    assert torch.isfinite(model(input_ids=tokens).logits).all()
+
+
+def test_a_bfloat16_export_is_rounded_once(run, models, tmp_path):
+    from grpo_jax import export
+
+    assert export.main(["--run", str(run), "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    source, ours = (load_file(folder / "model.safetensors") for folder in (models["policy"], tmp_path / "out"))
+    for name, expected in merged_weights(run, source).items():
+        # One unit in bfloat16's last place, for the product's own rounding.
+        torch.testing.assert_close(ours[name].double(), expected, rtol=2**-8, atol=1e-8)
+        assert ours[name].dtype == torch.bfloat16 and not torch.equal(ours[name], source[name]), name
+
+
+def test_resumed_run_repeats_what_was_lost(run, models, tmp_path):
+    """A run killed in its third iteration: what is on disk then is the second checkpoint and later records."""
+    from grpo_jax.runs.checkpoint import restore_params
+
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    steps = sorted((again / "checkpoints").glob("step*"))
+    assert len(steps) == 2
+    for late in (steps[-1], again / "checkpoints" / "final", again / "checkpoints" / "best", again / "policy"):
+        shutil.rmtree(late)
+    (again / "summary.json").unlink()
+    assert train.main(["--resume", f"--run_dir={again}"]) == 0
+    first, second = rows_of(run), rows_of(again)
+    assert len(second) == 3
+    for expected, row in zip(first, second, strict=True):
+        timeless = {name for name in expected if not name.startswith("seconds/") and name != "tokens_per_second"}
+        assert {name: row[name] for name in timeless} == {name: expected[name] for name in timeless}
+    ours, theirs = (restore_params(folder, "final")[0]["lora"]["layers"] for folder in (run, again))
+    for name in TARGETS:
+        for side in "ab":
+            np.testing.assert_array_equal(ours[name][side], theirs[name][side])
+    exported = [load_file(folder / "policy" / "model.safetensors") for folder in (run, again)]
+    assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
+
+
+FLAKY = """
+def flaky(prompts, completions):
+    if len(prompts[0]) % 2:
+        raise RuntimeError("the judge is away")
+    return [float(len(text)) for text in completions]
+"""
+
+
+def test_append_form_with_english_tokens_quality_and_a_judge_that_may_fail(models, tmp_path):
+    """The other choices that the config has, in one run."""
+    import jax.numpy as jnp
+
+    from grpo_jax.core.advantages import Condition, condition_rewards, gdpo_advantages
+
+    (tmp_path / "judge.py").write_text(FLAKY)
+    save_file({"weight": torch.linspace(-1, 1, 16)[None], "bias": torch.zeros(1)}, tmp_path / "head.safetensors")
+    (tmp_path / "prompts.txt").write_text("".join(f"a red dog {'x' * n}\n" for n in range(1, 13)))
+    rewards = [
+        {"name": "alignment"},
+        {"name": "quality", "weight": 0.5},
+        {"name": f"{tmp_path / 'judge.py'}:flaky", "weight": 0.1},
+    ]
+    run_dir = tmp_path / "run"
+    options = [
+        "--training.max_steps=2",
+        "--data.form=append",
+        "--data.allowed_tokens=english",
+        f"--data.prompts={tmp_path / 'prompts.txt'}",
+        f"--scorer.quality_head={tmp_path / 'head.safetensors'}",
+        f"--rewards={json.dumps(rewards)}",
+        "--watch=[alignment_gain]",
+        "--on_judge_error=missing",
+        "--evaluation.sampled=false",
+        "--evaluation.prompts=1",
+        "--evaluation.validation_prompts=1",
+    ]
+    assert train.main(arguments(models, run_dir, *options)) == 0
+    assert "quality × 0.5 where alignment ≥ 0.25" in (run_dir / "train.log").read_text()
+    for step, row in enumerate(rows_of(run_dir), start=1):
+        table = completions_of(run_dir, step)
+        for prompt, completion, text in zip(table["prompt"], table["completion"], table["text"], strict=True):
+            assert completion.isascii() and completion.isprintable()
+            assert text.startswith(prompt)
+        absent = np.isnan(table["reward/flaky"])
+        assert (absent == [len(prompt) % 2 == 1 for prompt in table["prompt"]]).all()
+        assert row["missing/flaky"] == pytest.approx(absent.mean()) and math.isfinite(row["loss"])
+        # What was trained on: quality where alignment reaches 0.25, rewards of a failed judge left out.
+        raw = np.stack([table[f"reward/{name}"] for name in ("alignment", "quality", "flaky")], -1)
+        conditioned = condition_rewards(jnp.asarray(raw.reshape(4, 5, 3), jnp.float32), [Condition(1, 0, 0.25)])
+        expected = gdpo_advantages(conditioned, weights=jnp.array([1.0, 0.5, 0.1]))
+        np.testing.assert_allclose(np.reshape(table["advantage"], (4, 5)), expected, atol=1e-4)
+        assert np.isfinite(table["advantage"]).all()
+    gain = json.loads((run_dir / "summary.json").read_text())["evaluation"]["alignment_gain"]
+    assert gain["unchanged"] == 0  # the same words from the same noise
+    assert gain["after"] != 0
+
+
+def test_a_judge_that_fails_loses_nothing(models, tmp_path, capsys):
+    """Before training, in the middle, and after it is mended; the text task, which needs no other model."""
+    (tmp_path / "judge.py").write_text(
+        "from pathlib import Path\n"
+        "def judge(completions):\n"
+        f"    state = Path({str(tmp_path / 'state')!r}).read_text()\n"
+        f"    done = Path({str(tmp_path / 'run')!r}, 'completions', 'step_000001.parquet').exists()\n"
+        "    if state == 'away' or (state == 'leaves' and done):\n"
+        "        raise RuntimeError('the judge is away')\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    more = ["--task=text", f'--rewards=[{{"name": "{tmp_path / "judge.py"}:judge"}}]', "--training.max_steps=2"]
+    more += ["--sampling.max_new_tokens=4", "--evaluation.sampled=false"]
+    command = arguments(models, tmp_path / "run", *more)
+    for state, message in (("away", "Nothing was trained yet"), ("leaves", "Saved after iteration 1")):
+        (tmp_path / "state").write_text(state)
+        assert train.main(command if state == "away" else [*command, "--resume"]) == 2
+        written = capsys.readouterr().err
+        assert written.startswith("error: ") and written.count("\n") == 1
+        assert "the judge is away" in written and message in written and "Traceback" not in written
+    (tmp_path / "state").write_text("back")
+    assert train.main([*command, "--resume"]) == 0
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2]
+    assert (tmp_path / "run" / "summary.json").is_file()

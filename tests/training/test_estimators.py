@@ -1,0 +1,245 @@
+"""The choices of the group estimators: each changes what its help line says, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grpo_jax.training.trainer import make_token_weights
+from support import tiny_update
+
+from grpo_jax.config import AlgorithmSection, from_dict
+from grpo_jax.core import losses
+from grpo_jax.core.advantages import Condition, gdpo_advantages, group_advantages, sum_rewards
+from grpo_jax.errors import UserError
+from grpo_jax.training.estimators import (
+    OVERLONG,
+    Objectives,
+    estimate_advantages,
+    learning_groups,
+    make_objectives,
+    signal_metrics,
+)
+from grpo_jax.training.objectives import Forward, loss_options, policy_loss
+
+MASK = jnp.ones((3, 4, 2), bool)
+WEIGHTS = (1.0, 0.5)
+
+
+@pytest.fixture(scope="module")
+def rewards():
+    return jax.random.normal(jax.random.key(0), (3, 4, 2))
+
+
+def advantages(rewards, **choices):
+    return np.asarray(estimate_advantages(rewards, MASK, AlgorithmSection(**choices), WEIGHTS))
+
+
+# advantages
+
+
+def test_each_estimator_is_its_formula(rewards):
+    summed = np.asarray(rewards) @ np.float32(WEIGHTS)
+    centred = summed - summed.mean(1, keepdims=True)
+    group, batch = summed.std(1, ddof=1, keepdims=True) + 1e-4, summed.std(ddof=1) + 1e-4
+    expected = {
+        "grpo": centred / group,
+        "rloo": centred * 4 / 3,
+        "batch": (summed - summed.mean()) / batch,
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(advantages(rewards, advantage=name), values, rtol=1e-4, atol=1e-6, err_msg=name)
+    for scale, values in {"group": centred / group, "batch": centred / batch, "none": centred}.items():
+        came = advantages(rewards, advantage="grpo", preset="dr_grpo", scale=scale)
+        np.testing.assert_allclose(came, values, rtol=1e-4, atol=1e-6, err_msg=scale)
+    plain = advantages(rewards, advantage="grpo", preset="dr_grpo")  # without a scale it is the preset's
+    np.testing.assert_allclose(plain, centred, rtol=1e-4, atol=1e-6)
+
+
+def test_the_length_penalty_is_an_objective_of_its_own(rewards):
+    lengths = jnp.array([[6, 8, 9, 10]] * 3)
+    judged = rewards.at[0, 3].set(jnp.nan)
+    names = {"a": 1.0, "b": 0.5}
+    found = make_objectives(judged, lengths, weights=names, overlong_buffer=4, max_new_tokens=10)
+    assert found.names == ("a", "b", OVERLONG) and found.weights == (1.0, 0.5, 1.0)
+    np.testing.assert_array_equal(found.rewards[..., :2], judged)
+    np.testing.assert_allclose(found.rewards[1, :, 2], [0, -0.5, -0.75, -1])
+    assert np.isnan(found.rewards[0, 3]).all()  # a completion without a reward is not judged by its length
+    without = make_objectives(judged, lengths, weights=names, max_new_tokens=10)
+    assert without.names == ("a", "b") and without.rewards.shape == (3, 4, 2)
+    # in the sum it is added, and GDPO normalises it by itself
+    summed = advantages_of(found, advantage="grpo")[1:]
+    by_hand = sum_rewards(judged, weights=WEIGHTS) + found.rewards[..., 2]
+    np.testing.assert_allclose(summed, group_advantages(by_hand)[1:], rtol=1e-5, atol=1e-6)
+    apart = advantages_of(found, advantage="gdpo", whiten="none")
+    np.testing.assert_allclose(apart, gdpo_advantages(found.rewards, weights=(1, 0.5, 1), whiten=None), atol=1e-6)
+
+
+def advantages_of(found: Objectives, **choices):
+    return np.asarray(estimate_advantages(found.rewards, MASK, AlgorithmSection(**choices), found.weights))
+
+
+def test_conditions_come_first(rewards):
+    conditions = [Condition(1, 0, 0.0)]
+    found = make_objectives(
+        rewards, jnp.ones((3, 4), int), weights={"a": 1, "b": 1}, conditions=conditions, max_new_tokens=9
+    )
+    np.testing.assert_array_equal(found.rewards[..., 1], jnp.where(rewards[..., 0] >= 0, rewards[..., 1], 0))
+
+
+# signal
+
+
+@pytest.fixture(scope="module")
+def opposed():
+    """Group 0: two objectives that cancel in the sum. Group 1: nothing varies. Group 2: both agree."""
+    a = jnp.array([[0.0, 1.0, 0.0, 1.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0]])
+    return jnp.stack([a, jnp.array([[1.0, 0.0, 1.0, 0.0], [2.0] * 4, [0.0, 1.0, 1.0, 1.0]])], -1)
+
+
+def test_gdpo_keeps_groups_that_the_sum_would_lose(opposed):
+    for advantage, expected in (("gdpo", [True, False, True]), ("grpo", [False, False, True])):
+        section = AlgorithmSection(advantage=advantage)
+        assert learning_groups(opposed, (1.0, 1.0), section).tolist() == expected, advantage
+    section = AlgorithmSection(advantage="gdpo")  # an objective that does not count does not teach
+    assert learning_groups(opposed.at[0, :, 1].set(3.0), (0.0, 1.0), section).tolist() == [False, False, True]
+
+
+def test_what_the_sum_cannot_tell_apart_is_counted(opposed):
+    row = signal_metrics(Objectives(opposed, ("a", "b"), (1.0, 1.0)))
+    assert row["dead_groups/a"] == row["dead_groups/b"] == pytest.approx(1 / 3)
+    assert row["dead_groups/total"] == pytest.approx(2 / 3)
+    # group 0: one value (0) for both; 1: one; 2: sums 0, 2, 2, 1 are three values for both
+    assert row["distinct_advantages/grpo"] == row["distinct_advantages/gdpo"] == pytest.approx(5 / 3)
+    # (1, 0) and (0, 1) are one sum; normalised apart they differ where the objectives' deviations do
+    collapsed = jnp.array([[[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0]]])
+    row = signal_metrics(Objectives(collapsed, ("a", "b"), (1.0, 1.0)))
+    assert (row["distinct_advantages/grpo"], row["distinct_advantages/gdpo"]) == (2, 3)
+    alone = signal_metrics(Objectives(collapsed[:, :1], ("a", "b"), (1.0, 1.0)))
+    assert alone["dead_groups/total"] == 1 and not any(name.startswith("distinct") for name in alone)
+
+
+# weights on tokens
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """A forward pass made by hand: nothing is compiled for what the loss does with it."""
+    batch = tiny_update.make_batch()
+    keys = jax.random.split(jax.random.key(8), 3)
+    logprobs = -1 - jax.random.uniform(keys[0], batch.mask.shape)
+    old = logprobs + 0.1 * jax.random.normal(keys[1], batch.mask.shape)
+    entropy = jax.random.uniform(keys[2], batch.mask.shape)
+    return Forward(logprobs, entropy, None), batch._replace(old_logprobs=old)
+
+
+def gradient(seen, batch, **choices):
+    """Of the policy loss by each token's log-probability."""
+    section = AlgorithmSection(**choices)
+    forward, options = seen, loss_options(section)
+    whole = losses.loss_normaliser(batch.mask, options["aggregation"])
+    return np.asarray(
+        jax.grad(lambda x: policy_loss(forward._replace(logprobs=x), batch, options, whole)[0])(forward.logprobs)
+    )
+
+
+def test_only_tokens_of_high_entropy_have_a_gradient(seen):
+    forward, batch = seen
+    weigh = make_token_weights(AlgorithmSection(entropy_share=0.25))
+    weights, mean = weigh(batch, forward.entropy)
+    mask, entropy = np.asarray(batch.mask), np.asarray(forward.entropy)
+    chosen = mask & (entropy >= np.quantile(entropy[mask], 0.75))
+    np.testing.assert_array_equal(weights > 0, chosen)
+    assert mean == 1  # of the importance weights, of which there are none
+    plain, selected = gradient(forward, batch), gradient(forward, batch._replace(token_weights=weights))
+    np.testing.assert_array_equal(selected, np.where(chosen, plain, 0))
+
+
+def test_importance_weights_are_bounded_and_multiply(seen):
+    forward, batch = seen
+    gap = jax.random.normal(jax.random.key(9), batch.mask.shape)
+    batch = batch._replace(sampler_logprobs=batch.old_logprobs - gap)
+    weights, mean = make_token_weights(AlgorithmSection(importance_cap=1.5))(batch, forward.entropy)
+    mask, expected = np.asarray(batch.mask), np.minimum(np.exp(gap), 1.5)
+    np.testing.assert_allclose(np.asarray(weights)[mask], expected[mask], rtol=1e-5)
+    assert float(mean) == pytest.approx(expected[mask].mean(), rel=1e-5)
+    plain, weighed = gradient(forward, batch), gradient(forward, batch._replace(token_weights=weights))
+    np.testing.assert_allclose(weighed, np.where(mask, plain * expected, 0), rtol=1e-4, atol=1e-8)
+    both, _ = make_token_weights(AlgorithmSection(importance_cap=1.5, entropy_share=0.5))(batch, forward.entropy)
+    alone, _ = make_token_weights(AlgorithmSection(entropy_share=0.5))(batch, forward.entropy)
+    np.testing.assert_allclose(both, alone * weights)
+
+
+def test_straight_through_has_the_value_of_k3_and_the_gradient_of_k2(seen):
+    forward, batch = seen
+    batch = batch._replace(ref_logprobs=forward.logprobs - 0.5, advantages=jnp.zeros(batch.mask.shape[:2]))
+    k2, k3 = (gradient(forward, batch, kl_coef=0.1, kl_estimator=name) for name in ("k2", "k3"))
+    straight = gradient(forward, batch, kl_coef=0.1, kl_straight_through=True)
+    np.testing.assert_allclose(straight, k2, rtol=1e-5)
+    assert np.abs(straight - k3).max() > 1e-4
+    values = [
+        policy_loss(forward, batch, loss_options(AlgorithmSection(kl_coef=0.1, kl_straight_through=on)), None)[0]
+        for on in (True, False)
+    ]
+    assert float(values[0]) == pytest.approx(float(values[1]), rel=1e-6)
+
+
+def test_the_update_puts_the_weights_in():
+    """Through `make_update`: the trainer's own forward gives entropies and old log-probabilities."""
+    batch = tiny_update.make_batch()
+    far = batch._replace(sampler_logprobs=jnp.full(batch.mask.shape, 0.0))  # each token as if it had been certain
+    section = AlgorithmSection(advantage="grpo", importance_cap=2.0, entropy_share=0.5)
+    _, _, report = tiny_update.updated(far, section)
+    assert 0 < report["measured"]["importance_weight"] < 0.2
+    assert float(report["metrics"]["policy"].ratio.value()) == pytest.approx(1, abs=1e-4)
+    _, _, unweighted = tiny_update.updated(batch, AlgorithmSection(advantage="grpo"))
+    assert 0 < report["grad_norm"] < 0.5 * unweighted["grad_norm"]
+    assert "importance_weight" not in unweighted["measured"]
+
+
+# configuration
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ppo": {"discount": 1.1}}, r"ppo.discount: expected a number in \[0, 1\], got 1.1"),
+        ({"ppo": {"trace": -0.1}}, "ppo.trace"),
+        ({"ppo": {"trace": float("nan")}}, "ppo.trace"),
+        ({"ppo": {"value_coef": -1.0}}, "ppo.value_coef"),
+        ({"ppo": {"value_rate": 0.0}}, "ppo.value_rate: expected a finite number > 0"),
+        ({"ppo": {"value_clip": 0.0}}, "ppo.value_clip: expected null or a number > 0"),
+        ({"ppo": {"kl_coef": float("inf")}}, "ppo.kl_coef: expected a finite number"),
+        ({"ppo": {"kl_target": 1.0}}, "ppo.kl_coef: expected a number > 0 to start from"),
+        (
+            {"ppo": {"kl_target": 1.0, "kl_coef": 0.1, "kl_horizon": 10}},
+            "ppo.kl_horizon: expected at least one batch of 96",
+        ),
+        ({"ppo": {"gamma": 1.0}}, "ppo.gamma: expected one of"),
+        ({"algorithm": {"scale": "batch"}}, "algorithm.scale: expected null with advantage 'gdpo'"),
+        (
+            {"algorithm": {"advantage": "gae", "dead_groups": "drop"}},
+            "dead_groups: expected 'keep' with advantage 'gae'",
+        ),
+        ({"algorithm": {"advantage": "batch", "dead_groups": "resample"}}, "dead_groups: expected 'keep'"),
+        ({"algorithm": {"entropy_share": 0.0}}, r"algorithm.entropy_share: expected a share in \(0, 1\], got 0.0"),
+        ({"algorithm": {"importance_cap": 0.5}}, "algorithm.importance_cap: expected 0 or a number >= 1, got 0.5"),
+        ({"algorithm": {"overlong_buffer": 33}}, "overlong_buffer: expected at most sampling.max_new_tokens = 32"),
+        (
+            {"algorithm": {"overlong_buffer": 3}, "rewards": [{"name": "m:overlong"}]},
+            "rewards.overlong: expected another",
+        ),
+        ({"algorithm": {"resample_rounds": 0}}, "algorithm.resample_rounds"),
+        ({"algorithm": {"kl_corrected": True, "kl_straight_through": True}}, "kl_straight_through: expected false"),
+        ({"sampling": {"group_size": 1}}, "sampling.group_size: expected at least 2"),
+        ({"sampling": {"group_size": 0}, "algorithm": {"advantage": "gae"}}, "sampling.group_size"),
+    ],
+)
+def test_values_that_cannot_be(values, message):
+    with pytest.raises(UserError, match=message):
+        from_dict(values)
+
+
+@pytest.mark.parametrize("advantage", ["gae", "batch"])
+def test_a_group_of_one_will_do_without_group_statistics(advantage):
+    config = from_dict({"sampling": {"group_size": 1}, "algorithm": {"advantage": advantage}})
+    assert config.sampling.group_size == 1

@@ -1,0 +1,79 @@
+"""The number of micro-batches that a memory budget asks for."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from grpo_jax.training.memory_budget import fewest_parts, within_budget
+from support import tiny_update
+
+from grpo_jax.config import Config, SamplingSection, TrainingSection
+from grpo_jax.errors import UserError
+from grpo_jax.planning.policy import update_bytes
+from grpo_jax.runs.parts import Parts
+
+PROMPTS, LENGTH = 8, 16
+
+
+@pytest.mark.parametrize(
+    ("budget", "least", "expected", "measured"),
+    [
+        (200, 1, (1, 130), [1]),
+        (60, 1, (3, 60), [1, 3]),
+        (59, 1, (4, 55), [1, 3, 4]),
+        (60, 4, (4, 55), [4]),
+        (5, 1, (12, 38), [1, 12]),
+    ],
+    ids=["fits", "exactly", "more", "at least", "never"],
+)
+def test_the_fewest_parts_that_fit_with_few_measurements(budget, least, expected, measured):
+    """30 bytes stay however small the parts, 100 are shared out: 1, 2, 3, 4, 6, 12 parts take 130 ... 38."""
+    asked = []
+
+    def measure(count):
+        asked.append(count)
+        return 30 + 100 // count - (3 if count == 3 else 0)
+
+    got = fewest_parts(measure, 12, budget=budget, least=least)
+    assert (got, asked) == (expected, measured)
+
+
+def made(**training) -> tuple[Parts, list]:
+    """Parts of a run on the tiny decoder, as far as a budget looks at them."""
+    config = Config(
+        training=TrainingSection(prompts_per_batch=PROMPTS, **training),
+        sampling=SamplingSection(group_size=4, max_new_tokens=12),
+    )
+    parts = dict.fromkeys(Parts._fields) | {
+        "config": config,
+        "loaded": SimpleNamespace(config=tiny_update.CONFIG),
+        "prompts": SimpleNamespace(train=[SimpleNamespace(prompt="a")]),
+        "environment": SimpleNamespace(encode=lambda prompts: (np.zeros((len(prompts), LENGTH), np.int32),)),
+    }
+    return Parts(**parts)
+
+
+@pytest.fixture(scope="module")
+def needed() -> int:
+    """Bytes with two micro-batches, measured apart."""
+    config = made(accumulation=2).config
+    data = dataclasses.replace(config.data, max_prompt_tokens=LENGTH)
+    return update_bytes(dataclasses.replace(config, data=data), tiny_update.CONFIG, None)
+
+
+def test_accumulation_is_what_the_budget_asks_for(needed):
+    said = []
+    parts = within_budget(made(memory_budget_gib=needed / 2**30), lambda *line: said.append(line))
+    assert parts.config.training.accumulation == 2
+    assert said[0][0] == "update" and said[0][1].startswith("2 micro-batches of 4 prompts: 0.00 GiB")
+
+
+def test_a_budget_that_nothing_fits_is_refused(needed):
+    with pytest.raises(UserError, match=r"memory_budget_gib = 1e-06.* with 1 of its prompts at a time"):
+        within_budget(made(memory_budget_gib=1e-6), lambda *_: None)
+
+
+def test_without_a_budget_nothing_is_compiled():
+    parts = made(accumulation=4)
+    assert within_budget(parts, None) is parts

@@ -1,0 +1,264 @@
+"""PPO in the language trainer: estimates by hand, one loss for trunk and head, and a run that learns and resumes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from support import tiny_update
+from support.text_task import assert_same_run, final_state, rows
+from support.tiny_update import CONFIG, GROUP, PROMPTS, STEPS, TEMPERATURE
+
+from grpo_jax import evaluate
+from grpo_jax.config import AlgorithmSection, OptimizerSection, PPOSection
+from grpo_jax.core.ppo import ppo_loss
+from grpo_jax.core.shaping import AdaptiveKL
+from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.value_head import VALUE, init_value_head, token_values
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler
+from grpo_jax.train import main
+from grpo_jax.training import trainer
+from grpo_jax.training.objectives import loss_options, make_forward
+from grpo_jax.training.ppo import make_estimates, make_kl_control, make_ppo_objective
+
+SECTION = AlgorithmSection(preset="bnpo", advantage="gae", entropy_coef=0.05)
+PPO = PPOSection(kl_coef=0.1, value_coef=0.5, kl_target=0.5, kl_horizon=20)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    scores = jax.random.normal(jax.random.key(5), (PROMPTS, GROUP))
+    return tiny_update.make_batch()._replace(advantages=None, scores=scores)
+
+
+# estimates
+
+
+def two_tokens(scores, mask, ref=((-1.5, -1.0),)):
+    logprobs = jnp.array([[[-1.0, -2.0]]])
+    tokens = jnp.zeros((1, 1, 2), jnp.int32)
+    return trainer.Batch(
+        jnp.zeros((1, 1), jnp.int32),
+        jnp.ones((1, 1), bool),
+        tokens,
+        jnp.array([[mask]]),
+        scores=jnp.array([[scores]]),
+        old_logprobs=logprobs,
+        ref_logprobs=jnp.array([ref]),
+    )
+
+
+def test_two_tokens_by_hand():
+    """r = (-β·0.5, 1 + β·1); δ1 = r1 - V1; δ0 = r0 + γ V1 - V0; A0 = δ0 + γλ δ1."""
+    estimate = make_estimates(PPOSection(discount=0.9, trace=0.8, whiten=False, kl_coef=0.2))
+    values = jnp.array([[[0.3, 0.7]]])
+    done, measured = estimate(two_tokens(1.0, (True, True)), values, jnp.float32(0.2))
+    first, second = -0.2 * 0.5, 1.0 + 0.2 * 1.0
+    last = second - 0.7
+    expected = [first + 0.9 * 0.7 - 0.3 + 0.9 * 0.8 * last, last]
+    np.testing.assert_allclose(done.advantages[0, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(done.returns[0, 0], np.add(expected, [0.3, 0.7]), rtol=1e-6)
+    np.testing.assert_allclose(measured.completion_kl, 0.5 - 1.0, rtol=1e-6)
+    np.testing.assert_allclose(measured.advantages, [[np.mean(expected)]], rtol=1e-6)
+    assert done.scores is None
+
+
+def test_a_shorter_row_ends_where_it_ends():
+    """The score comes at the last token there is, and the value of the padding's state is nobody's."""
+    estimate = make_estimates(PPOSection(discount=0.9, trace=0.8, whiten=False))
+    values = jnp.array([[[0.3, jnp.nan]]])
+    done, _ = estimate(two_tokens(1.0, (True, False), ref=((-1.5, jnp.nan),)), values, jnp.float32(0.2))
+    np.testing.assert_allclose(done.advantages[0, 0], [1.0 - 0.2 * 0.5 - 0.3, 0.0], rtol=1e-6)
+
+
+def test_whitened_over_tokens_and_the_values_learn_what_was_not(batch):
+    values = jax.random.normal(jax.random.key(1), batch.mask.shape)
+    batch = batch._replace(old_logprobs=values - 2)
+    plain, _ = make_estimates(PPOSection(whiten=False))(batch, values, jnp.float32(0))
+    white, measured = make_estimates(PPOSection())(batch, values, jnp.float32(0))
+    np.testing.assert_array_equal(plain.returns, white.returns)
+    tokens, before = (np.asarray(x.advantages)[np.asarray(batch.mask)] for x in (white, plain))
+    assert abs(tokens.mean()) < 1e-6 and tokens.std(ddof=1) == pytest.approx(1, abs=1e-3)
+    np.testing.assert_allclose(np.corrcoef(tokens, before)[0, 1], 1, rtol=1e-5)
+    target = np.asarray(plain.returns)[np.asarray(batch.mask)]
+    assert measured.explained_variance == pytest.approx(1 - before.var() / target.var(), rel=1e-4)
+
+
+# the update
+
+
+def updated(batch, **others):
+    return tiny_update.updated(batch, SECTION, ppo=PPO, **others)
+
+
+@pytest.fixture(scope="module")
+def whole(batch):
+    return updated(batch)
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(batch, whole):
+    _, state, report = whole
+    _, split, split_report = updated(batch, accumulation=4)
+    for a, b in zip(jax.tree.leaves(state.variables), jax.tree.leaves(split.variables), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
+    assert split_report["grad_norm"] == pytest.approx(report["grad_norm"], rel=1e-4)
+    for part in ("policy", "value"):
+        for a, b in zip(report["metrics"][part], split_report["metrics"][part], strict=True):
+            np.testing.assert_allclose(a.value(), b.value(), atol=1e-5)
+
+
+def test_policy_and_head_move_together(whole):
+    variables, state, report = whole
+    assert state.step == 1 and set(state.variables) == {"params", VALUE}
+    for name in ("params", VALUE):
+        moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.variables[name], variables[name])
+        assert all(jax.tree.leaves(moved)), name
+    assert report["metrics"]["value"].loss.value() > 0
+    assert set(trainer.reference_variables(state)) == {"params"}
+    assert set(trainer.saved_parts(state)["variables"]) == {"params", VALUE}
+
+
+def test_the_value_loss_reaches_head_and_trunk(batch):
+    """With advantages of 0 the policy loss has no gradient: what is left is the values'."""
+    forward = make_forward(make_policy(CONFIG), temperature=TEMPERATURE)
+    options = loss_options(AlgorithmSection(preset="bnpo", advantage="gae"))
+    flat = batch._replace(
+        scores=None, advantages=jnp.zeros(batch.mask.shape), returns=jnp.ones(batch.mask.shape),
+        old_values=jnp.zeros(batch.mask.shape), old_logprobs=jnp.full(batch.mask.shape, -1.0),
+    )  # fmt: skip
+
+    objective = make_ppo_objective(forward, options, PPOSection(value_coef=1.0, value_clip=None))
+    gradient = jax.jit(jax.grad(lambda v: objective(v, flat, None)[0]))
+    variables = tiny_update.make_variables(value=True)
+    grads = gradient(variables)
+    assert float(jnp.abs(grads[VALUE]["kernel"]).max()) > 0 and float(grads[VALUE]["bias"]) != 0
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads["params"]["layers"]))
+    # a head of zeros learns, and hands nothing down yet: the first update leaves the trunk to the policy
+    start = {**variables, VALUE: init_value_head(CONFIG.hidden_size)}
+    grads = gradient(start)
+    assert float(jnp.abs(grads[VALUE]["kernel"]).max()) > 0
+    assert not any(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads["params"]))
+
+
+def test_preset_bnpo_is_ppo(batch):
+    """The policy's part is `ppo_loss`, the value's half the mean squared error where nothing is clipped."""
+    forward = make_forward(make_policy(CONFIG), temperature=TEMPERATURE)
+    variables = tiny_update.make_variables(value=True)
+    seen = jax.jit(forward)(variables, batch)
+    batch = batch._replace(
+        advantages=jax.random.normal(jax.random.key(3), batch.mask.shape), old_logprobs=seen.logprobs - 0.3,
+        old_values=seen.values, returns=seen.values + 2.0, scores=None,
+    )  # fmt: skip
+    objective = make_ppo_objective(forward, loss_options(SECTION), PPO)
+    loss, _ = objective(variables, batch, None)
+    policy, _ = ppo_loss(
+        seen.logprobs, batch.old_logprobs, batch.advantages, batch.mask, entropy=seen.entropy, entropy_coef=0.05
+    )
+    assert float(loss) == pytest.approx(float(policy) + 0.5 * 0.5 * 2.0**2, rel=1e-5)
+
+
+def test_adapters_and_head_are_all_that_moves(batch):
+    lora = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
+    variables, state, _ = updated(batch, lora=lora)
+    assert jax.tree.leaves(state.variables["params"])[0] is jax.tree.leaves(variables["params"])[0]
+    assert set(trainer.saved_parts(state)["variables"]) == {"lora", VALUE}
+    assert set(trainer.reference_variables(state)) == {"params"}
+    assert (state.variables[VALUE]["kernel"] != variables[VALUE]["kernel"]).any()
+    assert trainer.reference_variables(trainer.refresh_reference(state)).keys() == {"params", "lora"}
+    restored = trainer.restored_state(trainer.saved_parts(state), variables)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+
+
+def test_the_kl_coefficient_follows_its_target(whole):
+    _, state, report = whole
+    assert report["measured"]["kl_coef"] == pytest.approx(0.1)  # used first, moved after
+    observed = report["measured"]["estimates"].completion_kl
+    expected = AdaptiveKL(0.5, 20).update(0.1, observed, PROMPTS * GROUP)
+    assert float(state.kl_coef) == pytest.approx(float(expected)) and float(expected) != pytest.approx(0.1)
+    assert make_kl_control(PPOSection(kl_coef=0.1))(0.1, observed, 12) == 0.1
+
+
+def test_the_sampler_does_not_see_the_head():
+    sample = make_sampler(make_policy(CONFIG), SamplingParams(2, STEPS), eos_ids=(3,), pad_id=0)
+    prompts, mask = np.full((2, 4), 7, np.int32), np.ones((2, 4), bool)
+    keys = jax.random.split(jax.random.key(4), 2)
+    variables = tiny_update.make_variables(value=True)
+    bare = {name: tree for name, tree in variables.items() if name != VALUE}
+    np.testing.assert_array_equal(*(sample(v, prompts, mask, keys).tokens for v in (variables, bare)))
+
+
+def test_values_of_states():
+    hidden = jax.random.normal(jax.random.key(0), (2, 3, 4, 8), jnp.bfloat16)
+    assert not token_values(init_value_head(8), hidden).any()
+    values = token_values({"kernel": jnp.arange(8.0), "bias": jnp.float32(0.5)}, hidden)
+    assert values.shape == (2, 3, 4) and values.dtype == jnp.float32
+    np.testing.assert_allclose(values, np.asarray(hidden, np.float32) @ np.arange(8.0) + 0.5, rtol=1e-5)
+
+
+# a run
+
+
+@pytest.fixture
+def train(place, tmp_path, monkeypatch):
+    """Runs the command with PPO on the tiny text task."""
+    values = yaml.safe_load(place.config.read_text())
+    values["algorithm"] = {"preset": "bnpo", "advantage": "gae", "update_ref_every": 2, "entropy_coef": 0.01}
+    values["ppo"] = {"kl_coef": 0.05, "kl_target": 0.1, "kl_horizon": 32, "value_rate": 3.0}
+    config = tmp_path / "ppo.yaml"
+    config.write_text(yaml.safe_dump(values))
+
+    def call(run, *arguments, judge="work:0"):
+        monkeypatch.setenv("JUDGE_RUN", str(run))
+        monkeypatch.setenv("JUDGE", judge)
+        named = [] if "--resume" in arguments else ["--config", str(config)]
+        return main([*named, "--run_dir", str(run), *arguments])
+
+    return call
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(train, tmp_path):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert train(whole) == 0
+    table = rows(whole)
+    assert len({row["kl_coef"] for row in table}) == 6 and all(row["kl_coef"] > 0 for row in table)
+    assert all(row["value/loss"] > 0 for row in table) and table[-1]["value/mean"] != 0
+    state, _ = final_state(whole)
+    assert np.abs(state["variables"][VALUE]["kernel"]).max() > 0 and state["kl_coef"] != np.float32(0.05)
+
+    assert evaluate.main(["--run", str(whole), "--json"]) == 0  # the head is restored, and used by nobody
+    assert "Explained variance of the values" in (whole / "report.html").read_text()
+    assert train(run, judge="raise:4") == 2  # the state after the fourth iteration is saved
+    assert train(run, "--resume") == 0
+    assert_same_run(run, whole)
+
+
+def test_the_head_may_learn_faster_than_the_policy():
+    section, weights = OptimizerSection(max_grad_norm=1.0), {"params": jnp.ones(3), VALUE: init_value_head(2)}
+    grads = jax.tree.map(jnp.ones_like, weights)
+
+    def step(**options):
+        optimizer = trainer.make_optimizer(section, trainer.make_schedule(section, 10), **options)
+        return optimizer.update(grads, optimizer.init(weights), weights)[0]
+
+    plain, quick = step(), step(value_rate=10.0)
+    np.testing.assert_array_equal(plain["params"], quick["params"])
+    for name in ("kernel", "bias"):
+        np.testing.assert_allclose(quick[VALUE][name], 10 * plain[VALUE][name], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_it_learns_to_write_letters(train, tmp_path):
+    run = tmp_path / "run"
+    # shapes are those of the other run: its compiled sampler and forward pass are found again
+    settings = {
+        "training.max_steps": 40, "training.save_every": 0, "evaluation.every": 0, "evaluation.prompts": 0,
+        "optimizer.learning_rate": 0.005, "optimizer.schedule": "constant", "ppo.kl_target": 0, "ppo.kl_coef": 0.001,
+        "algorithm.entropy_coef": 0, "training.inner_epochs": 1,
+    }  # fmt: skip
+    assert train(run, *(word for name, value in settings.items() for word in (f"--{name}", str(value)))) == 0
+    reward = [row["reward/letters/mean"] for row in rows(run)]
+    assert np.mean(reward[-5:]) > np.mean(reward[:5]) + 0.3
+    value, target = (np.array([row[f"value/{name}"] for row in rows(run)]) for name in ("mean", "return"))
+    assert np.corrcoef(value, target)[0, 1] > 0.7  # the values follow what they predict

@@ -1,0 +1,100 @@
+"""The update: splitting a batch changes nothing, frozen weights stay, reference and schedule are as promised."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from support import tiny_update
+from support.tiny_update import PROMPTS
+
+from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
+from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.lora import LoraConfig
+from grpo_jax.training import trainer
+from grpo_jax.training.objectives import make_forward
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return tiny_update.make_batch()
+
+
+def updated(batch, *, preset="grpo", **others):
+    section = AlgorithmSection(preset=preset, kl_coef=0.1, entropy_coef=0.05)
+    return tiny_update.updated(batch, section, **others)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "dr_grpo"])
+def test_accumulation_gives_the_gradient_of_the_whole_batch(batch, preset):
+    _, whole, whole_report = updated(batch, preset=preset)
+    _, split, split_report = updated(batch, preset=preset, accumulation=4)
+    for a, b in zip(jax.tree.leaves(whole.variables), jax.tree.leaves(split.variables), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    assert split_report["grad_norm"] == pytest.approx(whole_report["grad_norm"], rel=1e-4)
+    for a, b in zip(whole_report["metrics"]["policy"], split_report["metrics"]["policy"], strict=True):
+        np.testing.assert_allclose(a.value(), b.value(), atol=1e-5)
+
+
+def test_only_the_adapters_move_and_the_base_is_their_reference(batch):
+    lora = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
+    variables, state, report = updated(batch, lora=lora, calls=2)
+    assert jax.tree.leaves(state.variables["params"])[0] is jax.tree.leaves(variables["params"])[0]
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.variables["lora"], variables["lora"])
+    assert any(jax.tree.leaves(moved))
+    assert list(trainer.reference_variables(state)) == ["params"]
+    assert float(report["metrics"]["policy"].kl.value()) > 0  # after one step the policy is not the base any more
+    assert list(trainer.saved_parts(state)["variables"]) == ["lora"]
+    restored = trainer.restored_state(trainer.saved_parts(state), variables)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+
+
+def test_a_refreshed_reference_is_the_policy_at_that_moment(batch):
+    variables, state, _ = updated(batch)
+    before = trainer.reference_variables(state)["params"]
+    np.testing.assert_array_equal(*map(lambda tree: jax.tree.leaves(tree)[0], (before, variables["params"])))
+    refreshed = trainer.reference_variables(trainer.refresh_reference(state))
+    for a, b in zip(jax.tree.leaves(refreshed), jax.tree.leaves(state.variables), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_minibatches_are_a_partition_with_whole_groups(batch):
+    parts = trainer.minibatches(batch, 2, jax.random.key(3))
+    rows = np.concatenate([part.tokens for part in parts]).reshape(PROMPTS, -1)
+    assert sorted(map(tuple, rows)) == sorted(map(tuple, np.asarray(batch.tokens).reshape(PROMPTS, -1)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5]),
+        ("cosine", [0.5, 1.0, 1.0, 0.5 + 0.5 * np.cos(np.pi / 4), 0.5]),
+    ],
+)
+def test_schedule_warms_up_and_decays(schedule, expected):
+    section = OptimizerSection(learning_rate=1.0, schedule=schedule, warmup_steps=2)
+    rate = trainer.make_schedule(section, 6)
+    np.testing.assert_allclose([rate(step) for step in range(5)], expected, rtol=1e-6)
+
+
+def test_a_batch_that_does_not_divide_is_refused(batch):
+    with pytest.raises(ValueError, match="that 3 micro-batches divide, got 4"):
+        trainer._split(batch, 3)
+
+
+def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
+    """Trained weights and moments are donated: no second copy of them exists at any time."""
+    optimizer = optax.adam(0.1)
+    forward = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0)
+    training = TrainingSection(prompts_per_batch=PROMPTS, accumulation=2)
+    step = trainer.make_configured_step(forward, optimizer, AlgorithmSection(), training)
+    state = trainer.init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
+
+    def places(state):
+        leaves = jax.tree.leaves((state.variables, state.opt_state))
+        return sorted(leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.ndim)
+
+    before, old = places(state), jax.tree.leaves((state.variables, state.opt_state))
+    state, _ = step(state, batch)
+    assert all(leaf.is_deleted() for leaf in old)
+    assert places(state) == before

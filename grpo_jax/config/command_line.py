@@ -150,7 +150,8 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 def _files(arguments: Sequence[str], classes: Mapping[str, str]) -> list[Path]:
     """The files that hold what the arguments leave open, later ones over earlier ones."""
-    options = dict(argument.removeprefix("--").partition("=")[::2] for argument in arguments)
+    pairs = (argument.removeprefix("--").partition("=") for argument in arguments)
+    options: dict[str, str] = {name: value for name, _, value in pairs}
     named = [find_config(argument.partition("=")[2]) for argument in arguments if argument.startswith("--config=")]
     if named:
         return named
@@ -205,7 +206,7 @@ def _make_parser(prog: str, kind: type, values: Mapping[str, Any], arguments: It
             for _, where in found:
                 parser.add_argument(f"--{where}.{KEY}", type=str, help=helps[name])
             classes += found
-        elif dataclasses.is_dataclass(hint):
+        elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             shared.append((hint, name))
         else:
             parser.add_argument(f"--{name}", type=hint, help=helps[name])

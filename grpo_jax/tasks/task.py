@@ -56,8 +56,9 @@ class Setup(NamedTuple):
 
 def oracle_column(rows: Sequence[Row]) -> dict[str, list[str]]:
     """The column "oracle" as the best text there is, where every row has one."""
-    texts = [row.columns.get("oracle") for row in rows]
-    return {} if not texts or None in texts else {"oracle": texts}
+    if not rows or any(row.columns.get("oracle") is None for row in rows):
+        return {}
+    return {"oracle": [row.columns["oracle"] for row in rows]}
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def step_batch(config: CartPoleConfig, apply: Apply, params: PyTree, steps: Step
     logprobs = action_logprobs(steps.log_odds, steps.actions)
     batch = StepBatch(steps.observations, steps.actions, logprobs, advantages, values, advantages + values)
     finished = Mean(jnp.sum(jnp.where(ended, steps.lengths, 0), dtype=jnp.float32), jnp.sum(ended, dtype=jnp.float32))
-    figures = {"episode_return": jnp.where(finished.weight > 0, finished.value(), jnp.nan)}
+    figures = {"episode_return": jnp.where(jnp.greater(finished.weight, 0), finished.value(), jnp.nan)}
     figures |= {f"reward/{name}/mean": jnp.mean(x) for name, x in zip(algorithm.objectives, each, strict=True)}
     return batch, figures
 

@@ -27,10 +27,10 @@ def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
     """
     values = complete(kind, values, name)
     hints = get_type_hints(kind)
-    made = {
+    fields = {
         field.name: _made(field, hints[field.name], values[field.name], _join(name, field.name)) for field in _of(kind)
     }
-    return kind(**made)
+    return kind(**fields)
 
 
 def complete(kind: type, values: Mapping[str, Any], name: str = "") -> dict[str, Any]:

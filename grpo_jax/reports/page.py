@@ -82,13 +82,13 @@ def _headline(title, summary, display):
 
 def _claim(name, values, prompts, display):
     before, after, oracle = (values.get(kind) for kind in ("before", "after", "oracle"))
-    told = f"{_label(name)} {_value(name, before, display)} → <strong>{_value(name, after, display)}</strong>"
+    change = f"{_label(name)} {_value(name, before, display)} → <strong>{_value(name, after, display)}</strong>"
     if prompts:
-        told += f" on {prompts} held-out prompts"
+        change += f" on {prompts} held-out prompts"
     gap = _gap_closed(before, after, oracle)
     if gap is not None:
-        told += f", {gap:.0%} of the way to {display.best} ({_value(name, oracle, display)})"
-    return told + "."
+        change += f", {gap:.0%} of the way to {display.best} ({_value(name, oracle, display)})"
+    return change + "."
 
 
 def _gap_closed(before, after, oracle):
@@ -261,8 +261,8 @@ def _seconds_chart(rows, starts):
     first = {start + 1 for start in starts}
     named = [key for row in rows for key in row if key.startswith("seconds/") and key != "seconds/total"]
     shown = [row for row in rows if row["step"] not in first]
-    told = [(row["step"], row.get("seconds/total")) for row in rows if row["step"] in first]
-    left = ", ".join(f"iteration {step} with {number(seconds)} s" for step, seconds in told)
+    compiling = [(row["step"], row.get("seconds/total")) for row in rows if row["step"] in first]
+    left = ", ".join(f"iteration {step} with {number(seconds)} s" for step, seconds in compiling)
     note = f"Left out, for then programs are compiled: {left}." if left else ""
     lines = [series_of(shown, key, key.removeprefix("seconds/").replace("_", " ")) for key in dict.fromkeys(named)]
     return line_chart("Seconds per iteration", lines, note=note)

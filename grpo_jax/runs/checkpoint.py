@@ -23,7 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from grpo_jax.errors import UserError
-from grpo_jax.runs.checkpoint_tree import EVALUATED, check_fits, items, leaves, like, plain, storable, target
+from grpo_jax.runs.checkpoint_tree import EVALUATED, as_template, check_fits, items, leaves, plain, storable, target
 
 PyTree = Any
 
@@ -172,7 +172,7 @@ class Checkpoints:
         with self._reading(manager, number):
             args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target(part))})
             found = leaves(manager.restore(number, args=args)[item])
-        restored = [like(leaf, found[name]) for name, leaf in leaves(part).items()]
+        restored = [as_template(leaf, found[name]) for name, leaf in leaves(part).items()]
         return jax.tree.unflatten(jax.tree.structure(part), restored)
 
     def _metadata(self, manager, number, item):

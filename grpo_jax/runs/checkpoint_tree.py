@@ -77,7 +77,7 @@ def target(part) -> dict:
     return _nested({name: describe(leaf) for name, leaf in leaves(part).items()})
 
 
-def like(leaf, found):
+def as_template(leaf, found):
     """A restored array in the form its template has: key, Python number, uncommitted array."""
     if _is_key(leaf):
         return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))

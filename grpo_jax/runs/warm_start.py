@@ -122,13 +122,13 @@ def teachable(parts: Parts, pairs: Sequence[tuple[str, str]], say: Callable[[str
     allowed = parts.allowed_tokens
     if allowed is None:
         return pairs
-    kept = [pair for pair in pairs if allowed[taught_tokens(parts, *pair)].all()]
-    if len(kept) < len(pairs):
+    writable = [pair for pair in pairs if allowed[taught_tokens(parts, *pair)].all()]
+    if len(writable) < len(pairs):
         say(
-            f"warm start: {len(pairs) - len(kept)} of {len(pairs)} pairs are left out, their texts hold tokens that "
-            f"data.allowed_tokens = {parts.config.data.allowed_tokens} rules out"
+            f"warm start: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts hold tokens "
+            f"that data.allowed_tokens = {parts.config.data.allowed_tokens} rules out"
         )
-    return kept
+    return writable
 
 
 def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:

@@ -313,7 +313,7 @@ def _check_room(config: Config, limit: int | None) -> None:
 
 
 def _load_prompts(config: Config, prompts: Any, say: Say) -> Any:
-    from grpo_jax.rollout.rollout import data
+    from grpo_jax.rollout import data
 
     name = config.data.prompts
     if prompts is not None:

@@ -53,12 +53,26 @@ def _signal(rewards: jax.Array) -> jax.Array:
     return lowest < highest
 
 
+def _shifted(rewards: jax.Array, present: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The smallest present reward of each group, `[P, 1]` or `[P, 1, N]`, and what the others have more than it.
+
+    Differences are exact where rewards are close; their mean then loses no digits, and that of equal ones none at all.
+    """
+    lowest = jnp.min(rewards, axis=1, keepdims=True, where=present, initial=jnp.inf)
+    return lowest, select(present, rewards - lowest)
+
+
+def _group_mean(rewards: jax.Array, present: jax.Array) -> jax.Array:
+    """Mean of each group's present rewards, `[P, 1, N]`; 0 where there are none."""
+    lowest, shifted = _shifted(rewards, present)
+    mean = masked_mean(shifted, present, axis=1, keepdims=True)
+    return select(present.any(axis=1, keepdims=True), lowest) + mean
+
+
 def _centred(rewards: jax.Array) -> jax.Array:
     """Rewards less their group's mean; 0 where missing and in groups without signal."""
     present = ~jnp.isnan(rewards) & _signal(rewards)
-    # Differences from the smallest reward are exact where rewards are close; their mean then loses no digits.
-    lowest = jnp.min(rewards, axis=1, keepdims=True, where=present, initial=jnp.inf)
-    shifted = select(present, rewards - lowest)
+    _, shifted = _shifted(rewards, present)
     return select(present, shifted - masked_mean(shifted, present, axis=1, keepdims=True))
 
 
@@ -176,8 +190,13 @@ def as_objective_weights(weights: Sequence[float] | ArrayLike | None, objectives
 def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | None = None) -> jax.Array:
     """Weighted sum over the objectives, as GRPO wants it.
 
+        s[p, g] = Σ_n w[n] · (r[p, g, n], or the mean of objective n over the others of group p where that is missing)
+
+    A judge that failed thus neither punishes nor rewards: 0 in its place would be a reward like any other. What is
+    missing in a whole group adds nothing to any row of it.
+
     Args:
-        rewards: `[P, G, N]`, floating; NaN is missing and adds nothing.
+        rewards: `[P, G, N]`, floating; NaN is missing.
         weights: `[N]`; ones by default.
 
     Returns:
@@ -189,7 +208,8 @@ def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | No
     """
     rewards = as_float("rewards", rewards, ndim=3)
     present = ~jnp.isnan(rewards)
-    total = jnp.sum(select(present, rewards) * as_objective_weights(weights, rewards.shape[-1], rewards.dtype), axis=-1)
+    weights = as_objective_weights(weights, rewards.shape[-1], rewards.dtype)
+    total = jnp.sum(jnp.where(present, rewards, _group_mean(rewards, present)) * weights, axis=-1)
     return jnp.where(present.any(axis=-1), total, jnp.nan)
 
 

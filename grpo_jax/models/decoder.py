@@ -31,8 +31,8 @@ REMAT = ("none", "products", "layer")
 class Policy(NamedTuple):
     """A language model to sample from and to train, as pure functions of its variables.
 
-    ``variables`` is ``{"params": tree}``, or ``{"params": tree, "lora": tree}`` where adapters are in
-    use; the same functions without the ``lora`` collection are the base model.
+    ``variables`` is ``{"params": tree}``, or ``{"params": tree, "lora": tree}`` where adapters are in use; the same
+    functions without the ``lora`` collection are the base model. Masks may be integers, as tokenizers give them.
 
     Attributes:
         prefill: (variables, tokens i32 [P, L], mask bool [P, L]) -> Prefix. Prompts are padded on the left.
@@ -45,7 +45,8 @@ class Policy(NamedTuple):
             mask bool [P, G, T], steps=None) -> hidden [P, G, T, D], the states that predict each completion token
             (the first is the prompt's last state). The prompt is computed once for its group. Where rows hold several
             completions one after the other, steps i32 [P, G, T] count the tokens of each from 0.
-        head: (variables) -> unembedding [V, D]; logits are hidden @ head.T.
+        head: (variables) -> unembedding [V, D] in the type it is stored in, so that its gradient is too; logits are
+            hidden @ head.T in the type of hidden.
         max_positions: how many tokens prompt and completion may have together, where positions are learned;
             None where they go on (rotations).
     """
@@ -187,7 +188,7 @@ def make_policy(
         return decoder.apply(variables, *args, **kwargs)
 
     def prefill(variables: Variables, tokens: jax.Array, mask: jax.Array) -> Prefix:
-        _check_tokens("tokens", tokens, mask, 2)
+        mask = _as_mask("tokens", tokens, mask, 2)
         prompt, lengths = _prompt(mask)
         _check_room("tokens", mask, 0, limit)
         context = Context(prompt.positions, prompt)
@@ -212,8 +213,8 @@ def make_policy(
         mask: jax.Array,
         steps: jax.Array | None = None,
     ) -> jax.Array:
-        _check_tokens("prompt_tokens", prompt_tokens, prompt_mask, 2)
-        _check_tokens("tokens", tokens, mask, 3)
+        prompt_mask = _as_mask("prompt_tokens", prompt_tokens, prompt_mask, 2)
+        mask = _as_mask("tokens", tokens, mask, 3)
         _check_room("prompt_tokens", prompt_mask, tokens.shape[2], limit)
         prompt, lengths = _prompt(prompt_mask)
         inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
@@ -238,7 +239,7 @@ def make_policy(
         decode,
         partial(_init_cache, config, dtype),
         forward_group,
-        partial(_head, config, dtype),
+        partial(_head, config),
         limit,
     )
 
@@ -269,9 +270,8 @@ def _unstack(variables: Variables) -> Variables:
     return {name: split(tree) for name, tree in variables.items()}
 
 
-def _head(config: ModelConfig, dtype: Any, variables: Variables) -> jax.Array:
-    name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
-    return variables["params"][name].astype(dtype)
+def _head(config: ModelConfig, variables: Variables) -> jax.Array:
+    return variables["params"]["embed_tokens" if config.tie_word_embeddings else "lm_head"]
 
 
 def init_variables(
@@ -375,14 +375,17 @@ def _dtype(name: str, argument: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def _check_tokens(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> None:
+def _as_mask(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> jax.Array:
+    """The mask of tokens of this rank as bool; tokenizers give integers."""
     if tokens.ndim != rank or tokens.shape != mask.shape or 0 in tokens.shape:
         raise ValueError(
             f"{name} and its mask must have the same shape of rank {rank} and no empty axis, "
             f"got {tokens.shape} and {mask.shape}"
         )
-    if not jnp.issubdtype(tokens.dtype, jnp.integer) or mask.dtype != jnp.bool_:
-        raise TypeError(f"{name} must be integers and its mask bool, got {tokens.dtype} and {mask.dtype}")
+    integers = [jnp.issubdtype(array.dtype, jnp.integer) for array in (tokens, mask)]
+    if not integers[0] or not (integers[1] or mask.dtype == jnp.bool_):
+        raise TypeError(f"{name} must be integers and its mask bool or integers, got {tokens.dtype} and {mask.dtype}")
+    return mask.astype(bool)
 
 
 def _check_room(name: str, mask: jax.Array, steps: int, limit: int | None) -> None:

@@ -78,7 +78,10 @@ class AlgorithmSection:
         )
         grouped = self.dead_groups == "keep" or advantage not in ("gae", "batch")
         require(
-            grouped, "algorithm.dead_groups", "'keep' with advantage 'gae', which compares no groups", self.dead_groups
+            grouped,
+            "algorithm.dead_groups",
+            f"'keep' with advantage {advantage!r}, which compares no groups",
+            self.dead_groups,
         )
         one_gradient = not (self.kl_corrected and self.kl_straight_through)
         require(one_gradient, "algorithm.kl_straight_through", "false with kl_corrected", self.kl_straight_through)

@@ -14,6 +14,7 @@ from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training import trainer
 from grpo_jax.training.estimators import estimate_advantages
 from grpo_jax.training.objectives import Batch, make_forward
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
 
 ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)
 
@@ -25,10 +26,10 @@ def make_phases(case: work.Case, loaded, remat: str):
     # No end of sequence: every library writes the same number of tokens.
     params = SamplingParams(case.group, case.new_tokens)
     sample = make_sampler(policy, params, eos_ids=(), pad_id=0)
-    optimizer = trainer.make_optimizer(section, trainer.make_schedule(section, 1))
+    optimizer = make_optimizer(section, make_schedule(section, 1))
     forward, ppo = make_forward(policy, temperature=1.0), PPOSection()
     prepare = trainer.make_preparation(forward, ALGORITHM, ppo, training)
-    step = trainer.make_configured_step(forward, optimizer, ALGORITHM, training, ppo)
+    step = trainer.make_configured_step(forward, optimizer, ALGORITHM, training, ppo, max_new_tokens=case.new_tokens)
     state = trainer.init_state({"params": loaded.params}, optimizer, keep_reference=True)
     return sample, prepare, step, state
 

@@ -23,15 +23,11 @@ from bridges.miniature import world
 from grpo_jax.config import OptimizerSection
 from grpo_jax.core import losses
 from grpo_jax.models import hf
-from grpo_jax.models.decoder import Policy, make_policy
-from grpo_jax.training.trainer import (
-    Batch,
-    completion_logprobs,
-    init_state,
-    make_optimizer,
-    make_schedule,
-    make_train_step,
-)
+from grpo_jax.models.decoder import make_policy
+from grpo_jax.training.objectives import Batch, make_forward
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.supervised import make_supervised_objective
+from grpo_jax.training.trainer import init_state, make_train_step
 
 PAD, END, USER, REWRITE = "<|pad|>", "<|end|>", "<|user|>", "<|rewrite|>"
 CHAT_TEMPLATE = (
@@ -171,16 +167,6 @@ def _batch(tokenizer, pairs: list[tuple[str, str]]) -> Batch:
     return Batch(prompts, mask, tokens, written, np.zeros(tokens.shape[:2], np.float32))
 
 
-def make_sft_objective(policy: Policy):
-    """The supervised objective in the trainer's form."""
-
-    def objective(variables, batch: Batch, normaliser):
-        logprobs, _ = completion_logprobs(policy, variables, batch, temperature=1.0, allowed_tokens=None)
-        return losses.sft_loss(logprobs, batch.mask, normaliser=normaliser)
-
-    return objective
-
-
 def train(folder: Path, *, steps: int = 1000, seed: int = 0, batch_size: int = 64, learning_rate: float = 2e-3) -> None:
     """Train the start and write its Hugging Face folder."""
     rng = np.random.default_rng(seed)
@@ -194,7 +180,7 @@ def train(folder: Path, *, steps: int = 1000, seed: int = 0, batch_size: int = 6
         optimizer = make_optimizer(section, make_schedule(section, steps))
         state = init_state({"params": loaded.params}, optimizer, keep_reference=False)
         step_function = make_train_step(
-            make_sft_objective(policy),
+            make_supervised_objective(make_forward(policy, temperature=1.0)),
             optimizer,
             normaliser=lambda batch: losses.loss_normaliser(batch.mask, "token"),
         )

@@ -197,7 +197,8 @@ class OptimizerSection:
         learning_rate: Peak learning rate.
         schedule: Learning-rate schedule after the warm-up.
         warmup_steps: Updates of linear warm-up.
-        weight_decay: Decoupled weight decay.
+        weight_decay: Decoupled weight decay of projections and adapters; norms, biases, embeddings, the unembedding and
+            the value head do not decay.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         max_grad_norm: Gradients are scaled down to this global norm; 0 for never.

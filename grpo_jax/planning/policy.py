@@ -25,6 +25,7 @@ from grpo_jax.sampling.sampler import SamplingParams, bucket_size, make_sampler
 from grpo_jax.training import trainer
 from grpo_jax.training.loss_scale import make_loss_scale
 from grpo_jax.training.objectives import Batch, make_forward
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
 
 GIB = 2**30
 # The same programs without LLVM's slow passes: buffers are assigned before them.
@@ -179,8 +180,8 @@ def _policy(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> Any:
 
 
 def _optimizer(config: Config) -> Any:
-    schedule = trainer.make_schedule(config.optimizer, max(config.training.max_steps, 1))
-    return trainer.make_optimizer(config.optimizer, schedule, value_rate=config.ppo.value_rate)
+    schedule = make_schedule(config.optimizer, max(config.training.max_steps, 1))
+    return make_optimizer(config.optimizer, schedule, value_rate=config.ppo.value_rate)
 
 
 def _state_shapes(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> trainer.TrainState:
@@ -229,6 +230,7 @@ def _batch_shapes(config: Config, mesh: jax.sharding.Mesh | None) -> Batch:
         scores=shape(group) if learns_values else None,
         old_logprobs=tokens if several or weighted or learns_values else None,
         ref_logprobs=tokens if trainer.needs_reference(algorithm, config.ppo) else None,
+        rollout_logprobs=tokens,
         token_weights=tokens if weighted else None,
         old_values=tokens if learns_values else None,
         returns=tokens if learns_values else None,
@@ -239,7 +241,14 @@ def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> 
     """Temporary bytes of one optimizer update."""
     forward = make_forward(_policy(config, model, mesh), temperature=config.sampling.temperature)
     optimizer = shard_optimizer(_optimizer(config), mesh)
-    step = trainer.make_configured_step(forward, optimizer, config.algorithm, config.training, config.ppo)
+    step = trainer.make_configured_step(
+        forward,
+        optimizer,
+        config.algorithm,
+        config.training,
+        config.ppo,
+        max_new_tokens=config.sampling.max_new_tokens,
+    )
     state, batch = _state_shapes(config, model, mesh), _batch_shapes(config, mesh)
     return temporary_bytes(jax.jit(step, donate_argnums=0), state, batch)
 

@@ -29,7 +29,7 @@ from grpo_jax.rollout.pipeline import StageError
 from grpo_jax.tasks.recommendation.parts import require_same_retrieval, warm_start_pairs
 from grpo_jax.tasks.recommendation.report import policy_ranks
 from grpo_jax.runs.results import finish_run
-from grpo_jax.training.trainer import TrainState, release, restored_state, saved_parts
+from grpo_jax.training.trainer import PATIENCE, TrainState, release, restored_state, saved_parts
 from grpo_jax.training.supervised import warm_start
 
 UNTRAINED = "untrained"
@@ -232,12 +232,14 @@ def train(run: Run, state: TrainState, progress: Progress, stop: threading.Event
     """Iterates to the end, or to the first iteration after `stop` is set; the last state is saved.
 
     Raises:
-        UserError: A judge failed; the state before that iteration is saved.
+        UserError: A judge failed; the state before that iteration is saved. Or nothing could be learned for a few
+            iterations in a row; the last good state is saved.
     """
     every, iterations = run.parts.config.training.save_every, run.learner.iterations
     run.output.start(iterations, progress.iteration)
     while progress.iteration < iterations and not stop.is_set():
         state, progress = step(run, state, progress)
+        _require_updates(run, state, progress)
         if every and progress.iteration % every == 0:
             save(run, state, progress)
     save(run, state, progress, wait=True)
@@ -285,6 +287,21 @@ def _judges_may_fail(run: Run, state: TrainState | None, progress: Progress | No
             f"{' '.join(str(error).split())}. {saved}; mend the judge and go on with --resume --run_dir "
             f"{run.parts.config.run_dir}, or give such completions no reward: --on_judge_error missing"
         ) from error
+
+
+def _require_updates(run: Run, state: TrainState, progress: Progress) -> None:
+    """Ends a run that left out every update for a few iterations, after saving."""
+    skipped = int(state.skipped)
+    if skipped < PATIENCE * run.learner.updates_per_iteration:
+        return
+    save(run, state, progress, wait=True)
+    where, last = run.parts.config.run_dir, progress.iteration
+    raise UserError(
+        f"the loss or its gradient was not finite in {skipped} updates in a row; they were left out. Saved after "
+        f"iteration {last}, with the weights before them. If a reward or a prompt is at fault, mend it and go on with "
+        f"--resume --run_dir {where}; else give a new run a lower optimizer.learning_rate, and these weights: "
+        f"python -m grpo_jax.export --run {where} --checkpoint {last} --out FOLDER, --policy.path FOLDER"
+    )
 
 
 def validate(run: Run, state: TrainState, progress: Progress) -> tuple[Progress, dict[str, float]]:

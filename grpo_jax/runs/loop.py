@@ -14,19 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.training import trainer
 from grpo_jax.core.advantages import sum_rewards
+from grpo_jax.core.selection import without_truncated
+from grpo_jax.models.sharding import place, place_batch, shard_optimizer
+from grpo_jax.rollout.data import batches_per_epoch
 from grpo_jax.rollout.drawing import draw, objectives_of
+from grpo_jax.rollout.rollout import Rollout
+from grpo_jax.runs.parts import Parts
+from grpo_jax.tasks.prompt_enhancement.rewriting import rewrite_statistics
+from grpo_jax.training import trainer
 from grpo_jax.training.estimators import OVERLONG, estimate_advantages, learning_groups, signal_metrics
 from grpo_jax.training.loss_scale import make_loss_scale
-from grpo_jax.models.sharding import place, place_batch, shard_optimizer
 from grpo_jax.training.objectives import Batch
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.packing import pack, trimmed
-from grpo_jax.runs.parts import Parts
-from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.core.selection import without_truncated
-from grpo_jax.tasks.prompt_enhancement.rewriting import rewrite_statistics
-from grpo_jax.rollout.data import batches_per_epoch
 from grpo_jax.training.trainer import TrainState
 
 _UPDATE_STREAM = 2**31 - 3
@@ -75,8 +76,8 @@ def make_learner(parts: Parts) -> Learner:
     per_epoch = batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch)
     iterations = config.training.max_steps or config.training.num_epochs * per_epoch
     per_iteration = config.training.inner_epochs * config.training.minibatches
-    schedule = trainer.make_schedule(config.optimizer, iterations * per_iteration)
-    optimizer = trainer.make_optimizer(config.optimizer, schedule, value_rate=config.ppo.value_rate)
+    schedule = make_schedule(config.optimizer, iterations * per_iteration)
+    optimizer = make_optimizer(config.optimizer, schedule, value_rate=config.ppo.value_rate)
     optimizer = shard_optimizer(optimizer, parts.mesh)
     allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
     update = trainer.make_update(
@@ -85,6 +86,7 @@ def make_learner(parts: Parts) -> Learner:
         config.algorithm,
         config.training,
         temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
         allowed_tokens=allowed,
         ppo=config.ppo,
     )
@@ -122,6 +124,7 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
     started = time.perf_counter()
     batch, kept = make_batch(parts, drawn.rollout)
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _UPDATE_STREAM), iteration)
+    first = int(state.step)  # of the updates that were made: those left out do not move the schedule
     state, report = learner.update(state, batch, key)
     seconds = {**drawn.seconds, "update": time.perf_counter() - started}
     every = config.algorithm.update_ref_every
@@ -132,7 +135,7 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
         "step": iteration + 1,
         "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
         **update_metrics(report),
-        "learning_rate": float(learner.schedule(iteration * learner.updates_per_iteration)),
+        "learning_rate": float(learner.schedule(first)),
         **rollout_metrics(parts, drawn.first),
     }
     if state.loss_scale is not None:
@@ -155,9 +158,11 @@ def make_batch(parts: Parts, rollout: Rollout) -> tuple[Batch, int]:
     device = next(iter(objectives.rewards.devices()))
     written, prompts = samples.mask, rollout.prompt_mask
     prompt_tokens, prompt_mask = (trimmed(x, prompts, left=True) for x in (rollout.prompt_tokens, prompts))
-    tokens, mask, drawn_logprobs = (trimmed(x, written) for x in (samples.tokens, written, samples.sampler_logprobs))
-    prompt_tokens, prompt_mask, tokens, mask, truncated = jax.device_put(
-        (prompt_tokens, prompt_mask, tokens, mask, samples.truncated), device
+    tokens, mask, logprobs, drawn_logprobs = (
+        trimmed(x, written) for x in (samples.tokens, written, samples.logprobs, samples.sampler_logprobs)
+    )
+    prompt_tokens, prompt_mask, tokens, mask, logprobs, truncated = jax.device_put(
+        (prompt_tokens, prompt_mask, tokens, mask, logprobs, samples.truncated), device
     )
     if algorithm.mask_truncated:
         mask = without_truncated(mask, truncated)
@@ -166,7 +171,7 @@ def make_batch(parts: Parts, rollout: Rollout) -> tuple[Batch, int]:
     if algorithm.dead_groups != "keep":
         mask &= teaching[:, None, None]
         rewards = jnp.where(teaching[:, None, None], rewards, jnp.nan)
-    batch = Batch(prompt_tokens, prompt_mask, tokens, mask)
+    batch = Batch(prompt_tokens, prompt_mask, tokens, mask, rollout_logprobs=logprobs)
     if algorithm.importance_cap > 0:
         batch = batch._replace(sampler_logprobs=jax.device_put(drawn_logprobs, device))
     if algorithm.advantage == "gae":
@@ -195,6 +200,8 @@ def update_metrics(report: dict[str, Any]) -> dict[str, float]:
         "clip_high": policy["clip_high"],
         "mean_ratio": policy["ratio"],
         "old_kl": policy["old_kl"],
+        "sampler_gap": float(parts["sampler_gap"].value()),
+        "skipped_updates": report["skipped"],
     }
     if "value" in parts:
         estimates = measured["estimates"]
@@ -232,10 +239,9 @@ def rollout_metrics(parts: Parts, rollout: Rollout) -> dict[str, float]:
         "truncated": float(samples.truncated.mean()),
     }
     looks = rewrite_statistics([prompt.prompt for prompt in rollout.rows], rollout.texts, rollout.usable.tolist())
-    row |= {name: float(getattr(looks, name)) for name in ("words", "growth", "duplicates", "unchanged", "unusable")}
-    gap = np.abs(samples.logprobs - samples.sampler_logprobs)[samples.mask]
-    row["sampler_gap"] = float(gap.mean()) if gap.size else 0.0
-    return row
+    return row | {
+        name: float(getattr(looks, name)) for name in ("words", "growth", "duplicates", "unchanged", "unusable")
+    }
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from grpo_jax.config import AlgorithmSection
 from grpo_jax.core import losses
+from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.logprobs import token_logprobs
+from grpo_jax.core.masking import count, select
 from grpo_jax.models.value_head import VALUE, token_values
 from grpo_jax.training.packing import Packing, packed, unpacked
 
@@ -32,6 +35,8 @@ class Batch(NamedTuple):
         scores: f32 [P, G], the rewards' sum that PPO's advantages are made of, or None.
         old_logprobs: f32 [P, G, T] of the policy that sampled, or None with one update per batch.
         ref_logprobs: f32 [P, G, T] of the reference, or None where nothing is measured against one.
+        rollout_logprobs: f32 [P, G, T] of the policy as the sampler computed them: what the gap between sampler and
+            trainer is measured against. None measures none.
         sampler_logprobs: f32 [P, G, T] of the distribution drawn from, or None without importance correction.
         token_weights: f32 [P, G, T] on each token's policy gradient, or None for 1.
         old_values: f32 [P, G, T] before the first update, or None without a value head.
@@ -47,6 +52,7 @@ class Batch(NamedTuple):
     scores: jax.Array | None = None
     old_logprobs: jax.Array | None = None
     ref_logprobs: jax.Array | None = None
+    rollout_logprobs: jax.Array | None = None
     sampler_logprobs: jax.Array | None = None
     token_weights: jax.Array | None = None
     old_values: jax.Array | None = None
@@ -90,9 +96,17 @@ def make_forward(policy: Any, *, temperature: float, allowed_tokens: jax.Array |
     return forward
 
 
-def loss_options(section: AlgorithmSection) -> dict[str, Any]:
-    """The keyword arguments of `losses.grpo_loss` that a config names: a preset with its overrides."""
+def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str, Any]:
+    """The keyword arguments of `losses.grpo_loss` that a config names: a preset with its overrides.
+
+    Args:
+        section: Preset, clip bounds, KL and entropy.
+        max_new_tokens: The token budget that Dr. GRPO divides by. A batch's width would not do: it follows the longest
+            completion.
+    """
     options = dict(losses.PRESETS[section.preset])
+    if isinstance(options["aggregation"], FixedLength):
+        options["aggregation"] = FixedLength(max_new_tokens)
     surrogate = options["surrogate"]
     bounds = {"low": section.clip_low, "high": section.clip_high}
     given = {name: value for name, value in bounds.items() if value is not None}
@@ -116,10 +130,16 @@ def loss_options(section: AlgorithmSection) -> dict[str, Any]:
 
 def policy_loss(
     seen: Forward, batch: Batch, options: dict[str, Any], normaliser: Any
-) -> tuple[jax.Array, losses.GRPOMetrics]:
-    """`losses.grpo_loss` of a forward pass; without old log-probabilities the policy is its own old one."""
+) -> tuple[jax.Array, dict[str, Any]]:
+    """`losses.grpo_loss` of a forward pass; without old log-probabilities the policy is its own old one.
+
+    Returns:
+        (loss, {"policy": GRPOMetrics, "sampler_gap": Mean}). The gap, where the batch has the sampler's
+        log-probabilities, is the mean over tokens of |log π_old - log π_sampler|: the same policy, as trainer and
+        sampler compute it.
+    """
     old = jax.lax.stop_gradient(seen.logprobs) if batch.old_logprobs is None else batch.old_logprobs
-    return losses.grpo_loss(
+    loss, metrics = losses.grpo_loss(
         seen.logprobs,
         old,
         batch.advantages,
@@ -130,6 +150,11 @@ def policy_loss(
         token_weights=batch.token_weights,
         **options,
     )
+    measured = {"policy": metrics}
+    if batch.rollout_logprobs is not None:
+        gap = select(batch.mask, jnp.abs(old - batch.rollout_logprobs))
+        measured["sampler_gap"] = Mean(jnp.sum(gap), count(batch.mask))
+    return loss, measured
 
 
 def make_policy_objective(forward: ForwardPass, options: dict[str, Any]) -> Objective:
@@ -140,11 +165,10 @@ def make_policy_objective(forward: ForwardPass, options: dict[str, Any]) -> Obje
         options: Keyword arguments of `losses.grpo_loss`.
 
     Returns:
-        objective(variables, batch, normaliser) → (loss, {"policy": GRPOMetrics}).
+        objective(variables, batch, normaliser) → (loss, what `policy_loss` measured).
     """
 
     def objective(variables: dict[str, Tree], batch: Batch, normaliser: Any) -> tuple[jax.Array, dict[str, Any]]:
-        loss, metrics = policy_loss(forward(variables, batch), batch, options, normaliser)
-        return loss, {"policy": metrics}
+        return policy_loss(forward(variables, batch), batch, options, normaliser)
 
     return objective

@@ -95,22 +95,30 @@ def make_ppo_objective(forward: ForwardPass, options: dict[str, Any], section: P
         section: Coefficient and clip of the value loss.
 
     Returns:
-        objective(variables, batch, normaliser) → (loss, {"policy": GRPOMetrics, "value": ValueMetrics}).
+        objective(variables, batch, normaliser) → (loss, what `policy_loss` measured and {"value": ValueMetrics}).
     """
 
     def objective(variables: dict[str, Tree], batch: Batch, normaliser: Any) -> tuple[jax.Array, dict[str, Any]]:
         seen = forward(variables, batch)
-        loss, policy = policy_loss(seen, batch, options, normaliser)
+        loss, measured = policy_loss(seen, batch, options, normaliser)
         value, metrics = value_loss(
             seen.values, batch.old_values, batch.returns, batch.mask, clip=section.value_clip, normaliser=normaliser
         )
-        return loss + section.value_coef * value, {"policy": policy, "value": metrics}
+        return loss + section.value_coef * value, {**measured, "value": metrics}
 
     return objective
 
 
 def make_kl_control(section: PPOSection) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
-    """The function (coefficient, completion_kl, completions) → next coefficient; the same one without a target."""
+    """The function (coefficient, completion_kl, completions) → next coefficient; the same one without a target.
+
+    A divergence that is not finite says nothing: the coefficient stays.
+    """
     if section.kl_target == 0:
         return lambda coef, observed, samples: coef
-    return AdaptiveKL(section.kl_target, section.kl_horizon).update
+    control = AdaptiveKL(section.kl_target, section.kl_horizon)
+
+    def steer(coef: jax.Array, observed: jax.Array, samples: int) -> jax.Array:
+        return jnp.where(jnp.isfinite(observed), control.update(coef, observed, samples), coef)
+
+    return steer

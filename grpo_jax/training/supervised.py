@@ -21,6 +21,7 @@ from grpo_jax.runs.parts import Parts
 from grpo_jax.training import trainer
 from grpo_jax.training.loss_scale import make_loss_scale
 from grpo_jax.training.objectives import Batch, ForwardPass, Objective, make_forward
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.trainer import TrainState, restored_state, saved_parts
 
 _TOLD = 20  # lines on the console
@@ -53,7 +54,8 @@ def warm_start(
         The policy's variables and the seconds it took, those before an interruption included; None if it was stopped.
 
     Raises:
-        UserError: There are fewer pairs than a batch takes, or a checkpoint cannot be written or read.
+        UserError: There are fewer pairs than a batch takes, a checkpoint cannot be written or read, or the loss is no
+            longer finite.
     """
     config, section = parts.config, parts.config.warm_start
     if len(pairs) < section.batch:
@@ -61,7 +63,7 @@ def warm_start(
             f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs, got {section.batch}"
         )
     optimizing = optimizer_section(section, config.optimizer)
-    optimizer = trainer.make_optimizer(optimizing, trainer.make_schedule(optimizing, section.steps))
+    optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, parts.mesh)
     forward = make_forward(parts.policy, temperature=config.sampling.temperature)
     step = trainer.make_train_step(
@@ -93,9 +95,19 @@ def warm_start(
         state, report = step(state, supervised_batch(parts, [pairs[place] for place in places]))
         if (number + 1) % told == 0 or number + 1 == section.steps:
             say(f"warm start {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
+            _require_updates(state)
         if every and (number + 1) % every == 0:
             save(number + 1, state, wait=False)
     return state.variables, time.monotonic() - started
+
+
+def _require_updates(state: TrainState) -> None:
+    skipped = int(state.skipped)
+    if skipped >= trainer.PATIENCE:
+        raise UserError(
+            f"warm_start: the loss or its gradient was not finite in {skipped} updates in a row, which were left out; "
+            "lower warm_start.learning_rate, or look for what is wrong with the policy's weights"
+        )
 
 
 def optimizer_section(section: WarmStartSection, base: OptimizerSection) -> OptimizerSection:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.config import AlgorithmSection, OptimizerSection, PPOSection, TrainingSection
+from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.core import losses
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
@@ -31,6 +31,9 @@ from grpo_jax.training.ppo import make_estimates, make_kl_control, make_ppo_obje
 
 Tree = Any
 
+PATIENCE = 3
+"""A run ends when it left out as many updates in a row as so many iterations make: one batch alone may be at fault."""
+
 
 class TrainState(NamedTuple):
     """Everything an update changes.
@@ -41,6 +44,8 @@ class TrainState(NamedTuple):
         opt_state: Optimizer state of the trained collections.
         reference: The policy's trained collection that KL is measured against, as it was; or None: no KL, or (with
             LoRA) the base without its adapters.
+        skipped: i32 scalar, updates in a row that were left out because loss or gradient were not finite; of float16
+            those alone at which the loss scale could fall no further.
         kl_coef: f32 scalar, the weight of the KL in PPO's rewards, or None where there is none.
         loss_scale: Flax's `DynamicScale` under float16, or None.
     """
@@ -49,6 +54,7 @@ class TrainState(NamedTuple):
     variables: dict[str, Tree]
     opt_state: Tree
     reference: Tree | None
+    skipped: jax.Array
     kl_coef: jax.Array | None = None
     loss_scale: Any = None
 
@@ -71,47 +77,6 @@ def _trained(variables: dict[str, Tree]) -> dict[str, Tree]:
 def needs_reference(algorithm: AlgorithmSection, ppo: PPOSection) -> bool:
     """Whether anything is measured against a reference: a KL term of the loss, or PPO's KL in the rewards."""
     return algorithm.kl_coef > 0 or (algorithm.advantage == "gae" and ppo.kl_coef > 0)
-
-
-def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedule:
-    """Learning rate by update: linear warm-up, then constant, linear to 0 or cosine to 0."""
-    peak, warmup = section.learning_rate, section.warmup_steps
-    remaining = max(total_updates - warmup, 1)
-    after: optax.Schedule
-    if section.schedule == "constant":
-        after = optax.constant_schedule(peak)
-    elif section.schedule == "linear":
-        after = optax.linear_schedule(peak, 0.0, remaining)
-    else:
-        after = optax.cosine_decay_schedule(peak, remaining)
-    if warmup == 0:
-        return after
-    # The first update already moves: it uses peak / warmup rather than 0.
-    ramp = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-    return optax.join_schedules([ramp, after], [warmup])
-
-
-def make_optimizer(
-    section: OptimizerSection, schedule: optax.Schedule, *, value_rate: float = 1.0
-) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip; float32 throughout.
-
-    Args:
-        section: Its settings.
-        schedule: Learning rate by update.
-        value_rate: Learning rate of the value head as a multiple of the others'.
-    """
-
-    def scale_value(updates: dict[str, Tree], _: Any) -> dict[str, Tree]:
-        if VALUE not in updates:
-            return updates
-        return {**updates, VALUE: jax.tree.map(lambda step: value_rate * step, updates[VALUE])}
-
-    adamw = optax.adamw(schedule, b1=section.beta1, b2=section.beta2, weight_decay=section.weight_decay)
-    adamw = adamw if value_rate == 1 else optax.chain(adamw, optax.stateless(scale_value))
-    if section.max_grad_norm == 0:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)
 
 
 def init_state(
@@ -143,9 +108,10 @@ def init_state(
     if reference is not None or not take_over:
         trained = jax.tree.map(jnp.array, trained)
     coefficient = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
-    step = jnp.zeros((), jnp.int32)
+    step, skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
     loss_scale = jax.tree.map(jnp.array, loss_scale)
-    return TrainState(step, {**variables, **trained}, optimizer.init(trained), reference, coefficient, loss_scale)
+    variables = {**variables, **trained}
+    return TrainState(step, variables, optimizer.init(trained), reference, skipped, coefficient, loss_scale)
 
 
 def saved_parts(state: TrainState) -> dict[str, Tree]:
@@ -192,6 +158,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
     """One optimizer update as one compiled function; what it changes is donated.
 
+    An update whose loss or gradient is not finite is left out: weights, moments and counts stay as they were, and the
+    state counts it (`skipped`). optax.apply_if_finite would let it through after a few, and knows no loss scale.
+
     Args:
         objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
         optimizer: For the trained collections.
@@ -199,7 +168,7 @@ def make_train_step(
         accumulation: Micro-batches along P, run one after the other; P must be a multiple.
 
     Returns:
-        train_step(state, batch) → (state, {"loss", "grad_norm", "metrics"}).
+        train_step(state, batch) → (state, {"loss", "grad_norm", "skipped" (0 or 1), "metrics"}).
     """
 
     def compute(moving: TrainState, frozen: dict[str, Tree], batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -213,12 +182,17 @@ def make_train_step(
         (_, (loss, metrics)), grads = _accumulate(lambda micro: gradient(trained, micro), batch, accumulation)
         if scale is not None:
             grads = jax.tree.map(lambda leaf: leaf / scale.scale, grads)
-        updates, opt_state = optimizer.update(grads, moving.opt_state, trained)
-        variables = optax.apply_updates(trained, updates)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
-        report = {"loss": loss, "grad_norm": norm, "metrics": metrics}
-        after = moving._replace(step=moving.step + 1, variables=variables, opt_state=opt_state)
-        return after if scale is None else _where_finite(grads, after, moving), report
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+        def learn(before: TrainState) -> TrainState:
+            updates, opt_state = optimizer.update(grads, before.opt_state, before.variables)
+            variables = optax.apply_updates(before.variables, updates)
+            return before._replace(step=before.step + 1, variables=variables, opt_state=opt_state)
+
+        # A branch changes weights and moments in place; choosing between old and new ones would take a copy of them.
+        after = jax.lax.cond(finite, learn, lambda before: before, _counted(moving, finite))
+        return after, {"loss": loss, "grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32), "metrics": metrics}
 
     compiled = jax.jit(compute, donate_argnums=0)
 
@@ -232,14 +206,16 @@ def make_train_step(
     return train_step
 
 
-def _where_finite(grads: Tree, after: TrainState, before: TrainState) -> TrainState:
-    """The state after an update, or before it where gradients overflowed; the loss scale learns of it either way."""
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(grads)]))
-    # The scale judges a function's gradient itself: it is shown one that is finite exactly if the batch's were, all
+def _counted(state: TrainState, finite: jax.Array) -> TrainState:
+    """The state with the count of updates left out, and the loss scale, after one more that is finite or not."""
+    scale = state.loss_scale
+    if scale is None:
+        return state._replace(skipped=jnp.where(finite, 0, state.skipped + 1))
+    # The scale judges a function's gradient itself: it is shown one that is finite exactly if the batch's was, all
     # micro-batches together.
-    told = before.loss_scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.ones(()))
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-    return kept._replace(loss_scale=told.dynamic_scale)
+    told = scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.ones(()))
+    hopeless = (scale.scale <= scale.minimum_scale).astype(jnp.int32)
+    return state._replace(skipped=jnp.where(finite, 0, state.skipped + hopeless), loss_scale=told.dynamic_scale)
 
 
 def _accumulate(function: Callable[[Batch], Tree], batch: Batch, parts: int) -> Tree:
@@ -247,9 +223,10 @@ def _accumulate(function: Callable[[Batch], Tree], batch: Batch, parts: int) -> 
     if parts == 1:
         return function(batch)
     split = _split(batch, parts)
-    first = function(jax.tree.map(lambda array: array[0], split))
-    rest = jax.tree.map(lambda array: array[1:], split)
-    return jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None), first, rest)[0]
+    # From zeros rather than from the first part: the program is there once.
+    shapes = jax.eval_shape(function, jax.tree.map(lambda array: array[0], split))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None), zeros, split)[0]
 
 
 def _split(batch: Batch, parts: int) -> Batch:
@@ -351,9 +328,11 @@ def make_configured_step(
     algorithm: AlgorithmSection,
     training: TrainingSection,
     ppo: PPOSection = PPOSection(),
+    *,
+    max_new_tokens: int,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
-    """The train step of the objective that a config names."""
-    options = loss_options(algorithm)
+    """The train step of the objective that a config names; `max_new_tokens` is the longest completion there may be."""
+    options = loss_options(algorithm, max_new_tokens=max_new_tokens)
     learns_values = algorithm.advantage == "gae"
     return make_train_step(
         make_ppo_objective(forward, options, ppo) if learns_values else make_policy_objective(forward, options),
@@ -370,17 +349,19 @@ def make_update(
     training: TrainingSection,
     *,
     temperature: float,
+    max_new_tokens: int,
     allowed_tokens: jax.Array | None = None,
     ppo: PPOSection = PPOSection(),
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, dict[str, Any]]]:
     """Everything that is learned from one batch: inner epochs of minibatches, one compiled step each.
 
     Returns:
-        update(state, batch, key) → (state, report): "loss" and "grad_norm" averaged over the steps, "metrics" by part
-        of the loss, and "measured" before the first step (`make_preparation`), with the "kl_coef" that was used.
+        update(state, batch, key) → (state, report): "loss" and "grad_norm" averaged over the steps, "skipped" steps
+        counted, "metrics" by part of the loss, and "measured" before the first step (`make_preparation`), with the
+        "kl_coef" that was used.
     """
     forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens)
-    step = make_configured_step(forward, optimizer, algorithm, training, ppo)
+    step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
     prepare, steer = make_preparation(forward, algorithm, ppo, training), make_kl_control(ppo)
 
     def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, Any]]:
@@ -402,6 +383,6 @@ def make_update(
 def _average(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Joins the reports of a batch's steps: (total, weight) pairs add up, loss and gradient norm are averaged."""
     joined = jax.tree.map(lambda *values: sum(values), *[report["metrics"] for report in reports])
-    count = len(reports)
+    count, skipped = len(reports), sum(int(report["skipped"]) for report in reports)
     scalars = {name: sum(float(report[name]) for report in reports) / count for name in ("loss", "grad_norm")}
-    return {**scalars, "metrics": joined}
+    return {**scalars, "skipped": skipped, "metrics": joined}

@@ -1,0 +1,77 @@
+"""AdamW as a config asks for it: schedule of the learning rate, clip, and which weights decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from grpo_jax.config import OptimizerSection
+from grpo_jax.models.value_head import VALUE
+
+Tree = Any
+
+_DECAYED = ("kernel", "a", "b")  # matrices of projections, and of the adapters beside them
+
+
+def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedule:
+    """Learning rate by update: linear warm-up, then constant, linear to 0 or cosine to 0."""
+    peak, warmup = section.learning_rate, section.warmup_steps
+    remaining = max(total_updates - warmup, 1)
+    after: optax.Schedule
+    if section.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    elif section.schedule == "linear":
+        after = optax.linear_schedule(peak, 0.0, remaining)
+    else:
+        after = optax.cosine_decay_schedule(peak, remaining)
+    if warmup == 0:
+        return after
+    # The first update already moves: it uses peak / warmup rather than 0.
+    ramp = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([ramp, after], [warmup])
+
+
+def decayed(weights: dict[str, Tree]) -> dict[str, Tree]:
+    """Which weights decay, a bool for each: matrices of projections, kernels and adapters alike.
+
+    Norms, biases, embeddings (learned positions and an untied unembedding too) and the value head do not: decay would
+    pull norms to 0 rather than to 1, rare tokens to 0 with every update they take no part in, and values to 0.
+
+    Args:
+        weights: The trained collections by name.
+    """
+
+    def decays(path: tuple[Any, ...], _: Any) -> bool:
+        names = [getattr(entry, "key", None) for entry in path]
+        return names[-1] in _DECAYED and names[0] != VALUE
+
+    return jax.tree_util.tree_map_with_path(decays, weights)
+
+
+def make_optimizer(
+    section: OptimizerSection, schedule: optax.Schedule, *, value_rate: float = 1.0
+) -> optax.GradientTransformation:
+    """AdamW behind a global-norm clip; float32 throughout.
+
+        m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  w' = w - rate · (m̂ / (√v̂ + ε) + weight_decay · w)
+
+    with the last term for the weights that decay alone (`decayed`). From https://arxiv.org/abs/1711.05101.
+
+    Args:
+        section: Its settings.
+        schedule: Learning rate by update.
+        value_rate: Learning rate of the value head as a multiple of the others'.
+    """
+
+    def scale_value(updates: dict[str, Tree], _: Any) -> dict[str, Tree]:
+        if VALUE not in updates:
+            return updates
+        return {**updates, VALUE: jax.tree.map(lambda step: value_rate * step, updates[VALUE])}
+
+    adamw = optax.adamw(schedule, b1=section.beta1, b2=section.beta2, weight_decay=section.weight_decay, mask=decayed)
+    adamw = adamw if value_rate == 1 else optax.chain(adamw, optax.stateless(scale_value))
+    if section.max_grad_norm == 0:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)

@@ -60,6 +60,8 @@ token's advantage moves that token |
 | entropy bonus with a mask of high-entropy tokens | mean over the selected tokens | mean over all tokens |
 | quantile of the entropies that falls on a token | float32 rounding may leave that token out | the token is in |
 | NaN from the sampler | weight 1 | stays NaN |
+| missing reward, where objectives are summed | adds 0, as if the judge had said 0 | its group's mean of that \
+objective: neither punished nor rewarded |
 """
 
 

@@ -296,8 +296,9 @@ def test_unjudged_row_is_outside_the_whitening():
 
 
 def test_sum_of_rewards():
-    rewards = jnp.array([[[1.0, 2.0], [jnp.nan, 2.0], [jnp.nan, jnp.nan]]])
-    np.testing.assert_allclose(sum_rewards(rewards, weights=(10.0, 1.0)), [[12.0, 2.0, jnp.nan]])
+    rewards = jnp.array([[[1.0, 2.0], [jnp.nan, 3.0], [jnp.nan, jnp.nan]], [[1.0, jnp.nan]] * 3])
+    expected = [[12.0, 13.0, jnp.nan], [10.0] * 3]
+    np.testing.assert_allclose(sum_rewards(rewards, weights=(10.0, 1.0)), expected)
 
 
 def test_signal_is_judged_per_objective():

@@ -11,6 +11,7 @@ from oracles.oracle_trl_cases import BONUS, CASES, TRL_PRESETS, our_loss, per_to
 from oracles.oracle_trl_selection import CASES as SELECTION
 from oracles.oracle_trl_selection import sampler_options
 
+from grpo_jax.core.advantages import group_advantages, sum_rewards
 from grpo_jax.core.losses import PRESETS, KLPenalty
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
 from grpo_jax.core.surrogates import Clip
@@ -44,6 +45,14 @@ def test_a_row_without_tokens_counts_in_trl(preset, x64):
     ours, theirs = both(preset, parts)
     assert abs(ours[0] * 5 / 6 - theirs[0]) < 1e-12
     np.testing.assert_allclose(ours[1] * 5 / 6, theirs[1], atol=1e-12)
+
+
+def test_a_missing_reward_is_0_in_trl():
+    """The row whose second judge failed is punished there like the row that failed the first."""
+    rewards = np.array([[[1, 1], [1, np.nan], [0, 1], [1, 1]]])
+    ours, theirs = group_advantages(sum_rewards(rewards))[0], trl_scored(rewards)["advantages"][0]
+    assert ours[1] == ours[0] > 0 > ours[2]
+    assert theirs[1] == theirs[2] < 0 < theirs[0]
 
 
 def test_a_row_ratio_moves_every_token_of_the_row_in_trl(x64):

@@ -19,7 +19,7 @@ def stepped(batch, dtype, *, scale, accumulation=1, shrink=1.0):
     """The start, the state after one step of plain gradient descent, the report."""
     variables = tiny_update.make_variables()
     forward = make_forward(make_policy(tiny_update.CONFIG, compute_dtype=dtype), temperature=tiny_update.TEMPERATURE)
-    inner = make_policy_objective(forward, loss_options(AlgorithmSection()))
+    inner = make_policy_objective(forward, loss_options(AlgorithmSection(), max_new_tokens=tiny_update.STEPS))
 
     def objective(variables, batch, normaliser):
         loss, metrics = inner(variables, batch, normaliser)

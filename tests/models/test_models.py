@@ -94,6 +94,17 @@ def test_cached_decoding_equals_the_full_forward(policy, variables, batch):
     assert int(cache.length) == STEPS - 1
 
 
+def test_masks_may_be_the_integers_that_a_tokenizer_gives(policy, variables, batch):
+    """The sampler takes them; so do the forward passes."""
+    prompt_tokens, prompt_mask, tokens, mask = batch
+    for function, expected, given in (
+        (policy.forward_group, batch, (prompt_tokens, prompt_mask.astype(int), tokens, mask.astype(np.int32))),
+        (policy.prefill, batch[:2], (prompt_tokens, prompt_mask.astype(np.int8))),
+    ):
+        same = zip(*(jax.tree.leaves(function(variables, *arrays)) for arrays in (given, expected)), strict=True)
+        assert all(np.array_equal(a, b) for a, b in same)
+
+
 def test_fresh_weights_are_as_the_config_says():
     params = init_variables(CONFIG, jax.random.key(3))["params"]
     np.testing.assert_allclose(np.std(params["layers"]["up_proj"]["kernel"], axis=(1, 2)), 0.2, rtol=0.1)
@@ -236,8 +247,8 @@ def test_a_7b_model_is_shaped_without_being_allocated():
 def test_misshapen_calls_are_refused(policy, variables, batch):
     with pytest.raises(ValueError, match="prompt_tokens"):
         policy.forward_group(variables, batch[0], batch[1][:, :-1], batch[2], batch[3])
-    with pytest.raises(TypeError, match="bool"):
-        policy.prefill(variables, batch[0], batch[1].astype(np.int32))
+    with pytest.raises(TypeError, match="its mask bool or integers, got int32 and float32"):
+        policy.prefill(variables, batch[0], batch[1].astype(np.float32))
     with pytest.raises(ValueError, match="compute_dtype"):
         make_policy(CONFIG, compute_dtype="float64")
 

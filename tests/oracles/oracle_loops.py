@@ -24,6 +24,15 @@ def rewards_of(seed, dtype):
     return rewards.astype(dtype), random.random((4, 5, 3)) > 0.4
 
 
+def at_group_mean(rewards):
+    """Each missing reward as the mean of the others in its group, 0 where there are none."""
+    filled = rewards.astype(np.float64)
+    for p, g, n in np.argwhere(np.isnan(rewards)):
+        others = [r for r in rewards[p, :, n] if not np.isnan(r)]
+        filled[p, g, n] = sum(others) / len(others) if others else 0
+    return filled
+
+
 def group(scale):
     def run(seed, dtype):
         rewards = rewards_of(seed, dtype)[0][..., 0]
@@ -43,10 +52,10 @@ def gdpo(whiten):
 
 def summed(seed, dtype):
     rewards, _ = rewards_of(seed, dtype)
-    theirs = np.full(rewards.shape[:2], np.nan)
+    theirs, filled = np.full(rewards.shape[:2], np.nan), at_group_mean(rewards)
     for p, g in np.ndindex(theirs.shape):
-        present = [w * r for w, r in zip(WEIGHTS, rewards[p, g], strict=True) if not np.isnan(r)]
-        theirs[p, g] = sum(present) if present else np.nan
+        if not np.isnan(rewards[p, g]).all():
+            theirs[p, g] = sum(w * r for w, r in zip(WEIGHTS, filled[p, g], strict=True))
     return Compared((sum_rewards(rewards, weights=WEIGHTS), theirs))
 
 

@@ -167,16 +167,16 @@ def advantage_cases():
     """Group, GDPO and leave-one-out advantages."""
     uneven = (2.0, -0.5, 0.25)
     gdpo = {"multi_objective_aggregation": "normalize_then_sum"}
+    yield advantage_case(
+        "group_advantages of sum_rewards", "weights", lambda r: group_advantages(sum_rewards(r, weights=uneven)),
+        {"weights": uneven}, objectives=3,
+    )  # fmt: skip
     for missing in (False, True):
         for scale in ("group", "batch", "none"):
             yield advantage_case(
                 "group_advantages", f"scale {scale}", lambda r, s=scale: group_advantages(r[..., 0], scale=s),
                 {"scale_rewards": scale}, missing=missing,
             )  # fmt: skip
-        yield advantage_case(
-            "group_advantages of sum_rewards", "weights", lambda r: group_advantages(sum_rewards(r, weights=uneven)),
-            {"weights": uneven}, objectives=3, missing=missing,
-        )  # fmt: skip
         for name, weights in (("equal weights", (1.0, 1.0, 1.0)), ("weights", uneven)):
             yield advantage_case(
                 "gdpo_advantages", name, lambda r, w=weights: gdpo_advantages(r, weights=w),

@@ -23,6 +23,7 @@ from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
 from grpo_jax.training import trainer
 from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
 
 TINY = {
     "model_type": "qwen2",
@@ -77,7 +78,7 @@ def test_what_is_held_is_what_a_run_holds(not_compiled):
     model, _ = plan_command.read_shape("miniature")
     memory = policy_memory(config, model)
     loaded = hf.load_folder(miniature.path("policy"))
-    optimizer = trainer.make_optimizer(config.optimizer, trainer.make_schedule(config.optimizer, 10))
+    optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 10))
     state = trainer.init_state({"params": loaded.params}, optimizer, keep_reference=True)
     assert memory.parameters == sum(leaf.size for leaf in jax.tree.leaves(loaded.params)) == memory.trained
     assert memory.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(state.variables))
@@ -132,11 +133,11 @@ def recorded(monkeypatch, make):
 def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
     config, model = of_tiny("--algorithm.kl_coef=0.1")
     memory = policy_memory(config, model)
-    optimizer = trainer.make_optimizer(config.optimizer, trainer.make_schedule(config.optimizer, 100))
+    optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 100))
     forward = make_forward(make_policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
 
     def make():
-        trainer.make_configured_step(forward, optimizer, config.algorithm, config.training)
+        trainer.make_configured_step(forward, optimizer, config.algorithm, config.training, max_new_tokens=6)
 
     state = trainer.init_state(init_variables(model, jax.random.key(0)), optimizer, keep_reference=True)
     batch = plan._batch_shapes(config, None)

@@ -179,7 +179,41 @@ def test_a_completion_without_a_reward_takes_no_part_in_ppo():
     rows_with_tokens = np.asarray(batch.mask.any(-1))
     assert not rows_with_tokens[1, 2] and rows_with_tokens.sum() == SIZE * GROUP - 1
     assert batch.advantages is None and np.isnan(batch.scores[1, 2])
-    assert float(batch.scores[2, 0]) == float(rollout.judgement.rewards[2, 0, 0])
+    a, b = rollout.judgement.rewards[2].T
+    assert float(batch.scores[2, 0]) == a[0] + b[1:].mean()
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "batch", "gae"])
+def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(advantage):
+    """Of (1, 1), (1, missing), (0, 1) the second is as good as the first: that a judge failed is no punishment."""
+    parts, _ = make_parts(range(ROWS), dead_groups="keep", advantage=advantage)
+    rollout = draw(parts, None, 0).rollout
+
+    def learned(rewards):
+        rollout.judgement.rewards[:] = rewards
+        batch, _ = make_batch(parts, rollout)
+        return np.asarray(batch.scores if advantage == "gae" else batch.advantages)
+
+    whole = np.array([[1, 1], [1, 1], [0, 1]], np.float32)
+    some = whole.copy()
+    some[1, 1] = np.nan
+    np.testing.assert_array_equal(learned(some), learned(whole))
+    # neither all of an objective that failed for the group, nor a mean that is not exact, makes a difference
+    gone = whole.copy()
+    gone[:, 1] = np.nan
+    np.testing.assert_array_equal(learned(gone), learned(whole * [1, 0]))
+    tenths = np.array([[1, 0.1], [1, np.nan], [1, 0.1]], np.float32)
+    assert len(np.unique(learned(tenths))) == 1
+    # without any reward a completion stays without
+    gone[1] = np.nan
+    assert (np.isnan if advantage == "gae" else np.logical_not)(learned(gone)[:, 1]).all()
+
+
+def test_a_missing_reward_does_not_make_a_dead_group_teach():
+    parts, _ = make_parts(range(ROWS), dead_groups="drop", advantage="grpo")
+    rollout = draw(parts, None, 0).rollout
+    rollout.judgement.rewards[:] = [[1, 0.1], [1, np.nan], [1, 0.1]]
+    assert make_batch(parts, rollout)[1] == 0
 
 
 def test_the_samplers_own_probabilities_travel_only_when_asked_for():

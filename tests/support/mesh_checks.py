@@ -23,6 +23,7 @@ from grpo_jax.models.sharding import (
     shardings,
 )
 from grpo_jax.training import trainer
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
 
 MESHES = ((8, 1), (4, 2), (2, 4))
 PROMPTS = 2 * tiny_update.PROMPTS
@@ -39,7 +40,14 @@ def updated(mesh):
     optimizer = shard_optimizer(optax.sgd(1.0), mesh)
     section = AlgorithmSection(kl_coef=0.1, entropy_coef=0.05)
     training = TrainingSection(prompts_per_batch=PROMPTS)
-    update = trainer.make_update(policy, optimizer, section, training, temperature=tiny_update.TEMPERATURE)
+    update = trainer.make_update(
+        policy,
+        optimizer,
+        section,
+        training,
+        temperature=tiny_update.TEMPERATURE,
+        max_new_tokens=tiny_update.STEPS,
+    )
     start = trainer.init_state(place(tiny_update.make_variables(), mesh), optimizer, keep_reference=True)
     start = place(start, mesh)
     batch = place_batch(make_batch(), mesh)
@@ -76,7 +84,7 @@ def compare():
 def memory():
     """Bytes of weights and AdamW's state on one device, and on each of eight."""
     section = OptimizerSection()
-    optimizer = trainer.make_optimizer(section, trainer.make_schedule(section, 10))
+    optimizer = make_optimizer(section, make_schedule(section, 10))
     variables = tiny_update.make_variables()
     state = trainer.init_state(variables, optimizer, keep_reference=False)
     found = {"whole": sum(leaf.nbytes for leaf in jax.tree.leaves(state))}

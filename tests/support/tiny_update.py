@@ -52,16 +52,27 @@ def make_variables(*, lora=None, value: bool = False) -> dict:
     return variables
 
 
-def updated(batch, section: AlgorithmSection, *, lora=None, calls=1, ppo=PPOSection(), **training):
-    """The start, the state after some updates by plain gradient descent, and the last report."""
-    value = section.advantage == "gae"
-    variables = make_variables(lora=lora, value=value)
+def updated(
+    batch,
+    section: AlgorithmSection,
+    *,
+    lora=None,
+    value=None,
+    calls=1,
+    ppo=PPOSection(),
     # Adam's first step would hide the scale of the gradient.
-    optimizer = optax.sgd(1.0)
+    optimizer=optax.sgd(1.0),
+    **training,
+):
+    """The start, the state after some updates (by plain gradient descent unless told), and the last report."""
+    value = section.advantage == "gae" if value is None else value
+    variables = make_variables(lora=lora, value=value)
     training = TrainingSection(prompts_per_batch=PROMPTS, **training)
     policy = make_policy(CONFIG, lora=lora)
-    update = trainer.make_update(policy, optimizer, section, training, temperature=TEMPERATURE, ppo=ppo)
-    coefficient = ppo.kl_coef if value else None
+    update = trainer.make_update(
+        policy, optimizer, section, training, temperature=TEMPERATURE, max_new_tokens=STEPS, ppo=ppo
+    )
+    coefficient = ppo.kl_coef if section.advantage == "gae" else None
     state = trainer.init_state(variables, optimizer, keep_reference=True, kl_coef=coefficient)
     for _ in range(calls):
         state, report = update(state, batch, jax.random.key(2))

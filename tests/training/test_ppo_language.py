@@ -20,6 +20,7 @@ from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
 from grpo_jax.training import trainer
 from grpo_jax.training.objectives import loss_options, make_forward
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.ppo import make_estimates, make_kl_control, make_ppo_objective
 
 SECTION = AlgorithmSection(preset="bnpo", advantage="gae", entropy_coef=0.05)
@@ -122,7 +123,7 @@ def test_policy_and_head_move_together(whole):
 def test_the_value_loss_reaches_head_and_trunk(batch):
     """With advantages of 0 the policy loss has no gradient: what is left is the values'."""
     forward = make_forward(make_policy(CONFIG), temperature=TEMPERATURE)
-    options = loss_options(AlgorithmSection(preset="bnpo", advantage="gae"))
+    options = loss_options(AlgorithmSection(preset="bnpo", advantage="gae"), max_new_tokens=STEPS)
     flat = batch._replace(
         scores=None, advantages=jnp.zeros(batch.mask.shape), returns=jnp.ones(batch.mask.shape),
         old_values=jnp.zeros(batch.mask.shape), old_logprobs=jnp.full(batch.mask.shape, -1.0),
@@ -150,7 +151,7 @@ def test_preset_bnpo_is_ppo(batch):
         advantages=jax.random.normal(jax.random.key(3), batch.mask.shape), old_logprobs=seen.logprobs - 0.3,
         old_values=seen.values, returns=seen.values + 2.0, scores=None,
     )  # fmt: skip
-    objective = make_ppo_objective(forward, loss_options(SECTION), PPO)
+    objective = make_ppo_objective(forward, loss_options(SECTION, max_new_tokens=STEPS), PPO)
     loss, _ = objective(variables, batch, None)
     policy, _ = ppo_loss(
         seen.logprobs, batch.old_logprobs, batch.advantages, batch.mask, entropy=seen.entropy, entropy_coef=0.05
@@ -239,7 +240,7 @@ def test_the_head_may_learn_faster_than_the_policy():
     grads = jax.tree.map(jnp.ones_like, weights)
 
     def step(**options):
-        optimizer = trainer.make_optimizer(section, trainer.make_schedule(section, 10), **options)
+        optimizer = make_optimizer(section, make_schedule(section, 10), **options)
         return optimizer.update(grads, optimizer.init(weights), weights)[0]
 
     plain, quick = step(), step(value_rate=10.0)

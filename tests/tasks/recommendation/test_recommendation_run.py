@@ -180,6 +180,13 @@ def test_a_dead_retriever_saves_and_the_run_goes_on_as_if_nothing_had_been(folde
     assert resumed["table"] == summary["table"]
 
 
+def test_a_warm_start_whose_loss_is_lost_stops(folder):
+    """The first step throws the weights so far out that no later loss is finite."""
+    lost = config_of(folder, "lost", warm_start={"steps": 8, "pairs": "hearsay", "batch": 8, "learning_rate": 1e30})
+    with pytest.raises(UserError, match="warm_start: the loss or its gradient was not finite in 3 updates in a row"):
+        run(lost)
+
+
 def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder, summary, monkeypatch, capsys):
     from grpo_jax.runs.checkpoint import Checkpoints, restore_params
     from grpo_jax.training import supervised as warm_start

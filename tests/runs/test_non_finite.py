@@ -1,0 +1,161 @@
+"""A loss or gradient that is not finite: the update is left out and counted, and after a few in a row the run stops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny_update
+import yaml
+from text_task import assert_same_bits, final_state, rows
+
+from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
+from grpo_jax.models.decoder import make_policy
+from grpo_jax.train import main
+from grpo_jax.training import trainer
+from grpo_jax.training.loss_scale import make_loss_scale
+from grpo_jax.training.ppo import make_kl_control
+
+# A finite reward whose loss overflows, in the iterations that WILD names.
+JUDGE = """
+import os, pathlib
+
+def letters(completions):
+    values = [sum(c.isalpha() for c in text) / 8 for text in completions]
+    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
+    done = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+    wild = len(completions) == 16 and str(done) in os.environ["WILD"].split()
+    return [3e38, *values[1:]] if wild else values
+"""
+GRPO = {"preset": "dr_grpo", "advantage": "grpo"}
+PPO = {"preset": "bnpo", "advantage": "gae"}
+
+
+@pytest.fixture
+def train(place, tmp_path, monkeypatch):
+    """Runs the command on the tiny text task, one update per iteration, every state saved."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    run = tmp_path / "run"
+    values = yaml.safe_load(place.config.read_text())
+    values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:letters"}]
+    values["training"] |= {"inner_epochs": 1, "minibatches": 1, "save_every": 1, "keep_checkpoints": 9}
+    values["evaluation"] = {"every": 0, "prompts": 4, "sampled": False}
+
+    def call(algorithm, *arguments, wild=""):
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(values | {"algorithm": algorithm}))
+        monkeypatch.setenv("JUDGE_RUN", str(run))
+        monkeypatch.setenv("WILD", wild)
+        named = [] if "--resume" in arguments else ["--config", str(config)]
+        return main([*named, "--run_dir", str(run), *arguments])
+
+    return run, call
+
+
+def learned(run, step):
+    """What an update changes, as saved after an iteration."""
+    state, _ = final_state(run, step)
+    return {name: state[name] for name in ("step", "variables", "opt_state")}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "arguments"),
+    [(GRPO, ["--policy.compute_dtype=bfloat16"]), (PPO, ["--ppo.kl_coef=0.05", "--ppo.kl_target=0.1"])],
+    ids=["grpo bfloat16", "ppo"],
+)
+def test_one_bad_batch_leaves_weights_moments_and_count_as_they_were(train, algorithm, arguments):
+    run, call = train
+    assert call(algorithm, "--training.max_steps=4", *arguments, wild="1") == 0
+    table = rows(run)
+    assert [row["skipped_updates"] for row in table] == [0, 1, 0, 0]
+    assert table[1]["grad_norm"] is None or table[1]["loss"] is None
+    # the schedule goes on where it was: there was no update
+    assert table[2]["learning_rate"] == table[1]["learning_rate"] < table[3]["learning_rate"]
+    assert_same_bits(learned(run, 2), learned(run, 1))
+    last = learned(run, 4)
+    assert int(last["step"]) == 3
+    for (path, now), before in zip(
+        jax.tree_util.tree_leaves_with_path(last["variables"]),
+        jax.tree.leaves(learned(run, 2)["variables"]),
+        strict=True,
+    ):
+        assert np.isfinite(now).all() and (now != before).any(), path
+
+
+def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_resumes(train, capsys):
+    run, call = train
+    assert call(GRPO, wild="1 2 3 4") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the loss or its gradient was not finite in 3 updates in a row")
+    assert f"go on with --resume --run_dir {run}" in error and error.count("\n") == 1
+    assert [row["skipped_updates"] for row in rows(run)] == [0, 1, 1, 1]
+    assert_same_bits(learned(run, "latest"), learned(run, 1))
+    assert call(GRPO, "--resume") == 0
+    assert [row["skipped_updates"] for row in rows(run)] == [0, 1, 1, 1, 0, 0]
+    assert int(learned(run, "final")["step"]) == 3
+
+
+def updates(dtype, advantages, *, scale=None):
+    """States after updates with these advantages, one after the other; float32 computes as well what float16 would."""
+    batch = tiny_update.make_batch()
+    training = TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
+    optimizer = optax.adam(0.01)
+    update = trainer.make_update(
+        make_policy(tiny_update.CONFIG, compute_dtype=dtype),
+        optimizer,
+        AlgorithmSection(advantage="grpo"),
+        training,
+        temperature=1.0,
+        max_new_tokens=tiny_update.STEPS,
+    )
+    state = trainer.init_state(tiny_update.make_variables(), optimizer, keep_reference=False, loss_scale=scale)
+    for value in advantages:
+        given = batch._replace(advantages=batch.advantages.at[2].multiply(value))
+        state, report = update(state, given, jax.random.key(2))
+        yield jax.device_get(state), report
+
+
+def test_float16_counts_only_what_a_smaller_scale_could_not_mend():
+    """The scale falls from 2¹⁶ to 1 first; then an overflow is nobody's but the loss's."""
+    states = [state for state, _ in updates("float32", [jnp.nan] * 19 + [1.0], scale=make_loss_scale("float16"))]
+    assert [int(state.skipped) for state in states] == [0] * 16 + [1, 2, 3, 0]
+    scales = [float(state.loss_scale.scale) for state in states]
+    assert scales == [2.0**n for n in range(15, 0, -1)] + [1.0] * 5
+    assert int(states[-1].step) == 1 and trainer.PATIENCE == 3
+
+
+def test_without_a_scale_every_update_left_out_counts_until_one_is_made():
+    bad = [1.0, jnp.nan, jnp.inf, 1.0, 3e38, jnp.nan]
+    found = list(updates("float32", bad))
+    assert [int(state.skipped) for state, _ in found] == [0, 1, 2, 0, 1, 2]
+    assert [report["skipped"] for _, report in found] == [0, 1, 1, 0, 1, 1]
+    assert_same_bits(found[2][0].variables, found[0][0].variables)
+    assert_same_bits(found[2][0].opt_state, found[0][0].opt_state)
+
+
+def test_an_unknown_divergence_does_not_steer_the_kl_coefficient():
+    """A reference that gives NaN spoils the rewards, the advantages and the loss, and nothing that stays."""
+    section, ppo = (
+        AlgorithmSection(preset="bnpo", advantage="gae"),
+        PPOSection(kl_coef=0.1, kl_target=0.5, kl_horizon=20),
+    )
+    scores = jax.random.normal(jax.random.key(5), (tiny_update.PROMPTS, tiny_update.GROUP))
+    batch = tiny_update.make_batch()._replace(advantages=None, scores=scores)
+    optimizer, training = optax.adam(0.01), TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
+    update = trainer.make_update(
+        make_policy(tiny_update.CONFIG),
+        optimizer,
+        section,
+        training,
+        temperature=1.0,
+        max_new_tokens=tiny_update.STEPS,
+        ppo=ppo,
+    )
+    variables = tiny_update.make_variables(value=True)
+    state = trainer.init_state(variables, optimizer, keep_reference=True, kl_coef=0.1)
+    state = state._replace(reference=jax.tree.map(lambda leaf: leaf * jnp.nan, state.reference))
+    state, report = update(state, batch, jax.random.key(2))
+    assert np.isnan(report["measured"]["estimates"].completion_kl) and report["skipped"] == 1
+    assert float(state.kl_coef) == np.float32(0.1)
+    assert_same_bits(state.variables, variables)
+    assert float(make_kl_control(ppo)(jnp.float32(0.1), jnp.float32(9.0), 12)) > 0.1

@@ -1,0 +1,106 @@
+"""How a batch lies in memory is nobody's business: cut, packed, split or padded, every preset makes the same update."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpo_jax.config import AlgorithmSection, TrainingSection, from_dict
+from grpo_jax.core.losses import PRESETS
+from grpo_jax.rollout.rollout import Judgement, Rollout
+from grpo_jax.runs.loop import make_batch
+from grpo_jax.sampling.sampler import Samples
+from grpo_jax.training import trainer
+from grpo_jax.training.objectives import Batch, make_forward
+
+PROMPTS, GROUP, LENGTH, BUDGET, VOCABULARY, WIDTH = 4, 4, 6, 64, 32, 8
+LENGTHS = np.array([[20, 3, 5, 4], [9, 17, 2, 1], [12, 4, 4, 6], [1, 2, 19, 8]])
+
+
+def states(variables, prompt_tokens, prompt_mask, tokens, mask, steps=None):
+    """A policy that sees one token back: small enough to compile for every preset."""
+    first = jnp.broadcast_to(prompt_tokens[:, -1, None, None], (*tokens.shape[:2], 1))
+    before = jnp.concatenate([first, tokens[..., :-1]], -1)
+    before = before if steps is None else jnp.where(steps == 0, first, before)
+    return jnp.tanh(variables["params"]["table"][before])
+
+
+POLICY = SimpleNamespace(forward_group=states, head=lambda variables: variables["params"]["head"])
+
+
+RANDOM = np.random.default_rng(0)
+VARIABLES = {"params": {name: RANDOM.normal(size=(VOCABULARY, WIDTH)).astype("f") for name in ("table", "head")}}
+
+
+def updated(batch, section, **training):
+    """The state after plain gradient descent on the batch, and the report."""
+    training, optimizer = TrainingSection(prompts_per_batch=PROMPTS, **training), optax.sgd(1.0)
+    update = trainer.make_update(POLICY, optimizer, section, training, temperature=1.0, max_new_tokens=BUDGET)
+    state = trainer.init_state(VARIABLES, optimizer, keep_reference=False)
+    return update(state, batch, jax.random.key(2))
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    """Completions far shorter than their budget, as a sampler a little off the policy writes them down."""
+    random = np.random.default_rng(1)
+    shape = (PROMPTS, GROUP, BUDGET)
+    mask = np.arange(BUDGET) < LENGTHS[..., None]
+    tokens = np.where(mask, random.integers(0, VOCABULARY, shape), 0).astype(np.int32)
+    prompts = random.integers(0, VOCABULARY, (PROMPTS, LENGTH)).astype(np.int32)
+    given = Batch(prompts, np.ones(prompts.shape, bool), tokens, mask)
+    logprobs = jax.jit(make_forward(POLICY, temperature=1.0))(VARIABLES, given).logprobs
+    logprobs = np.where(mask, logprobs + 0.2 * random.normal(size=shape), 0).astype(np.float32)
+    rewards = random.normal(size=(PROMPTS, GROUP, 1)).astype(np.float32)
+    return Rollout(
+        rows=[None] * PROMPTS,
+        prompt_tokens=prompts,
+        prompt_mask=given.prompt_mask,
+        samples=Samples(tokens, mask, logprobs, logprobs, np.zeros(shape[:2], bool)),
+        completions=[],
+        texts=[],
+        usable=np.ones(shape[:2], bool),
+        judgement=Judgement(rewards, rewards[..., :0], []),
+        seconds={},
+    )
+
+
+def made(rollout, **algorithm):
+    """The batch that the loop makes of a rollout."""
+    config = from_dict({"sampling": {"group_size": GROUP, "max_new_tokens": BUDGET}, "algorithm": algorithm})
+    parts = SimpleNamespace(
+        config=config, weights={"a": 1.0}, conditions=(), mesh=None, variables={"params": jnp.zeros(1)}
+    )
+    return make_batch(parts, rollout)[0]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_update_is_the_same_cut_and_packed_and_split_or_as_wide_as_its_budget(rollout, preset):
+    section = AlgorithmSection(preset=preset, advantage="grpo", entropy_coef=0.05)
+    batch = made(rollout, preset=preset, advantage="grpo")
+    assert batch.tokens.shape[-1] == 32 and batch.packing.source.shape[1] < GROUP
+    # ratios away from 1, so that surrogates and clips say what they have to say
+    batch, samples = batch._replace(old_logprobs=batch.rollout_logprobs), rollout.samples
+    wide = Batch(rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask, batch.advantages)
+    expected, report = updated(jax.device_put(wide._replace(old_logprobs=samples.logprobs)), section)
+    came, other = updated(batch, section, accumulation=2)
+    assert other["loss"] == pytest.approx(report["loss"], rel=1e-4, abs=1e-7)
+    assert other["grad_norm"] == pytest.approx(report["grad_norm"], rel=1e-4)
+    for a, b in zip(jax.tree.leaves(came.variables), jax.tree.leaves(expected.variables), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_dr_grpo_divides_by_the_budget_whatever_the_longest_completion_is(rollout):
+    """A longer completion that pulls at nothing must not shrink the gradient of all others."""
+    section, norms = AlgorithmSection(preset="dr_grpo", advantage="grpo"), {}
+    for longest, width in ((20, 32), (33, 48)):
+        mask = rollout.samples.mask.copy()
+        mask[0, 0] = np.arange(BUDGET) < longest
+        batch = made(rollout._replace(samples=rollout.samples._replace(mask=mask)), preset="dr_grpo", advantage="grpo")
+        assert batch.tokens.shape[-1] == width
+        batch = batch._replace(advantages=batch.advantages.at[0, 0].set(0.0))
+        norms[width] = updated(batch, section)[1]["grad_norm"]
+    assert norms[32] == pytest.approx(norms[48], rel=1e-5)

@@ -1,0 +1,77 @@
+"""AdamW as the config asks for it: its schedule, and which weights decay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_update
+
+from grpo_jax.config import AlgorithmSection, OptimizerSection
+from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.gpt2 import GPT2Config
+from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.value_head import VALUE
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
+
+RATE, DECAY = 0.1, 0.5
+
+
+def shrinking() -> OptimizerSection:
+    return OptimizerSection(learning_rate=RATE, weight_decay=DECAY)
+
+
+def named(tree):
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5]),
+        ("cosine", [0.5, 1.0, 1.0, 0.5 + 0.5 * np.cos(np.pi / 4), 0.5]),
+    ],
+)
+def test_schedule_warms_up_and_decays(schedule, expected):
+    section = OptimizerSection(learning_rate=1.0, schedule=schedule, warmup_steps=2)
+    rate = make_schedule(section, 6)
+    np.testing.assert_allclose([rate(step) for step in range(5)], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "lora", "expected"),
+    [
+        (tiny_update.CONFIG, None, "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
+        (GPT2Config(50, 8, 16, 2, 2, 16), None, "c_attn attn_c_proj c_fc mlp_c_proj"),
+        (tiny_update.CONFIG, LoraConfig(2, 4.0, ("q_proj", "v_proj")), "q_proj v_proj"),
+    ],
+    ids=["qwen2", "gpt2", "adapters"],
+)
+def test_only_matrices_of_projections_decay(config, lora, expected):
+    """A step without a gradient is the decay alone."""
+    collection = "params" if lora is None else "lora"
+    trained = {collection: init_variables(config, jax.random.key(0), lora=lora)[collection]}
+    trained = jax.tree.map(lambda x: x + 1.0, trained)  # biases and b start at 0, which decays to 0
+    trained[VALUE] = {"kernel": jnp.ones(8), "bias": jnp.float32(1)}
+    section = shrinking()
+    optimizer = make_optimizer(section, make_schedule(section, 10))
+    steps, _ = optimizer.update(jax.tree.map(jnp.zeros_like, trained), optimizer.init(trained), trained)
+    parts = ("kernel",) if lora is None else ("a", "b")
+    names = {f"{collection}/layers/{name}/{part}" for name in expected.split() for part in parts}
+    before = named(trained)
+    for name, step in named(steps).items():
+        wanted = -RATE * DECAY * before[name] if name in names else jnp.zeros_like(step)
+        np.testing.assert_allclose(step, wanted, rtol=1e-6, err_msg=name)
+    assert names < set(before)
+
+
+def test_an_update_shrinks_no_norm_no_embedding_and_no_value_head():
+    """Advantages of 0 give no gradient; the value head is not what this objective trains."""
+    batch = tiny_update.make_batch()
+    batch = batch._replace(advantages=jnp.zeros_like(batch.advantages))
+    optimizer = make_optimizer(shrinking(), lambda _: RATE)
+    before, after, _ = tiny_update.updated(batch, AlgorithmSection(advantage="grpo"), optimizer=optimizer, value=True)
+    left = {name: np.asarray(x) for name, x in named(after.variables).items()}
+    for name, start in named(before).items():
+        decays = name.endswith("_proj/kernel")
+        np.testing.assert_allclose(left[name], start * (1 - RATE * DECAY if decays else 1), rtol=1e-6, err_msg=name)

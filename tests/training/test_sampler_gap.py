@@ -1,0 +1,40 @@
+"""sampler_gap in the metrics: how far the trainer's log-probabilities are from the sampler's, of the same policy."""
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_jax.config.command_line import parse
+from grpo_jax.runs.loop import make_learner, run_iteration
+from grpo_jax.runs.parts import load_parts
+from grpo_jax.training.objectives import Batch, make_forward
+
+ONE_UPDATE = ("--training.inner_epochs=1", "--training.minibatches=1")
+
+
+@pytest.mark.parametrize("updates", [(), ONE_UPDATE], ids=["several updates", "one update"])
+def test_the_gap_is_that_of_trainer_and_sampler_in_bfloat16(place, tmp_path, monkeypatch, updates):
+    monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
+    arguments = [f"--config={place.config}", "--policy.compute_dtype=bfloat16", *updates]
+    parts = load_parts(parse(arguments), say=lambda *_: None)
+    learner = make_learner(parts)
+    # the reference is the start itself: it can still be read afterwards
+    result = run_iteration(parts, learner, learner.start(parts.variables), 0)
+    rollout, samples = result.rollout, result.rollout.samples
+    batch = Batch(rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask)
+    forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))
+    gaps = np.abs(forward(parts.variables, batch).logprobs - samples.logprobs)[samples.mask]
+    assert gaps.mean() > 1e-5  # a hundred times that of float32
+    # the update sees fewer prompts at a time, which moves the last bits of a bfloat16
+    assert result.row["sampler_gap"] == pytest.approx(gaps.mean(), rel=0.1)
+
+
+def test_what_top_k_cuts_off_is_no_gap(place, tmp_path, monkeypatch):
+    """The distribution drawn from is another one then; the policy's own log-probabilities agree."""
+    monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
+    parts = load_parts(parse([f"--config={place.config}", "--sampling.top_k=5"]), say=lambda *_: None)
+    learner = make_learner(parts)
+    result = run_iteration(parts, learner, learner.start(parts.variables), 0)
+    samples = result.rollout.samples
+    assert np.abs(samples.logprobs - samples.sampler_logprobs)[samples.mask].mean() > 1
+    assert 0 <= result.row["sampler_gap"] < 1e-5

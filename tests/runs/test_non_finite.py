@@ -5,16 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny_update
 import yaml
-from text_task import assert_same_bits, final_state, rows
+from support import tiny_update
+from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.train import main
-from grpo_jax.training import trainer
-from grpo_jax.training.loss_scale import make_loss_scale
 from grpo_jax.training.ppo import make_kl_control
+from grpo_jax.training.state import init_state
+from grpo_jax.training.update import PATIENCE, make_update
 
 # A finite reward whose loss overflows, in the iterations that WILD names.
 JUDGE = """
@@ -100,7 +101,7 @@ def updates(dtype, advantages, *, scale=None):
     batch = tiny_update.make_batch()
     training = TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
     optimizer = optax.adam(0.01)
-    update = trainer.make_update(
+    update = make_update(
         make_policy(tiny_update.CONFIG, compute_dtype=dtype),
         optimizer,
         AlgorithmSection(advantage="grpo"),
@@ -108,7 +109,7 @@ def updates(dtype, advantages, *, scale=None):
         temperature=1.0,
         max_new_tokens=tiny_update.STEPS,
     )
-    state = trainer.init_state(tiny_update.make_variables(), optimizer, keep_reference=False, loss_scale=scale)
+    state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False, loss_scale=scale)
     for value in advantages:
         given = batch._replace(advantages=batch.advantages.at[2].multiply(value))
         state, report = update(state, given, jax.random.key(2))
@@ -121,7 +122,7 @@ def test_float16_counts_only_what_a_smaller_scale_could_not_mend():
     assert [int(state.skipped) for state in states] == [0] * 16 + [1, 2, 3, 0]
     scales = [float(state.loss_scale.scale) for state in states]
     assert scales == [2.0**n for n in range(15, 0, -1)] + [1.0] * 5
-    assert int(states[-1].step) == 1 and trainer.PATIENCE == 3
+    assert int(states[-1].step) == 1 and PATIENCE == 3
 
 
 def test_without_a_scale_every_update_left_out_counts_until_one_is_made():
@@ -142,7 +143,7 @@ def test_an_unknown_divergence_does_not_steer_the_kl_coefficient():
     scores = jax.random.normal(jax.random.key(5), (tiny_update.PROMPTS, tiny_update.GROUP))
     batch = tiny_update.make_batch()._replace(advantages=None, scores=scores)
     optimizer, training = optax.adam(0.01), TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
-    update = trainer.make_update(
+    update = make_update(
         make_policy(tiny_update.CONFIG),
         optimizer,
         section,
@@ -152,7 +153,7 @@ def test_an_unknown_divergence_does_not_steer_the_kl_coefficient():
         ppo=ppo,
     )
     variables = tiny_update.make_variables(value=True)
-    state = trainer.init_state(variables, optimizer, keep_reference=True, kl_coef=0.1)
+    state = init_state(variables, optimizer, keep_reference=True, kl_coef=0.1)
     state = state._replace(reference=jax.tree.map(lambda leaf: leaf * jnp.nan, state.reference))
     state, report = update(state, batch, jax.random.key(2))
     assert np.isnan(report["measured"]["estimates"].completion_kl) and report["skipped"] == 1

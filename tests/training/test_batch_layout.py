@@ -1,6 +1,7 @@
 """How a batch lies in memory is nobody's business: cut, packed, split or padded, every preset makes the same update."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.config import AlgorithmSection, TrainingSection, from_dict
+from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.core.losses import PRESETS
-from grpo_jax.rollout.rollout import Judgement, Rollout
-from grpo_jax.runs.loop import make_batch
 from grpo_jax.sampling.sampler import Samples
-from grpo_jax.training import trainer
-from grpo_jax.training.objectives import Batch, make_forward
+from grpo_jax.training.batch import Batch, make_batch
+from grpo_jax.training.estimators import make_objectives
+from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.state import init_state
+from grpo_jax.training.update import make_update
 
 PROMPTS, GROUP, LENGTH, BUDGET, VOCABULARY, WIDTH = 4, 4, 6, 64, 32, 8
 LENGTHS = np.array([[20, 3, 5, 4], [9, 17, 2, 1], [12, 4, 4, 6], [1, 2, 19, 8]])
@@ -38,9 +40,17 @@ VARIABLES = {"params": {name: RANDOM.normal(size=(VOCABULARY, WIDTH)).astype("f"
 def updated(batch, section, **training):
     """The state after plain gradient descent on the batch, and the report."""
     training, optimizer = TrainingSection(prompts_per_batch=PROMPTS, **training), optax.sgd(1.0)
-    update = trainer.make_update(POLICY, optimizer, section, training, temperature=1.0, max_new_tokens=BUDGET)
-    state = trainer.init_state(VARIABLES, optimizer, keep_reference=False)
+    update = make_update(POLICY, optimizer, section, training, temperature=1.0, max_new_tokens=BUDGET)
+    state = init_state(VARIABLES, optimizer, keep_reference=False)
     return update(state, batch, jax.random.key(2))
+
+
+class Rollout(NamedTuple):
+    """What a batch is made of."""
+
+    prompts: tuple[np.ndarray, np.ndarray]
+    samples: Samples
+    rewards: np.ndarray
 
 
 @pytest.fixture(scope="module")
@@ -51,40 +61,30 @@ def rollout():
     mask = np.arange(BUDGET) < LENGTHS[..., None]
     tokens = np.where(mask, random.integers(0, VOCABULARY, shape), 0).astype(np.int32)
     prompts = random.integers(0, VOCABULARY, (PROMPTS, LENGTH)).astype(np.int32)
-    given = Batch(prompts, np.ones(prompts.shape, bool), tokens, mask)
-    logprobs = jax.jit(make_forward(POLICY, temperature=1.0))(VARIABLES, given).logprobs
+    prompt_mask = np.ones(prompts.shape, bool)
+    rows = Batch(prompts, prompt_mask, tokens, mask)
+    logprobs = jax.jit(make_forward(POLICY, temperature=1.0))(VARIABLES, rows).logprobs
     logprobs = np.where(mask, logprobs + 0.2 * random.normal(size=shape), 0).astype(np.float32)
     rewards = random.normal(size=(PROMPTS, GROUP, 1)).astype(np.float32)
-    return Rollout(
-        rows=[None] * PROMPTS,
-        prompt_tokens=prompts,
-        prompt_mask=given.prompt_mask,
-        samples=Samples(tokens, mask, logprobs, logprobs, np.zeros(shape[:2], bool)),
-        completions=[],
-        texts=[],
-        usable=np.ones(shape[:2], bool),
-        judgement=Judgement(rewards, rewards[..., :0], []),
-        seconds={},
-    )
+    samples = Samples(tokens, mask, logprobs, logprobs, np.zeros(shape[:2], bool))
+    return Rollout((prompts, prompt_mask), samples, rewards)
 
 
-def made(rollout, **algorithm):
-    """The batch that the loop makes of a rollout."""
-    config = from_dict({"sampling": {"group_size": GROUP, "max_new_tokens": BUDGET}, "algorithm": algorithm})
-    parts = SimpleNamespace(
-        config=config, weights={"a": 1.0}, conditions=(), mesh=None, variables={"params": jnp.zeros(1)}
-    )
-    return make_batch(parts, rollout)[0]
+def made(rollout, section):
+    """The batch that the loop makes of it."""
+    lengths = rollout.samples.mask.sum(-1)
+    objectives = make_objectives(jnp.asarray(rollout.rewards), lengths, weights={"a": 1.0}, max_new_tokens=BUDGET)
+    return make_batch(rollout.prompts, rollout.samples, objectives, np.ones(PROMPTS, bool), section)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_update_is_the_same_cut_and_packed_and_split_or_as_wide_as_its_budget(rollout, preset):
     section = AlgorithmSection(preset=preset, advantage="grpo", entropy_coef=0.05)
-    batch = made(rollout, preset=preset, advantage="grpo")
+    batch = made(rollout, section)
     assert batch.tokens.shape[-1] == 32 and batch.packing.source.shape[1] < GROUP
     # ratios away from 1, so that surrogates and clips say what they have to say
     batch, samples = batch._replace(old_logprobs=batch.rollout_logprobs), rollout.samples
-    wide = Batch(rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask, batch.advantages)
+    wide = Batch(*rollout.prompts, samples.tokens, samples.mask, batch.advantages)
     expected, report = updated(jax.device_put(wide._replace(old_logprobs=samples.logprobs)), section)
     came, other = updated(batch, section, accumulation=2)
     assert other["loss"] == pytest.approx(report["loss"], rel=1e-4, abs=1e-7)
@@ -99,7 +99,7 @@ def test_dr_grpo_divides_by_the_budget_whatever_the_longest_completion_is(rollou
     for longest, width in ((20, 32), (33, 48)):
         mask = rollout.samples.mask.copy()
         mask[0, 0] = np.arange(BUDGET) < longest
-        batch = made(rollout._replace(samples=rollout.samples._replace(mask=mask)), preset="dr_grpo", advantage="grpo")
+        batch = made(rollout._replace(samples=rollout.samples._replace(mask=mask)), section)
         assert batch.tokens.shape[-1] == width
         batch = batch._replace(advantages=batch.advantages.at[0, 0].set(0.0))
         norms[width] = updated(batch, section)[1]["grad_norm"]

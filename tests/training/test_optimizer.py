@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_update
+from support import tiny_update
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection
 from grpo_jax.models.decoder import init_variables

@@ -5,36 +5,42 @@ import numpy as np
 import pytest
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.runs.loop import make_learner, run_iteration
+from grpo_jax.runs.iteration import make_learner, run_iteration, sample_batch
 from grpo_jax.runs.parts import load_parts
-from grpo_jax.training.objectives import Batch, make_forward
+from grpo_jax.training.batch import Batch
+from grpo_jax.training.objectives import make_forward
 
 ONE_UPDATE = ("--training.inner_epochs=1", "--training.minibatches=1")
+
+
+def first_iteration(place, *arguments):
+    """The run's parts, its first batch, and the metrics of the iteration that learns from it."""
+    parts = load_parts(parse([f"--config={place.config}", *arguments]), say=lambda *_: None)
+    # the run's own weights are donated to it
+    rollout = sample_batch(parts, parts.policy.variables, 0, 0).rollout
+    variables = jax.tree.map(np.asarray, parts.policy.variables)
+    learner = make_learner(parts)
+    row = run_iteration(parts, learner, learner.start(parts.policy.variables), 0).row
+    return parts, variables, rollout, row
 
 
 @pytest.mark.parametrize("updates", [(), ONE_UPDATE], ids=["several updates", "one update"])
 def test_the_gap_is_that_of_trainer_and_sampler_in_bfloat16(place, tmp_path, monkeypatch, updates):
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
-    arguments = [f"--config={place.config}", "--policy.compute_dtype=bfloat16", *updates]
-    parts = load_parts(parse(arguments), say=lambda *_: None)
-    learner = make_learner(parts)
-    # the reference is the start itself: it can still be read afterwards
-    result = run_iteration(parts, learner, learner.start(parts.variables), 0)
-    rollout, samples = result.rollout, result.rollout.samples
+    parts, variables, rollout, row = first_iteration(place, "--policy.compute_dtype=bfloat16", *updates)
+    samples = rollout.samples
     batch = Batch(rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask)
-    forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))
-    gaps = np.abs(forward(parts.variables, batch).logprobs - samples.logprobs)[samples.mask]
+    forward = jax.jit(make_forward(parts.policy.functions, temperature=parts.config.sampling.temperature))
+    gaps = np.abs(forward(variables, batch).logprobs - samples.logprobs)[samples.mask]
     assert gaps.mean() > 1e-5  # a hundred times that of float32
     # the update sees fewer prompts at a time, which moves the last bits of a bfloat16
-    assert result.row["sampler_gap"] == pytest.approx(gaps.mean(), rel=0.1)
+    assert row["sampler_gap"] == pytest.approx(gaps.mean(), rel=0.1)
 
 
 def test_what_top_k_cuts_off_is_no_gap(place, tmp_path, monkeypatch):
     """The distribution drawn from is another one then; the policy's own log-probabilities agree."""
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
-    parts = load_parts(parse([f"--config={place.config}", "--sampling.top_k=5"]), say=lambda *_: None)
-    learner = make_learner(parts)
-    result = run_iteration(parts, learner, learner.start(parts.variables), 0)
-    samples = result.rollout.samples
+    _, _, rollout, row = first_iteration(place, "--sampling.top_k=5")
+    samples = rollout.samples
     assert np.abs(samples.logprobs - samples.sampler_logprobs)[samples.mask].mean() > 1
-    assert 0 <= result.row["sampler_gap"] < 1e-5
+    assert 0 <= row["sampler_gap"] < 1e-5

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from grpo_jax.config.fields import CLASSES, MAY_CHANGE, require
 from grpo_jax.config.named import KEY, class_name, find_class
@@ -27,10 +27,10 @@ def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
     """
     values = complete(kind, values, name)
     hints = get_type_hints(kind)
-    made = {
+    fields = {
         field.name: _made(field, hints[field.name], values[field.name], _join(name, field.name)) for field in _of(kind)
     }
-    return kind(**made)
+    return kind(**fields)
 
 
 def complete(kind: type, values: Mapping[str, Any], name: str = "") -> dict[str, Any]:
@@ -94,13 +94,18 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer in layers:
         for key, value in layer.items():
             below = result.get(key)
-            nested = isinstance(value, Mapping) and isinstance(below, Mapping)
-            result[key] = merged(below, value) if nested else value
+            if isinstance(value, Mapping) and isinstance(below, Mapping):
+                value = merged(below, value)
+            result[key] = value
     return result
 
 
 def _of(kind: type) -> tuple[dataclasses.Field, ...]:
     return dataclasses.fields(kind)
+
+
+def _is_section(hint: Any) -> TypeGuard[type]:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def _join(*parts: str) -> str:
@@ -160,12 +165,12 @@ def _named_object(places: Sequence[str], value: Mapping[str, Any], name: str) ->
 
 def _object(hint: Any, value: Any, name: str) -> Any:
     """Plain values with the dataclasses that a type asks for in their places."""
-    if dataclasses.is_dataclass(hint):
+    if _is_section(hint):
         return build(hint, value, name)
     origin, inner = get_origin(hint), get_args(hint)
-    if origin is list and dataclasses.is_dataclass(inner[0]):
+    if origin is list and _is_section(inner[0]):
         return [build(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
-    if origin is dict and dataclasses.is_dataclass(inner[1]):
+    if origin is dict and _is_section(inner[1]):
         return {key: build(inner[1], entry, _join(name, key)) for key, entry in value.items()}
     return value
 
@@ -179,7 +184,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     Raises:
         UserError: It is of another type.
     """
-    if dataclasses.is_dataclass(hint):
+    if _is_section(hint):
         return complete(hint, to_dict(value) if isinstance(value, hint) else ({} if value is None else value), name)
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):

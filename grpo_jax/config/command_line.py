@@ -43,16 +43,16 @@ def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> A
     """
     from jsonargparse import ArgumentError
 
-    given, classes = _split(_one_by_one(arguments))
-    values = merged(*map(read_config, _files(given, classes)))
+    options, classes = _without_classes(_one_by_one(arguments))
+    values = merged(*map(read_config, _files(options, classes)))
     for place, named in classes.items():
         values = _replaced(values, place.split("."), named)
     values = with_defaults(values)
     kind = find_task(values["task"][KEY]).config
     values = complete(kind, values)
     try:
-        parser = _make_parser(prog, kind, values, given)
-        chosen = parser.parse_args([argument for argument in given if not argument.startswith("--config=")])
+        parser = _make_parser(prog, kind, values, options)
+        chosen = parser.parse_args([argument for argument in options if not argument.startswith("--config=")])
     except (ArgumentError, TypeError, ValueError) as error:
         raise UserError(_in_one_line(error)) from error
     plain = {name: value for name, value in chosen.as_dict().items() if name in values}
@@ -135,7 +135,7 @@ def _one_by_one(arguments: Sequence[str]) -> list[str]:
     return result
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def _without_classes(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The arguments, and the classes that they name: {"task": name, "judges.NAME": kind}."""
     rest, classes = [], {}
     for argument in arguments:
@@ -150,7 +150,8 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 def _files(arguments: Sequence[str], classes: Mapping[str, str]) -> list[Path]:
     """The files that hold what the arguments leave open, later ones over earlier ones."""
-    options = dict(argument.removeprefix("--").partition("=")[::2] for argument in arguments)
+    pairs = (argument.removeprefix("--").partition("=") for argument in arguments)
+    options: dict[str, str] = {name: value for name, _, value in pairs}
     named = [find_config(argument.partition("=")[2]) for argument in arguments if argument.startswith("--config=")]
     if named:
         return named
@@ -205,7 +206,7 @@ def _make_parser(prog: str, kind: type, values: Mapping[str, Any], arguments: It
             for _, where in found:
                 parser.add_argument(f"--{where}.{KEY}", type=str, help=helps[name])
             classes += found
-        elif dataclasses.is_dataclass(hint):
+        elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             shared.append((hint, name))
         else:
             parser.add_argument(f"--{name}", type=hint, help=helps[name])

@@ -20,6 +20,7 @@ from grpo_jax.config.sections import (
     TrainingSection,
     WarmStartSection,
 )
+from grpo_jax.errors import UserError
 
 TASKS = ("grpo_jax.tasks.{}.task",)
 """Where the tasks lie that ship with the package."""
@@ -121,11 +122,11 @@ class Config:
                 require(no_cycle, f"rewards.{label}.condition_on", "a chain that ends", " → ".join(chain))
 
     def _check_sampling(self) -> None:
-        group, most = self.sampling.group_size, self.sampling.max_new_tokens
+        group, longest = self.sampling.group_size, self.sampling.max_new_tokens
         grouped = group >= 2 or not self.algorithm.compares_groups
         require(grouped, "sampling.group_size", "at least 2 (a group is compared)", group)
         buffer, labels = self.algorithm.overlong_buffer, [reward.label for reward in self.rewards]
-        require(buffer <= most, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {most}", buffer)
+        require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
         free = buffer == 0 or "overlong" not in labels
         require(free, "rewards.overlong", "another name: the penalty of algorithm.overlong_buffer has it", labels)
 
@@ -189,7 +190,8 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     task = values.get("task")
     task = {KEY: task} if isinstance(task, str) else task
-    require(isinstance(task, Mapping) and KEY in task, "task", "the name of a task", task)
+    if not isinstance(task, Mapping) or KEY not in task:
+        raise UserError(f"task: expected the name of a task, got {task!r}")
     kind = find_task(task[KEY])
     refuse_renamed(values, kind.renamed)
     return merged(kind.defaults, values, {"task": task})

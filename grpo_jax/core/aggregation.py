@@ -102,8 +102,8 @@ def as_normaliser(normaliser, local: Normaliser, aggregation: Aggregation, bonus
     if normaliser is None:
         return local
     if isinstance(normaliser, Normaliser):
-        return Normaliser(*(jnp.asarray(x, local.loss.dtype) for x in normaliser))
-    normaliser = jnp.asarray(normaliser, local.loss.dtype)
+        return Normaliser(*(jnp.asarray(x, jnp.result_type(local.loss)) for x in normaliser))
+    normaliser = jnp.asarray(normaliser, jnp.result_type(local.loss))
     if normaliser.ndim:
         raise ValueError(f"normaliser must be a Normaliser or a scalar, got shape {normaliser.shape}")
     if bonus and aggregation != "token":

@@ -7,6 +7,7 @@ chunk's logits however many tokens there are.
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ def token_logprobs(
         x = jnp.pad(x.reshape(number, *x.shape[tokens.ndim :]), [(0, padding), *[(0, 0)] * (x.ndim - tokens.ndim)])
         return x.reshape(chunk, chunks, *x.shape[1:])
 
-    outputs = _chunked(split(hidden), head, split(tokens), allowed_tokens, float(temperature) or 1.0)
+    outputs: Any = _chunked(split(hidden), head, split(tokens), allowed_tokens, float(temperature) or 1.0)
     logprobs, entropy = (x.reshape(-1)[:number].reshape(tokens.shape) for x in outputs)
     return logprobs, entropy
 

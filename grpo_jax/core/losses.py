@@ -88,6 +88,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 PRESET_SCALES: dict[str, str] = {name: "none" if name == "dr_grpo" else "group" for name in PRESETS}
 
 
+_Prepared = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+
+
 def _log_ratio(logprobs, old_logprobs, mask, ratio: str, per_token: bool) -> jax.Array:
     """log π - log π_old: `[.., T]`, or `[.., 1]` for one ratio per row."""
     log_ratio = select(mask, logprobs - old_logprobs)
@@ -100,16 +103,14 @@ def _log_ratio(logprobs, old_logprobs, mask, ratio: str, per_token: bool) -> jax
     return select(mask, jax.lax.stop_gradient(mean) + logprobs - jax.lax.stop_gradient(logprobs))
 
 
-def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy):
+def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy) -> _Prepared:
     """Checks shapes and types, and takes what is masked out of everything."""
     logprobs = as_float("logprobs", logprobs)
     if logprobs.ndim < 1:
         raise ValueError("logprobs must have a token axis, got a scalar")
     mask = as_mask("mask", mask, logprobs.shape)
 
-    def same(name, value):
-        if value is None:
-            return None
+    def same(name, value) -> jax.Array:
         value = as_float(name, value).astype(logprobs.dtype)
         if value.shape != logprobs.shape:
             raise ValueError(f"{name} must have logprobs' shape {logprobs.shape}, got {value.shape}")
@@ -125,9 +126,9 @@ def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy):
             f"advantages must have shape {logprobs.shape[:-1]} or {logprobs.shape}, got {advantages.shape}"
         )
     old_logprobs = jax.lax.stop_gradient(same("old_logprobs", old_logprobs))
-    ref_logprobs = jax.lax.stop_gradient(same("ref_logprobs", ref_logprobs))
-    entropy = same("entropy", entropy)
-    return select(mask, logprobs), old_logprobs, advantages, mask, ref_logprobs, entropy
+    ref = None if ref_logprobs is None else jax.lax.stop_gradient(same("ref_logprobs", ref_logprobs))
+    entropy = None if entropy is None else same("entropy", entropy)
+    return select(mask, logprobs), old_logprobs, advantages, mask, ref, entropy
 
 
 def _as_token_weights(weights, mask, dtype) -> jax.Array:
@@ -235,7 +236,7 @@ def grpo_loss(
             without `entropy`.
     """
     bonus = _check_choices(surrogate, ratio, aggregation, kl, ref_logprobs, entropy, entropy_coef)
-    logprobs, old, advantages, mask, ref, entropy = _prepare(
+    logprobs, old, advantages, mask, ref, entropies = _prepare(
         logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy
     )
     local = loss_normaliser(mask, aggregation, dtype=logprobs.dtype)
@@ -250,13 +251,13 @@ def grpo_loss(
     divergence = None
     if ref is not None:
         divergence = kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3")
-    if kl is not None:
+    if kl is not None and ref is not None:
         penalty = kl.per_token(logprobs, old, ref)
         loss += kl.coef * safe_divide(aggregate(penalty, mask, aggregation), whole.loss)
-    if bonus:
-        loss -= entropy_coef * safe_divide(jnp.sum(entropy), whole.tokens)
+    if bonus and entropies is not None:
+        loss -= entropy_coef * safe_divide(jnp.sum(entropies), whole.tokens)
 
-    metrics = _metrics(log_ratio, old, logprobs, advantages, mask, surrogate, divergence, entropy)
+    metrics = _metrics(log_ratio, old, logprobs, advantages, mask, surrogate, divergence, entropies)
     metrics = metrics._replace(policy_loss=Mean(policy_total, local.loss))
     return loss, jax.lax.stop_gradient(metrics)
 

@@ -46,9 +46,9 @@ def as_mask(name: str, value: ArrayLike, shape: tuple[int, ...] | None = None) -
     return array
 
 
-def safe_divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+def safe_divide(numerator: ArrayLike, denominator: ArrayLike) -> jax.Array:
     """Quotient that is 0, with gradient 0, where the denominator is 0."""
-    empty = denominator == 0
+    empty = jnp.equal(denominator, 0)
     return jnp.where(empty, 0, numerator / jnp.where(empty, 1, denominator))
 
 

@@ -143,36 +143,36 @@ def value_loss(
         TypeError: an argument of the wrong type.
         ValueError: shapes that differ, a negative clip, a clip without `old_values`.
     """
-    values = as_float("values", values)
-    if values.ndim < 1:
+    predicted = as_float("values", values)
+    if predicted.ndim < 1:
         raise ValueError("values must have a time axis, got a scalar")
-    mask = as_mask("mask", mask, values.shape)
+    mask = as_mask("mask", mask, predicted.shape)
     if clip is not None and not clip >= 0:
         raise ValueError(f"clip must be at least 0 or None, got {clip}")
     if clip is not None and old_values is None:
         raise ValueError("old_values must be given with a clip, got None")
 
-    def constant(name, value):
-        value = as_float(name, value).astype(values.dtype)
-        if value.shape != values.shape:
-            raise ValueError(f"{name} must have values' shape {values.shape}, got {value.shape}")
+    def constant(name, value) -> jax.Array:
+        value = as_float(name, value).astype(predicted.dtype)
+        if value.shape != predicted.shape:
+            raise ValueError(f"{name} must have values' shape {predicted.shape}, got {value.shape}")
         return jax.lax.stop_gradient(select(mask, value))
 
-    local = loss_normaliser(mask, "token", dtype=values.dtype)
+    local = loss_normaliser(mask, "token", dtype=predicted.dtype)
     whole = as_normaliser(normaliser, local, "token", bonus=False)
-    values, returns = select(mask, values), constant("returns", returns)
-    squared = jnp.square(values - returns)
+    predicted, target = select(mask, predicted), constant("returns", returns)
+    squared = jnp.square(predicted - target)
     clipped = jnp.zeros_like(mask)
     if clip is not None:
-        old_values = constant("old_values", old_values)
-        bounded = jnp.square(jnp.clip(values, old_values - clip, old_values + clip) - returns)
+        old = constant("old_values", old_values)
+        bounded = jnp.square(jnp.clip(predicted, old - clip, old + clip) - target)
         # Where both are equal the prediction is within its bounds, and so are the gradients.
         clipped = bounded > squared
         per_step = 0.5 * jnp.where(clipped, bounded, squared)
     else:
         per_step = 0.5 * squared
     total = jnp.sum(per_step)
-    metrics = _value_metrics(total, clipped, values, returns, mask)
+    metrics = _value_metrics(total, clipped, predicted, target, mask)
     return safe_divide(total, whole.tokens), jax.lax.stop_gradient(metrics)
 
 

@@ -1,5 +1,7 @@
 """What takes part in an update: which tokens, which rows, which groups, and with what weight."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -71,7 +73,7 @@ def without_truncated(mask: ArrayLike, truncated: ArrayLike) -> jax.Array:
     return mask & ~as_mask("truncated", truncated, mask.shape[:-1])[..., None]
 
 
-def groups_with_signal(rewards: ArrayLike, *, weights: ArrayLike | None = None) -> jax.Array:
+def groups_with_signal(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | None = None) -> jax.Array:
     """The groups that teach something: in at least one objective two present rewards differ.
 
     What dynamic sampling keeps (DAPO, https://arxiv.org/abs/2503.14476). With `[P, G, N]` it is judged per

@@ -160,9 +160,9 @@ def _refuse(name: str, source: Source, where: str) -> None:
 
 def _own(reward: Any, options: Mapping[str, Any], label: str) -> Reward:
     """One of the source's rewards with its options, or what its maker makes of them."""
-    make = reward.make if isinstance(reward, Maker) else reward if inspect.isclass(reward) else None
-    if make is None:
+    if not isinstance(reward, Maker) and not inspect.isclass(reward):
         return with_options(reward, label, options)
+    make: Any = reward.make if isinstance(reward, Maker) else reward
     try:
         return make(**options)
     except (TypeError, ValueError, UserError) as error:

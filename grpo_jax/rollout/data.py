@@ -74,9 +74,8 @@ def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
     """
     check_held_out(held_out)
     texts = sorted({row.prompt for row in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
-    count = held_out
-    if isinstance(held_out, float):
-        count = max(1, round(held_out * len(texts))) if held_out > 0 else 0
+    share = held_out * len(texts) if isinstance(held_out, float) else held_out
+    count = max(1, round(share)) if held_out > 0 else 0
     if 2 * count >= len(texts):
         raise UserError(
             f"{len(texts)} different prompts are too few to keep {count} for testing and {count} for validation: "

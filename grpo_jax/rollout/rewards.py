@@ -211,6 +211,8 @@ def import_path(function: Reward, label: str) -> str:
     home = sys.modules.get(module or "")
     file = Path(getattr(home, "__file__", None) or "")
     stem = file.parent.name if file.name == "__init__.py" else file.stem
-    known = module != "__main__" and home is not None and name == label and getattr(home, label, None) is function
+    importable = module != "__main__" and name == label and getattr(home, label, None) is function
     # A file that was loaded under another name, as a config's file.py is, is not found by that name.
-    return f"{module}:{label}" if known and stem == module.rpartition(".")[2] else f"{IN_PYTHON}:{label}"
+    if module is None or not importable or stem != module.rpartition(".")[2]:
+        return f"{IN_PYTHON}:{label}"
+    return f"{module}:{label}"

@@ -6,44 +6,18 @@ The parts come as functions in an `Environment`; nothing here knows a model, a t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 
 EVALUATION_STREAM = 2**31 - 1
 """Takes the place of the iteration in the keys of evaluation, so that no training iteration shares them."""
-
-
-class Prompt(Protocol):
-    """A row of the data set: `id` (stable), `prompt`, `columns`."""
-
-    id: int
-    prompt: str
-    columns: dict[str, Any]
-
-
-class Environment(NamedTuple):
-    """What stands between a policy's tokens and its rewards.
-
-    Attributes:
-        encode: User prompts → (i32 [P, L], bool [P, L]), left-padded to a length that depends on no batch.
-        decode: (token ids of one completion, the user's prompt) → (completion as written, text to judge, usable).
-        render: (rows, texts [P][G], iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
-        score: (rows, texts [P][G], pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing.
-        reward_names: N names.
-        watch_names: W names.
-    """
-
-    encode: Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
-    decode: Callable[[np.ndarray, str], tuple[str, str, bool]]
-    render: Callable[[Sequence[Prompt], list[list[str]], int, bool], Any] | None
-    score: Callable[[Sequence[Prompt], list[list[str]], Any], tuple[np.ndarray, np.ndarray]]
-    reward_names: tuple[str, ...]
-    watch_names: tuple[str, ...]
 
 
 class Judgement(NamedTuple):
@@ -69,7 +43,7 @@ class Rollout(NamedTuple):
         seconds: Seconds of work by stage.
     """
 
-    rows: Sequence[Prompt]
+    rows: Sequence[Row]
     prompt_tokens: np.ndarray
     prompt_mask: np.ndarray
     samples: Any
@@ -80,22 +54,35 @@ class Rollout(NamedTuple):
     seconds: dict[str, float]
 
 
+class _Written(NamedTuple):
+    """What the policy wrote of a chunk; as `Rollout` has it."""
+
+    samples: Any
+    completions: list[list[str]]
+    usable: np.ndarray
+
+
 class _Chunk(NamedTuple):
-    """Part of a batch on its way through the stages."""
+    """Part of a batch on its way through the stages; each of them adds what it makes.
 
-    rows: Sequence[Prompt]
-    prompt_tokens: np.ndarray | None = None
-    prompt_mask: np.ndarray | None = None
-    samples: Any = None
-    completions: list[list[str]] | None = None
-    texts: list[list[str]] | None = None
-    usable: np.ndarray | None = None
+    Attributes:
+        rows: p prompts.
+        texts: What is judged, [p][G].
+        written: `_Written`, or None where the texts were given.
+        pictures: What the renderer makes of the texts, or None.
+        rewards: f32 [p, G, N].
+        watched: f32 [p, G, watched].
+    """
+
+    rows: Sequence[Row]
+    texts: list[list[str]]
+    written: Any = None
     pictures: Any = None
-    rewards: np.ndarray | None = None
-    watched: np.ndarray | None = None
+    rewards: Any = None
+    watched: Any = None
 
 
-def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Prompt]) -> jax.Array:
+def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Row]) -> jax.Array:
     """One key per prompt from (seed, iteration, prompt id) alone: typed key array [P]."""
     stream_key = jax.random.fold_in(key, stream)
     ids = jnp.asarray([row.id for row in rows], jnp.uint32)
@@ -106,7 +93,7 @@ def collect(
     environment: Environment,
     sample: Callable[..., Any],
     variables: Any,
-    rows: Sequence[Prompt],
+    rows: Sequence[Row],
     *,
     key: jax.Array,
     iteration: int,
@@ -135,20 +122,20 @@ def collect(
 
     def write(part: tuple[int, int]) -> _Chunk:
         start, stop = part
-        drawn = jax.device_get(sample(variables, tokens[start:stop], mask[start:stop], keys[start:stop]))
-        chunk = _Chunk(rows[start:stop], tokens[start:stop], mask[start:stop], drawn)
-        return _read(environment, chunk)
+        samples = jax.device_get(sample(variables, tokens[start:stop], mask[start:stop], keys[start:stop]))
+        return _read(environment, rows[start:stop], samples)
 
     stages = [Stage("sample", write, timed=False), *_judges(environment, iteration, evaluation)]
     chunks, seconds = run_pipeline(_ranges(len(rows), chunk_prompts), stages, timeout=timeout)
+    written = [chunk.written for chunk in chunks]
     return Rollout(
         rows,
         tokens,
         mask,
-        jax.tree.map(lambda *parts: np.concatenate(parts), *[chunk.samples for chunk in chunks]),
-        [group for chunk in chunks for group in chunk.completions],
+        jax.tree.map(lambda *parts: np.concatenate(parts), *[part.samples for part in written]),
+        [group for part in written for group in part.completions],
         [group for chunk in chunks for group in chunk.texts],
-        np.concatenate([chunk.usable for chunk in chunks]),
+        np.concatenate([part.usable for part in written]),
         _judgement(chunks),
         seconds,
     )
@@ -156,7 +143,7 @@ def collect(
 
 def judge(
     environment: Environment,
-    rows: Sequence[Prompt],
+    rows: Sequence[Row],
     texts: Sequence[Sequence[str]],
     *,
     chunk_prompts: int = 0,
@@ -166,7 +153,7 @@ def judge(
 
     def give(part: tuple[int, int]) -> _Chunk:
         start, stop = part
-        return _Chunk(rows[start:stop], texts=[list(group) for group in texts[start:stop]])
+        return _Chunk(rows[start:stop], [list(group) for group in texts[start:stop]])
 
     stages = [Stage("sample", give), *_judges(environment, 0, True)]
     chunks, _ = run_pipeline(_ranges(len(rows), chunk_prompts), stages, timeout=timeout)
@@ -174,27 +161,33 @@ def judge(
 
 
 def _judges(environment: Environment, iteration: int, evaluation: bool) -> list[Stage]:
-    def render(chunk: _Chunk) -> _Chunk:
-        return chunk._replace(pictures=environment.render(chunk.rows, chunk.texts, iteration, evaluation))
+    render = environment.render
 
     def score(chunk: _Chunk) -> _Chunk:
         rewards, watched = environment.score(chunk.rows, chunk.texts, chunk.pictures)
         return chunk._replace(rewards=rewards, watched=watched)
 
-    return [Stage("score", score)] if environment.render is None else [Stage("render", render), Stage("score", score)]
+    if render is None:
+        return [Stage("score", score)]
+
+    def draw(chunk: _Chunk) -> _Chunk:
+        return chunk._replace(pictures=render(chunk.rows, chunk.texts, iteration, evaluation))
+
+    return [Stage("render", draw), Stage("score", score)]
 
 
-def _read(environment: Environment, chunk: _Chunk) -> _Chunk:
-    """Turns a chunk's tokens into text."""
+def _read(environment: Environment, rows: Sequence[Row], samples: Any) -> _Chunk:
+    """A chunk of sampled tokens as text."""
     read = [
         [environment.decode(tokens[mask], row.prompt) for tokens, mask in zip(row_tokens, row_mask, strict=True)]
-        for row, row_tokens, row_mask in zip(chunk.rows, chunk.samples.tokens, chunk.samples.mask, strict=True)
+        for row, row_tokens, row_mask in zip(rows, samples.tokens, samples.mask, strict=True)
     ]
-    return chunk._replace(
-        completions=[[written for written, _, _ in group] for group in read],
-        texts=[[text for _, text, _ in group] for group in read],
-        usable=np.array([[usable for _, _, usable in group] for group in read]),
+    written = _Written(
+        samples,
+        [[completion for completion, _, _ in group] for group in read],
+        np.array([[usable for _, _, usable in group] for group in read]),
     )
+    return _Chunk(rows, [[text for _, text, _ in group] for group in read], written)
 
 
 def _ranges(count: int, size: int) -> list[tuple[int, int]]:

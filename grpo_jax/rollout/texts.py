@@ -179,7 +179,8 @@ def make_decode(
 
     def decode(tokens: Sequence[int] | np.ndarray, prompt: str) -> tuple[str, str, bool]:
         written = written_by([int(token) for token in tokens], prompt)
-        return written, *read(written, prompt)
+        reading = read(written, prompt)
+        return written, reading.text, reading.usable
 
     return decode
 

@@ -19,13 +19,15 @@ from jax import lax
 
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
 
+Array = jax.Array | np.ndarray
+
 # A step is compiled once more for each size of the cache and for half of the prompts: only where that pays.
 _CACHE_STEP, _CACHE_SIZES = 64, 4  # tokens that are worth another size, and how many sizes at most
 _HALVING = 32  # tokens above which completions end at times that differ enough
 
 
 class Samples(NamedTuple):
-    """Completions of P prompts.
+    """Completions of P prompts, on a device or fetched from it.
 
     Attributes:
         tokens: int32 [P, G, T], `pad_id` after the end.
@@ -35,11 +37,11 @@ class Samples(NamedTuple):
         truncated: bool [P, G], true where no end-of-sequence token came within T tokens.
     """
 
-    tokens: jax.Array
-    mask: jax.Array
-    logprobs: jax.Array
-    sampler_logprobs: jax.Array
-    truncated: jax.Array
+    tokens: Array
+    mask: Array
+    logprobs: Array
+    sampler_logprobs: Array
+    truncated: Array
 
 
 class _Loop(NamedTuple):
@@ -79,7 +81,7 @@ def _unfinished(loop: _Loop) -> jax.Array:
     return jnp.sum(~jnp.all(loop.done, axis=1))
 
 
-def _run(step: Callable[[_Loop], _Loop], loop: _Loop, until: int, more_than: int) -> _Loop:
+def _run(step: Callable[[_Loop], _Loop], loop: _Loop, until: int | jax.Array, more_than: int) -> _Loop:
     """Step until so many tokens are written or no more prompts than that are unfinished."""
     return lax.while_loop(lambda loop: (loop.step < until) & (_unfinished(loop) > more_than), step, loop)
 

@@ -56,8 +56,9 @@ class Setup(NamedTuple):
 
 def oracle_column(rows: Sequence[Row]) -> dict[str, list[str]]:
     """The column "oracle" as the best text there is, where every row has one."""
-    texts = [row.columns.get("oracle") for row in rows]
-    return {} if not texts or None in texts else {"oracle": texts}
+    if not rows or any(row.columns.get("oracle") is None for row in rows):
+        return {}
+    return {"oracle": [row.columns["oracle"] for row in rows]}
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ class Advanced(NamedTuple):
         seconds: Spent, by stage.
         notes: What the program must remember from now on.
         completions: Columns of completions/, one entry per completion; None where nothing is written.
+        failure: Why it makes no sense to go on, and what helps; the run saves this state and ends with it. "" goes on.
     """
 
     state: State
@@ -189,6 +191,7 @@ class Advanced(NamedTuple):
     seconds: dict[str, float]
     notes: dict[str, Any]
     completions: Mapping[str, Sequence[Any]] | None = None
+    failure: str = ""
 
 
 class Finished(NamedTuple):

@@ -58,6 +58,17 @@ class Batch(NamedTuple):
         return Batch(self.prompt_tokens, self.prompt_mask, self.tokens, self.mask, packing=self.packing)
 
 
+def required(name: str, array: jax.Array | None) -> jax.Array:
+    """An array of a batch that may be None, where it must not be.
+
+    Raises:
+        ValueError: It is None.
+    """
+    if array is None:
+        raise ValueError(f"batch.{name}: expected an array, got None")
+    return array
+
+
 def make_batch(
     prompts: tuple[np.ndarray, np.ndarray],
     samples: Samples,
@@ -93,9 +104,9 @@ def make_batch(
         mask = without_truncated(mask, truncated)
     rewards = objectives.rewards
     if algorithm.dead_groups != "keep":
-        kept = jnp.asarray(teaching)
-        mask &= kept[:, None, None]
-        rewards = jnp.where(kept[:, None, None], rewards, jnp.nan)
+        teaches = jnp.asarray(teaching)[:, None, None]
+        mask &= teaches
+        rewards = jnp.where(teaches, rewards, jnp.nan)
     batch = Batch(prompt_tokens, prompt_mask, tokens, mask, rollout_logprobs=logprobs)
     if algorithm.importance_cap > 0:
         batch = batch._replace(sampler_logprobs=jax.device_put(sampler_logprobs, device))

@@ -84,7 +84,7 @@ def batch_shapes(config: Config, state: TrainState, forward: ForwardPass, mesh: 
     prompts = training.prompts_per_batch // training.minibatches
     shape = (prompts, sampling.group_size, sampling.max_new_tokens)
     written, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
-    samples = Samples(zeros.astype(np.int32), written, zeros, zeros, ~written.any(axis=-1))
+    samples = Samples(zeros.astype(np.int32), written, zeros, zeros, np.zeros(shape[:2], bool))
     objectives = make_objectives(
         jnp.zeros((*shape[:2], 1)), jnp.full(shape[:2], shape[2]), weights={"": 1.0}, max_new_tokens=shape[2]
     )

@@ -18,7 +18,7 @@ from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.masking import count, select
 from grpo_jax.models.value_head import VALUE, token_values
-from grpo_jax.training.batch import Batch
+from grpo_jax.training.batch import Batch, required
 from grpo_jax.training.packing import packed, unpacked
 
 Tree = Any
@@ -46,16 +46,15 @@ def make_forward(policy: Any, *, temperature: float, allowed_tokens: jax.Array |
     """
 
     def forward(variables: dict[str, Tree], batch: Batch) -> Forward:
-        rows = (batch.tokens, batch.mask) if batch.packing is None else packed(batch.tokens, batch.packing)
+        packing = batch.packing
+        rows = (batch.tokens, batch.mask) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows)
         logprobs, entropy = token_logprobs(
             hidden, policy.head(variables), rows[0], temperature=temperature, allowed_tokens=allowed_tokens
         )
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         seen = Forward(logprobs, entropy, values)
-        if batch.packing is None:
-            return seen
-        return jax.tree.map(lambda array: unpacked(array, batch.mask, batch.packing), seen)
+        return seen if packing is None else jax.tree.map(lambda array: unpacked(array, batch.mask, packing), seen)
 
     return forward
 
@@ -106,7 +105,7 @@ def policy_loss(
     loss, metrics = losses.grpo_loss(
         seen.logprobs,
         old,
-        batch.advantages,
+        required("advantages", batch.advantages),
         batch.mask,
         normaliser=normaliser,
         ref_logprobs=batch.ref_logprobs,
@@ -114,7 +113,7 @@ def policy_loss(
         token_weights=batch.token_weights,
         **options,
     )
-    measured = {"policy": metrics}
+    measured: dict[str, Any] = {"policy": metrics}
     if batch.rollout_logprobs is not None:
         gap = select(batch.mask, jnp.abs(old - batch.rollout_logprobs))
         measured["sampler_gap"] = Mean(jnp.sum(gap), count(batch.mask))

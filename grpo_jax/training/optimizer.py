@@ -16,8 +16,14 @@ _DECAYED = ("kernel", "a", "b")  # matrices of projections, and of the adapters 
 
 
 def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedule:
-    """Learning rate by update: linear warm-up, then constant, linear to 0 or cosine to 0."""
+    """Learning rate by update: linear warm-up, then constant, linear to 0 or cosine to 0.
+
+    Raises:
+        ValueError: The section leaves the rate open; `Config.learning_rate` says what a run takes then.
+    """
     peak, warmup = section.learning_rate, section.warmup_steps
+    if peak is None:
+        raise ValueError("section.learning_rate: expected a number, got None")
     remaining = max(total_updates - warmup, 1)
     after: optax.Schedule
     if section.schedule == "constant":
@@ -65,7 +71,7 @@ def make_optimizer(
         value_rate: Learning rate of the value head as a multiple of the others'.
     """
 
-    def scale_value(updates: dict[str, Tree], _: Any) -> dict[str, Tree]:
+    def scale_value(updates: Tree, _: Tree | None) -> Tree:
         if VALUE not in updates:
             return updates
         return {**updates, VALUE: jax.tree.map(lambda step: value_rate * step, updates[VALUE])}

@@ -19,6 +19,9 @@ SMALLEST = 16
 _WORTH = 0.85  # rows are shared where they are at most this share of the completions
 
 
+Array = jax.Array | np.ndarray  # on the policy's devices, or still on the host
+
+
 class Packing(NamedTuple):
     """Where the tokens of P groups of G completions [T] stand in R rows of W for each prompt.
 
@@ -27,17 +30,17 @@ class Packing(NamedTuple):
         start: i32 [P, G], the place r·W + w of each completion's first token.
     """
 
-    source: jax.Array
-    start: jax.Array
+    source: Array
+    start: Array
 
 
-def _rounded(number: int, most: int, smallest: int = 1) -> int:
-    """Up to a quarter, half, three quarters or all of `most`: few sizes, for each new one compiles the update anew."""
-    step = max(smallest, -(-most // 4))
-    return min(most, -(-number // step) * step)
+def _rounded(number: int, limit: int, smallest: int = 1) -> int:
+    """Up to a quarter, half, three quarters or all of `limit`: few sizes, for each new one compiles the update anew."""
+    step = max(smallest, -(-limit // 4))
+    return min(limit, -(-number // step) * step)
 
 
-def trimmed(array: np.ndarray, mask: np.ndarray, *, left: bool = False) -> np.ndarray:
+def trimmed(array: Array, mask: Array, *, left: bool = False) -> Array:
     """The last axis [.., T] cut to the longest row of a mask [.., T], rounded up to quarters of T.
 
     Args:
@@ -45,9 +48,9 @@ def trimmed(array: np.ndarray, mask: np.ndarray, *, left: bool = False) -> np.nd
         mask: bool `[.., T]`; what is cut off is False.
         left: Rows are padded on the left rather than on the right.
     """
-    length = mask.shape[-1]
-    kept = _rounded(max(int(mask.sum(-1).max()), 1), length, SMALLEST)
-    return array[..., length - kept :] if left else array[..., :kept]
+    width = mask.shape[-1]
+    longest = _rounded(max(int(mask.sum(-1).max()), 1), width, SMALLEST)
+    return array[..., width - longest :] if left else array[..., :longest]
 
 
 def pack(mask: np.ndarray, *, shortest: int = 32) -> Packing | None:
@@ -98,16 +101,16 @@ def _places(lengths: np.ndarray, width: int) -> tuple[np.ndarray, int]:
 
 def packed(tokens: jax.Array, packing: Packing) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens [P, G, T] in shared rows: tokens, mask and steps (t of each token), all [P, R, W]."""
-    source = packing.source
+    source = jnp.asarray(packing.source)
     flat = tokens.reshape(tokens.shape[0], -1)
-    found = jnp.take_along_axis(flat, jnp.maximum(source, 0).reshape(source.shape[0], -1), axis=1)
+    gathered = jnp.take_along_axis(flat, jnp.maximum(source, 0).reshape(source.shape[0], -1), axis=1)
     mask = source >= 0
-    return found.reshape(source.shape), mask, jnp.where(mask, source % tokens.shape[-1], 0)
+    return gathered.reshape(source.shape), mask, jnp.where(mask, source % tokens.shape[-1], 0)
 
 
 def unpacked(values: jax.Array, mask: jax.Array, packing: Packing) -> jax.Array:
     """Values [P, R, W] of shared rows as those of each completion [P, G, T]; 0 where the mask [P, G, T] is false."""
     steps = jnp.arange(mask.shape[-1], dtype=jnp.int32)
     place = jnp.where(mask, packing.start[..., None] + steps, 0).reshape(mask.shape[0], -1)
-    found = jnp.take_along_axis(values.reshape(values.shape[0], -1), place, axis=1)
-    return jnp.where(mask, found.reshape(mask.shape), 0)
+    gathered = jnp.take_along_axis(values.reshape(values.shape[0], -1), place, axis=1)
+    return jnp.where(mask, gathered.reshape(mask.shape), 0)

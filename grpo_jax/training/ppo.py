@@ -20,7 +20,7 @@ from grpo_jax.core.masking import count, masked_mean, masked_std, masked_whiten,
 from grpo_jax.core.ppo import value_loss
 from grpo_jax.core.returns import gae_advantages
 from grpo_jax.core.shaping import AdaptiveKL, kl_penalised_rewards
-from grpo_jax.training.batch import Batch
+from grpo_jax.training.batch import Batch, required
 from grpo_jax.training.objectives import ForwardPass, Objective, policy_loss
 
 Tree = Any
@@ -52,17 +52,16 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array, jax.Array
     """
 
     def estimate(batch: Batch, values: jax.Array, kl_coef: jax.Array) -> tuple[Batch, Estimates]:
-        mask, reference = batch.mask, batch.ref_logprobs
-        reference = batch.old_logprobs if reference is None else reference
+        mask, old = batch.mask, required("old_logprobs", batch.old_logprobs)
+        reference = old if batch.ref_logprobs is None else batch.ref_logprobs
+        scores = required("scores", batch.scores)
         values = select(mask, values)
-        rewards = kl_penalised_rewards(
-            batch.scores, batch.old_logprobs, reference, mask, kl_coef=kl_coef, estimator=section.kl_estimator
-        )
+        rewards = kl_penalised_rewards(scores, old, reference, mask, kl_coef=kl_coef, estimator=section.kl_estimator)
         # The state after the last token has value 0; padding stands in the way of no value, it is passed over.
         following = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
         advantages = gae_advantages(rewards, following, discount=section.discount, trace=section.trace, mask=mask)
         returns = advantages + values
-        divergence = select(mask, kl_divergence(batch.old_logprobs, reference, estimator="k1"))
+        divergence = select(mask, kl_divergence(old, reference, estimator="k1"))
         explained = _explained_variance(advantages, returns, mask)
         if section.whiten:
             advantages = masked_whiten(advantages, mask)
@@ -103,7 +102,12 @@ def make_ppo_objective(forward: ForwardPass, options: dict[str, Any], section: P
         seen = forward(variables, batch)
         loss, measured = policy_loss(seen, batch, options, normaliser)
         value, metrics = value_loss(
-            seen.values, batch.old_values, batch.returns, batch.mask, clip=section.value_clip, normaliser=normaliser
+            required("values", seen.values),
+            batch.old_values,
+            required("returns", batch.returns),
+            batch.mask,
+            clip=section.value_clip,
+            normaliser=normaliser,
         )
         return loss + section.value_coef * value, {**measured, "value": metrics}
 

@@ -18,7 +18,7 @@ from grpo_jax.config.sections import TrainingSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
-from grpo_jax.training.batch import Batch, micro_batches, minibatches
+from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,
     ForwardPass,
@@ -91,15 +91,15 @@ def make_train_step(
 
 def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> TrainState:
     """The state after an update, or before it where that was not finite; skip count and loss scale learn of it."""
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
     scale = before.loss_scale
     if scale is None:
-        return kept._replace(skipped=jnp.where(finite, 0, before.skipped + 1))
+        return state._replace(skipped=jnp.where(finite, 0, before.skipped + 1))
     # The scale judges a function's gradient itself: it is shown one that is finite exactly if the batch's was, all
     # micro-batches together.
-    told = scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.ones(()))
+    judged = scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.ones(()))
     hopeless = (scale.scale <= scale.minimum_scale).astype(jnp.int32)
-    return kept._replace(skipped=jnp.where(finite, 0, before.skipped + hopeless), loss_scale=told.dynamic_scale)
+    return state._replace(skipped=jnp.where(finite, 0, before.skipped + hopeless), loss_scale=judged.dynamic_scale)
 
 
 def _accumulate(function: Callable[[Batch], Tree], batch: Batch, parts: int) -> Tree:
@@ -142,7 +142,10 @@ def make_token_weights(section: AlgorithmSection) -> Callable[[Batch, jax.Array]
         weights = jnp.ones_like(entropy)
         if section.importance_cap > 0:
             weights *= truncated_importance_weights(
-                batch.old_logprobs, batch.sampler_logprobs, batch.mask, cap=section.importance_cap
+                required("old_logprobs", batch.old_logprobs),
+                required("sampler_logprobs", batch.sampler_logprobs),
+                batch.mask,
+                cap=section.importance_cap,
             )
         mean = masked_mean(weights, batch.mask)
         if section.entropy_share < 1:
@@ -170,12 +173,12 @@ def make_preparation(
 
     def prepare(state: TrainState, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         measured: dict[str, Any] = {}
-        old = None
-        if several or weighted or algorithm.learns_values:
-            old = look(state.variables, batch)
-            batch = batch._replace(old_logprobs=old.logprobs)
         if needs_reference(algorithm, ppo):
             batch = batch._replace(ref_logprobs=look(reference_variables(state), batch).logprobs)
+        if not (several or weighted or algorithm.learns_values):
+            return batch, measured
+        old = look(state.variables, batch)
+        batch = batch._replace(old_logprobs=old.logprobs)
         if weighted:
             weights, mean = weigh(batch, old.entropy)
             batch = batch._replace(token_weights=weights, sampler_logprobs=None)
@@ -183,7 +186,7 @@ def make_preparation(
                 measured["importance_weight"] = mean
         if algorithm.learns_values:
             coefficient = jnp.zeros((), jnp.float32) if state.kl_coef is None else state.kl_coef
-            batch, measured["estimates"] = estimate(batch, old.values, coefficient)
+            batch, measured["estimates"] = estimate(batch, required("values", old.values), coefficient)
         return batch, measured
 
     return prepare

@@ -137,7 +137,7 @@ def objective_rewards(objective: str, positions: jax.Array, width: float) -> jax
 
 
 @jax.custom_batching.custom_vmap
-def most(values: jax.Array) -> jax.Array:
+def largest(values: jax.Array) -> jax.Array:
     """The largest value; under vmap, of all members of the batch alike.
 
     A loop whose condition differs between vmapped members copies its whole carry at every turn to keep the finished
@@ -146,10 +146,10 @@ def most(values: jax.Array) -> jax.Array:
     return jnp.max(values)
 
 
-@most.def_vmap
-def _most_of_all(axis_size: int, in_batched: list[bool], values: jax.Array) -> tuple[jax.Array, bool]:
+@largest.def_vmap
+def _largest_of_all(axis_size: int, in_batched: list[bool], values: jax.Array) -> tuple[jax.Array, bool]:
     del axis_size, in_batched
-    return most(values), False
+    return largest(values), False
 
 
 def _where(mask: jax.Array, new: State, old: State) -> State:
@@ -176,7 +176,7 @@ def play_episodes(cartpole: CartPole, policy: Policy, states: State, key: jax.Ar
 
     def going_on(carry):
         t, _, alive, _ = carry
-        return (t < MAX_STEPS) & most(alive)
+        return (t < MAX_STEPS) & largest(alive)
 
     def turn(carry):
         t, states, alive, record = carry
@@ -239,7 +239,7 @@ def play_greedily(cartpole: CartPole, policy: Policy, states: State, *, width: f
 
     def going_on(carry):
         t, _, alive, *_ = carry
-        return (t < MAX_STEPS) & most(alive)
+        return (t < MAX_STEPS) & largest(alive)
 
     def turn(carry):
         t, states, alive, length, centred, distance = carry

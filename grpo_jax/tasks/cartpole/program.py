@@ -38,7 +38,7 @@ class CartPoleProgram:
 
     config: CartPoleConfig
     training: Training
-    devices: list[jax.Device]
+    devices: list[Any]
     start: Carry
     block: Callable[[Carry], Any]
     compile_seconds: float
@@ -170,7 +170,7 @@ def make_program(config: CartPoleConfig, say: Say) -> CartPoleProgram:
     return CartPoleProgram(config, training, devices, start, block, time.monotonic() - started)
 
 
-def announce(config: CartPoleConfig, training: Training, devices: list[jax.Device], say: Say) -> None:
+def announce(config: CartPoleConfig, training: Training, devices: list[Any], say: Say) -> None:
     """The opening lines: what is trained, on what, by which algorithm."""
     rollout, algorithm = config.rollout, config.algorithm
     played = f"{rollout.groups} x {rollout.group_size} episodes"

@@ -30,14 +30,14 @@ def split_processor() -> None:
         return
 
 
-def seed_devices(seeds: int) -> list[jax.Device]:
-    """The most devices that share the seeds evenly."""
+def seed_devices(seeds: int) -> list[Any]:
+    """The most of JAX's devices that share the seeds evenly."""
     devices = jax.devices()
     number = max(count for count in range(1, len(devices) + 1) if seeds % count == 0)
     return devices[:number]
 
 
-def over_seeds(function: Callable[..., Any], devices: Sequence[jax.Device]) -> Callable[..., Any]:
+def over_seeds(function: Callable[..., Any], devices: Sequence[Any]) -> Callable[..., Any]:
     """Compiles `function` for many seeds: the first axis of all it takes and gives.
 
     Each device runs its seeds by itself: a loop ends when its own last seed is done.

@@ -24,7 +24,7 @@ from grpo_jax.core.ppo import ppo_loss, value_loss
 from grpo_jax.core.returns import discounted_returns, gae_advantages, normalised_returns
 from grpo_jax.core.surrogates import Clip
 from grpo_jax.tasks.cartpole.config import CartPoleAlgorithm, CartPoleConfig
-from grpo_jax.tasks.cartpole.environment import MAX_STEPS, Episodes, Steps, most, objective_rewards
+from grpo_jax.tasks.cartpole.environment import MAX_STEPS, Episodes, Steps, largest, objective_rewards
 
 PyTree = Any
 Apply = Callable[[PyTree, jax.Array], jax.Array]
@@ -177,7 +177,7 @@ def group_updates(
     algorithm = config.algorithm
     whole = loss_normaliser(batch.mask, "token")
     chunks = jax.tree.map(lambda x: x.reshape(MAX_STEPS // _CHUNK, _CHUNK, *x.shape[1:]), batch)
-    used = most(jnp.sum(chunks.mask.any(axis=(1, 2)), dtype=jnp.int32))
+    used = largest(jnp.sum(chunks.mask.any(axis=(1, 2)), dtype=jnp.int32))
 
     def loss(params, chunk):
         log_odds = apply(params["policy"], chunk.observations)
@@ -237,7 +237,7 @@ def step_batch(config: CartPoleConfig, apply: Apply, params: PyTree, steps: Step
     logprobs = action_logprobs(steps.log_odds, steps.actions)
     batch = StepBatch(steps.observations, steps.actions, logprobs, advantages, values, advantages + values)
     finished = Mean(jnp.sum(jnp.where(ended, steps.lengths, 0), dtype=jnp.float32), jnp.sum(ended, dtype=jnp.float32))
-    figures = {"episode_return": jnp.where(finished.weight > 0, finished.value(), jnp.nan)}
+    figures = {"episode_return": jnp.where(jnp.greater(finished.weight, 0), finished.value(), jnp.nan)}
     figures |= {f"reward/{name}/mean": jnp.mean(x) for name, x in zip(algorithm.objectives, each, strict=True)}
     return batch, figures
 

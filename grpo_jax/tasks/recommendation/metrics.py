@@ -148,7 +148,8 @@ def mixed(
     if unknown or any(weight < 0 for weight in weights.values()) or not sum(weights.values()) > 0:
         raise ValueError(f"weights must be >= 0, not all 0, for {', '.join(parts)}, got {dict(weights)}")
     total = sum(weights.values())
-    return sum(weight / total * parts[name](rank) for name, weight in weights.items() if weight)
+    each = [weight / total * parts[name](rank) for name, weight in weights.items() if weight]
+    return sum(each, start=np.zeros(()))
 
 
 def _checked(rank: np.ndarray) -> np.ndarray:

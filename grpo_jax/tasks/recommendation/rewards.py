@@ -74,16 +74,16 @@ def where_ranked(reward: Reward) -> Reward:
 
     @functools.wraps(reward)
     def ranked(completions: Sequence[str], rank: Sequence[float], **columns: Any) -> list[float | None]:
-        given = {"completions": completions, "rank": rank, **columns}
-        kept = [i for i, value in enumerate(rank) if not np.isnan(value)]
+        ranked_rows = [i for i, value in enumerate(rank) if not np.isnan(value)]
         values: list[Any] = [None] * len(rank)
-        if not kept:
+        if not ranked_rows:
             return values
-        part = {name: [column[i] for i in kept] for name, column in given.items()}
+        every = {"completions": completions, "rank": rank, **columns}
+        part = {name: [column[i] for i in ranked_rows] for name, column in every.items()}
         answers = list(reward(**accepted_arguments(reward, part)))
-        if len(answers) != len(kept):
-            raise ValueError(f"it must return one value for each of {len(kept)} completions, got {len(answers)}")
-        for i, answer in zip(kept, answers, strict=True):
+        if len(answers) != len(ranked_rows):
+            raise ValueError(f"it must return one value for each of {len(ranked_rows)} completions, got {len(answers)}")
+        for i, answer in zip(ranked_rows, answers, strict=True):
             values[i] = answer
         return values
 

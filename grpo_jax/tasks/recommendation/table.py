@@ -73,7 +73,7 @@ def make_table(
             if counted.any():
                 intervals = metrics.bootstrap(values[counted], level=level, samples=samples, seed=seed)
             missing = int((members & ~known).sum())
-            named = dict(zip(MEASURES, intervals, strict=False))
+            named: dict[str, Interval] = dict(zip(MEASURES, intervals, strict=False))
             rows.append(TableRow(method, group, int(counted.sum()), missing, named))
     return rows
 

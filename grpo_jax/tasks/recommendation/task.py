@@ -156,7 +156,7 @@ class Recommendation(Task):
             findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered),
             shown={"wanted": "target_title"},
             pairs=lambda: self._pairs(dataset, setup.config.seed),
-            words=lambda: policy_words(self, catalogue.titles, most=setup.config.policy.new.vocabulary),
+            words=lambda: policy_words(self, catalogue.titles, limit=setup.config.policy.new.vocabulary),
             identity=retriever.fingerprint._asdict(),
         )
 

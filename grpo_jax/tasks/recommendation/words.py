@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.task import Recommendation
 
 
-def policy_words(task: Recommendation, titles: Sequence[str], *, most: int = 0) -> list[str]:
+def policy_words(task: Recommendation, titles: Sequence[str], *, limit: int = 0) -> list[str]:
     """Words of the prompts' frame, then those of titles, frequent ones first.
 
     Args:
         task: Its template and separator make the frame.
         titles: Of the catalogue.
-        most: Words of titles at most; 0 for all.
+        limit: Words of titles at most; 0 for all.
     """
     frame = task.template.replace("{history}", " ").replace("{last}", " ")
     marks = _words(frame) + _words(task.separator)
     counts = Counter(word for title in titles for word in _words(title))
-    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: most or None]
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: limit or None]
     return list(dict.fromkeys([*marks, *frequent]))
 
 

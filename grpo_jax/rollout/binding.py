@@ -151,7 +151,8 @@ def _find(name: str, options: Mapping[str, Any], source: Source, judges: Sequenc
 
 
 def _refuse(name: str, source: Source, where: str) -> None:
-    known = ", ".join(sorted(source.rewards)) or "no reward of its own"
+    measures = source.default_watch if where == "watch" else ()  # of those that follow a pattern, examples
+    known = ", ".join(sorted({*source.rewards, *measures})) or "no reward of its own"
     raise UserError(
         f"{where}: expected package.module:function, file.py:function, or of this task {known}; got {name!r}"
     )

@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 open_clip = pytest.importorskip("open_clip")
 
-import tiny_models  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from support import tiny_models  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from bridges.clip import Preprocess, ScoreError, load_quality_head, load_scorer  # noqa: E402

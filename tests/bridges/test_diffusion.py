@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-import tiny_models  # noqa: E402
 from diffusers import StableDiffusion3Pipeline  # noqa: E402
+from support import tiny_models  # noqa: E402
 
 from bridges.diffusion import RenderError, RenderSettings, load_renderer  # noqa: E402
 from bridges.dlpack import to_jax  # noqa: E402

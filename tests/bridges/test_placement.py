@@ -9,10 +9,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bridges.placement import Placement, place, policy_devices, prepare_jax, resolve  # noqa: E402
+from bridges.placement import place, policy_cards, policy_devices, prepare_jax, resolve  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
-AUTO = Placement()
+PARTS = ("policy", "renderer", "scorer")
+
+
+def asked(*where: str, **named: str) -> dict[str, str]:
+    """Requests for the three parts: by place, by name, and "auto" for the others."""
+    return dict.fromkeys(PARTS, "auto") | dict(zip(PARTS, where, strict=False)) | named
+
+
+def given(requests, gpus, **able):
+    """The devices of the parts, in their order."""
+    placement, _ = resolve(requests, gpus, **able)
+    assert list(placement) == list(requests)
+    return tuple(placement.values())
 
 
 @pytest.mark.parametrize(
@@ -26,85 +38,90 @@ AUTO = Placement()
     ],
 )
 def test_default_places(gpus, expected, note):
-    placement, notes = resolve(AUTO, gpus)
-    assert (placement.policy, placement.renderer, placement.scorer) == expected
-    assert notes == ([note] if note else [])
+    assert resolve(asked(), gpus) == (asked(*expected), [note] if note else [])
 
 
 @pytest.mark.parametrize(
     ("request_", "gpus", "expected"),
     [
-        (Placement(policy="gpu:1"), 3, ("gpu:1", "gpu:0", "gpu:2")),  # the named card is not taken twice
-        (Placement(renderer="gpu:0"), 3, ("gpu:1", "gpu:0", "gpu:2")),
-        (Placement(scorer="cpu"), 2, ("gpu:0", "gpu:1", "cpu")),
-        (Placement(policy="cpu"), 1, ("cpu", "gpu:0", "gpu:0")),
-        (Placement(policy="gpu:0,gpu:1"), 4, ("gpu:0,gpu:1", "gpu:2", "gpu:3")),
-        (Placement("cuda:0", "gpu", "cuda"), 1, ("gpu:0", "gpu:0", "gpu:0")),
+        (asked(policy="gpu:1"), 3, ("gpu:1", "gpu:0", "gpu:2")),  # the named card is not taken twice
+        (asked(renderer="gpu:0"), 3, ("gpu:1", "gpu:0", "gpu:2")),
+        (asked(scorer="cpu"), 2, ("gpu:0", "gpu:1", "cpu")),
+        (asked(policy="cpu"), 1, ("cpu", "gpu:0", "gpu:0")),
+        (asked(policy="gpu:0,gpu:1"), 4, ("gpu:0,gpu:1", "gpu:2", "gpu:3")),
+        (asked("cuda:0", "gpu", "cuda"), 1, ("gpu:0", "gpu:0", "gpu:0")),
     ],
 )
 def test_named_devices(request_, gpus, expected):
-    placement, _ = resolve(request_, gpus)
-    assert (placement.policy, placement.renderer, placement.scorer) == expected
+    assert given(request_, gpus) == expected
+
+
+def test_every_judge_has_a_place_and_a_policy_may_have_none_beside_it():
+    """Any number of judges: each its own card while there are any, then those with the fewest parts."""
+    judges = {"policy": "auto", "renderer": "auto", "scorer": "auto", "second": "auto", "third": "auto"}
+    assert given(judges, 5) == ("gpu:0", "gpu:1", "gpu:2", "gpu:3", "gpu:4")
+    assert given(judges, 3) == ("gpu:0", "gpu:1", "gpu:2", "gpu:1", "gpu:2")
+    assert given(judges | {"third": "cpu"}, 4) == ("gpu:0", "gpu:1", "gpu:2", "gpu:3", "cpu")
+    assert given({"policy": "auto"}, 2) == ("gpu:0",)
+    assert resolve(judges, 0)[1] == ["policy, renderer, scorer, second and third share the CPU (no GPU found)"]
 
 
 def test_named_devices_are_not_remarked_upon():
-    assert resolve(Placement("gpu:0", "gpu:0", "gpu:0"), 3)[1] == []
-    assert resolve(Placement("cpu", "cpu", "cpu"), 0)[1] == []
+    assert resolve(asked("gpu:0", "gpu:0", "gpu:0"), 3)[1] == []
+    assert resolve(asked("cpu", "cpu", "cpu"), 0)[1] == []
 
 
 def test_device_that_does_not_exist():
-    with pytest.raises(UserError, match=r"placement\.renderer: there is no gpu:5 .* has cpu, gpu:0, gpu:1$"):
-        resolve(Placement(renderer="gpu:5"), 2)
+    with pytest.raises(UserError, match=r"devices\.renderer: there is no gpu:5 .* has cpu, gpu:0, gpu:1$"):
+        resolve(asked(renderer="gpu:5"), 2)
     with pytest.raises(UserError, match=r"has cpu$"):
-        resolve(Placement(policy="gpu:0"), 0)
+        resolve(asked(policy="gpu:0"), 0)
 
 
 @pytest.mark.parametrize("value", ["gpu:x", "tpu:0", "", "0", "gpu:0,gpu:1", "gpu:-1"])
 def test_misspelt_devices(value):
-    with pytest.raises(UserError, match=r"placement\.scorer: expected"):
-        resolve(Placement(scorer=value), 4)
+    with pytest.raises(UserError, match=r"devices\.scorer: expected"):
+        resolve(asked(scorer=value), 4)
 
 
 def test_library_without_gpu_support():
-    placement, notes = resolve(AUTO, 2, jax_gpus=False)
-    assert (placement.policy, placement.renderer, placement.scorer) == ("cpu", "gpu:1", "gpu:0")
+    placement, notes = resolve(asked(), 2, jax_gpus=False)
+    assert placement == asked("cpu", "gpu:1", "gpu:0")
     assert len(notes) == 1 and "jax cannot use GPUs" in notes[0]
-    placement, _ = resolve(AUTO, 2, torch_gpus=False)
-    assert (placement.policy, placement.renderer, placement.scorer) == ("gpu:0", "cpu", "cpu")
+    assert given(asked(), 2, torch_gpus=False) == ("gpu:0", "cpu", "cpu")
     with pytest.raises(UserError, match="installed jax cannot use gpu:0"):
-        resolve(Placement(policy="gpu:0"), 1, jax_gpus=False)
+        resolve(asked(policy="gpu:0"), 1, jax_gpus=False)
 
 
 def test_place_asks_this_machine():
-    placement, notes = place("cpu", "cpu", "cpu")
-    assert placement == Placement("cpu", "cpu", "cpu")
-    assert notes == []
+    assert place(asked("cpu", "cpu", "cpu")) == (asked("cpu", "cpu", "cpu"), [])
     with pytest.raises(UserError, match="no gpu:99"):
-        place(scorer="gpu:99")
+        place(asked(scorer="gpu:99"))
 
 
 def test_started_backend_is_left_alone_and_said():
     jax.devices()
-    assert prepare_jax(Placement("cpu", "cpu", "cpu")) == []
-    (note,) = prepare_jax(Placement("gpu:7", "cpu", "cpu"))
+    assert prepare_jax(asked("cpu", "cpu", "cpu")) == []
+    (note,) = prepare_jax(asked("gpu:7", "cpu", "cpu"))
     assert "already started" in note
 
 
 def test_the_policys_devices_are_jaxs():
-    assert policy_devices(Placement("cpu", "cpu", "cpu")) == jax.devices("cpu")
-    assert policy_devices(Placement("gpu:7", "cpu", "cpu")) == jax.devices()
+    assert policy_devices(asked("cpu", "cpu", "cpu")) == jax.devices("cpu")
+    assert policy_devices(asked("gpu:7", "cpu", "cpu")) == jax.devices()
+    assert policy_cards({"policy": "gpu:2,gpu:0"}) == (2, 0) and policy_cards({"policy": "cpu"}) == ()
 
 
 def test_a_mesh_takes_the_first_cards(monkeypatch):
     monkeypatch.setattr("torch.backends.cuda.is_built", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("bridges.placement._jax_has_gpus", lambda: True)
-    assert place(policy_count=2)[0] == Placement("gpu:0,gpu:1", "gpu:2", "gpu:3")
-    assert place("gpu:3", policy_count=2)[0].policy == "gpu:3"
+    assert place(asked(), policy_count=2)[0] == asked("gpu:0,gpu:1", "gpu:2", "gpu:3")
+    assert place(asked("gpu:3"), policy_count=2)[0]["policy"] == "gpu:3"
     with pytest.raises(
-        UserError, match=r"placement\.policy: there is no gpu:0,gpu:1,.* here; this machine has cpu, gpu:0"
+        UserError, match=r"devices\.policy: there is no gpu:0,gpu:1,.* here; this machine has cpu, gpu:0"
     ):
-        place(policy_count=5)
+        place(asked(), policy_count=5)
 
 
 def in_fresh_process(code: str, **variables: str) -> str:
@@ -116,8 +133,8 @@ def in_fresh_process(code: str, **variables: str) -> str:
 
 PREPARE = """
 import os, jax
-from bridges.placement import Placement, prepare_jax, _jax_has_started
-assert prepare_jax(Placement({placement})) == []
+from bridges.placement import prepare_jax, _jax_has_started
+assert prepare_jax({placement}) == []
 assert not _jax_has_started()
 print(jax.config.read("jax_cuda_visible_devices"), os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"))
 """
@@ -126,12 +143,12 @@ print(jax.config.read("jax_cuda_visible_devices"), os.environ.get("XLA_PYTHON_CL
 @pytest.mark.parametrize(
     ("placement", "variables", "expected"),
     [
-        ("'gpu:2', 'gpu:0', 'gpu:1'", {}, "2 None"),
-        ("'gpu:0', 'gpu:0', 'cpu'", {}, "0 false"),
-        ("'gpu:0,gpu:1', 'gpu:2', 'gpu:1'", {}, "0,1 false"),
-        ("'gpu:0', 'gpu:0', 'cpu'", {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, "0 true"),
-        ("'cpu', 'gpu:0', 'gpu:0'", {}, "all None"),
+        (("gpu:2", "gpu:0", "gpu:1"), {}, "2 None"),
+        (("gpu:0", "gpu:0", "cpu"), {}, "0 false"),
+        (("gpu:0,gpu:1", "gpu:2", "gpu:1"), {}, "0,1 false"),
+        (("gpu:0", "gpu:0", "cpu"), {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, "0 true"),
+        (("cpu", "gpu:0", "gpu:0"), {}, "all None"),
     ],
 )
 def test_jax_is_shown_the_policys_cards_only(placement, variables, expected):
-    assert in_fresh_process(PREPARE.format(placement=placement), **variables) == expected
+    assert in_fresh_process(PREPARE.format(placement=asked(*placement)), **variables) == expected

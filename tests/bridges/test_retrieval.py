@@ -1,7 +1,6 @@
 """Retrieval in process: exact ranks, ties, exclusions, mixtures, encoders, cache, self-test."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -321,36 +320,3 @@ def test_a_catalogue_of_nan_is_refused():
 def test_a_folder_that_is_no_encoder_is_named(tmp_path):
     with pytest.raises(UserError, match=r"neither modules\.json nor config\.json"):
         encoders.load_encoder(str(tmp_path), TITLES)
-
-
-def _lines(name):
-    return (BEAUTY / name).read_text(encoding="utf-8").splitlines()
-
-
-BEAUTY = Path(__file__).parents[3] / "shared" / "data" / "beauty"
-
-
-@pytest.mark.skipif(not BEAUTY.is_dir(), reason=f"{BEAUTY} is not here")
-def test_beauty_baselines():
-    """The figures of the data's README: the last title as the query, decayed titles, and the target's own title."""
-    titles = [line.split("\t")[2] for line in _lines("items.tsv")[1:]]
-    users = [[int(item) - 1 for item in line.split()[1:]] for line in _lines("sequential.txt")]
-    targets, histories = [user[-1] for user in users], [user[:-1] for user in users]
-    retriever, share = retrieval.open_retriever(titles)
-    assert share > 0.98
-
-    def hit_and_ndcg(ranks):
-        inside = ranks.rank <= 10
-        return round(float(inside.mean()), 4), round(float((inside / np.log2(ranks.rank + 1)).mean()), 4)
-
-    last = retriever.score_ranks([titles[history[-1]] for history in histories], targets, histories)
-    assert hit_and_ndcg(last) == (0.0681, 0.0433)
-    own = retriever.score_ranks([titles[target] for target in targets], targets, histories)
-    assert hit_and_ndcg(own) == (0.9994, 0.9936)
-    decayed = retriever.score_mixed_ranks(
-        [[titles[item] for item in history] for history in histories],
-        [[0.7**age for age in range(len(history))][::-1] for history in histories],
-        targets,
-        histories,
-    )
-    assert hit_and_ndcg(decayed) == (0.0768, 0.0459)

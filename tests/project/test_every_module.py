@@ -6,12 +6,13 @@ import sys
 
 import pytest
 from support import import_checks
+from support.imports import ROOT
 
 
 def test_every_import_leads_somewhere():
     """In a process of its own: it loads everything there is."""
-    script = [sys.executable, str(import_checks.ROOT / "tests" / "import_checks.py")]
-    environment = os.environ | {"PYTHONPATH": str(import_checks.ROOT)}
+    script = [sys.executable, str(ROOT / "tests" / "support" / "import_checks.py")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
@@ -19,11 +20,14 @@ def test_every_import_leads_somewhere():
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from grpo_jax.training.trainer import completion_logprobs", "grpo_jax.training.trainer has no completion_"),
+        ("from grpo_jax.training.update import make_updates", "grpo_jax.training.update has no make_updates"),
         ("def later():\n    from bridges.miniature import train_painter", "bridges.miniature has no train_painter"),
         ("import grpo_jax.loop", "no module grpo_jax.loop"),
         ("from grpo_jax.core import losses\nlosses.no_loss()", "losses has no no_loss"),
         ("from beside import other", "beside has no other"),
+        ("from support import painters", "support has no painters"),
+        ("from support.text_task import nothing", "support.text_task has no nothing"),
+        ("from support import text_task\ntext_task.nothing()", "text_task has no nothing"),
         ("import beside\nbeside.other()", "beside has no other"),
         ("from grpo_jax.core import losses\nlosses.grpo_loss\nimport beside\nbeside.there", None),
         ("from grpo_jax.core import losses\nlosses = []\nlosses.append(1)", None),

@@ -9,6 +9,7 @@ from importlib.metadata import packages_distributions
 import pytest
 from support.missing_packages import ROOT, without
 
+from grpo_jax import load_rewriter
 from grpo_jax.errors import EXTRAS
 from grpo_jax.models.hf import load_folder
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -44,67 +45,88 @@ def rewriter(tmp_path_factory):
     return folder
 
 
+COMMANDS = """
+import contextlib, importlib, io, json, sys
+for module, *arguments in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        code = importlib.import_module(module).main(arguments)
+    print(json.dumps([code, said.getvalue().splitlines()[-1]]))
+"""
+TEXT = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.jsonl", "--rewards=[{name: judge.py:brief}]"]
+
+
 @pytest.mark.parametrize(
-    ("packages", "command", "missing", "extra"),
+    ("packages", "commands", "missing"),
     [
-        (DIFFUSION, ["grpo_jax.train"], "torch", "diffusion"),
-        (DIFFUSION, ["grpo_jax.train", "--plan"], "torch", "diffusion"),
-        (DIFFUSION[1:], ["grpo_jax.train"], "diffusers", "diffusion"),
-        (DIFFUSION, ["grpo_jax.evaluate", "--run", "REWRITER"], "torch", "diffusion"),
-        (DIFFUSION, ["bridges.miniature.build", "check"], "torch", "diffusion"),
-        (["sklearn"], ["grpo_jax.train", "--config", "recommendation_quick"], "sklearn", "recommendation"),
         (
-            ["qwix"],
-            ["grpo_jax.train", "--task=text", "--rewards=[{name: a.py:f}]", "--policy.lora.rank=2",
-             "--policy.quantised=int8"],
-            "qwix",
-            "quantised",
+            DIFFUSION,
+            [
+                ["grpo_jax.train"],
+                ["grpo_jax.train", "--plan"],
+                ["grpo_jax.evaluate", "--run", "REWRITER"],
+                ["bridges.miniature.build", "check"],
+            ],
+            ["torch [diffusion]"] * 4,
+        ),
+        (DIFFUSION[1:], [["grpo_jax.train"]], ["diffusers [diffusion]"]),
+        (
+            ["sklearn", "qwix"],
+            [
+                ["grpo_jax.train", "--config", "recommendation_quick"],
+                ["grpo_jax.train", *TEXT, "--policy.lora.rank=2", "--policy.quantised=int8"],
+            ],
+            ["sklearn [recommendation]", "qwix [quantised]"],
         ),
     ],
-)  # fmt: skip
-def test_commands_name_the_extra(packages, command, missing, extra, rewriter, tmp_path):
-    done = python(tmp_path, packages, "-m", *(str(rewriter) if word == "REWRITER" else word for word in command))
-    errors = done.stderr.splitlines()
-    assert done.returncode == 2, done.stderr
-    assert errors[-1] == f'error: {missing} is not installed; run pip install "grpo_jax[{extra}]"'
-    assert not [line for line in errors[:-1] if not line.startswith("[transformers] PyTorch was not found")]
+    ids=["no torch", "no diffusers", "no sklearn, no qwix"],
+)
+def test_commands_name_the_extra(packages, commands, missing, rewriter, text_files):
+    given = [[str(rewriter) if word == "REWRITER" else word for word in command] for command in commands]
+    done = python(text_files, packages, "-c", COMMANDS, json.dumps(given))
+    assert done.returncode == 0, done.stderr
+    for line, wanted in zip(done.stdout.splitlines(), missing, strict=True):
+        module, extra = wanted.split()
+        expected = f'error: {module} is not installed; run pip install "grpo_jax{extra}"'
+        assert json.loads(line) == [2, expected]
 
 
-def test_a_run_from_python_names_the_extra(tmp_path):
-    code = """
-from grpo_jax.config import Config
-from grpo_jax.errors import UserError
-from grpo_jax.train import run
+def test_without_torch_a_python_run_names_the_extra_and_what_needs_none_goes_on(rewriter, tmp_path):
+    """Exporting and rewriting, as with torch."""
+    code = f"""
+from grpo_jax import UserError, load_rewriter, make_config, run
+from grpo_jax import export
 try:
-    run(Config(run_dir="run"))
+    run(make_config(task="prompt_enhancement", policy={{"path": "miniature"}}, data={{"prompts": "miniature"}},
+                    run_dir="run"))
 except UserError as error:
     print(error)
+assert export.main(["--run", {str(rewriter)!r}, "--out", "out"]) == 0
+print(load_rewriter({str(rewriter)!r})("a huge crimson disc"))
 """
     done = python(tmp_path, DIFFUSION, "-c", code)
-    assert 'torch is not installed; run pip install "grpo_jax[diffusion]"' in done.stdout, done.stderr
-
-
-def test_what_needs_no_torch_runs_without(rewriter, tmp_path):
-    """Exporting and rewriting, as with torch."""
-    done = python(tmp_path, DIFFUSION, "-m", "grpo_jax.export", "--run", rewriter, "--out", "out")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    code = f"from grpo_jax.predict import load_rewriter; print(load_rewriter({str(rewriter)!r})('a huge crimson disc'))"
-    texts = [python(tmp_path, packages, "-c", code).stdout for packages in (DIFFUSION, [])]
-    assert texts[0] == texts[1] and texts[0].strip()
+    refusal, exported, text = done.stdout.splitlines()
+    assert refusal == 'torch is not installed; run pip install "grpo_jax[diffusion]"'
+    assert exported.startswith("out: the policy of") and (tmp_path / "out" / "model.safetensors").is_file()
+    assert text == load_rewriter(rewriter)("a huge crimson disc") != ""
+
+
+@pytest.fixture
+def text_files(tmp_path):
+    """A folder with prompts and a reward."""
+    (tmp_path / "judge.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"a {c}"}) + "\n" for c in "abcdefghijkl"))
+    return tmp_path
 
 
 @pytest.mark.slow
-def test_a_text_task_runs_without_any_extra(tmp_path):
-    (tmp_path / "judge.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"a {c}"}) + "\n" for c in "abcdefghijkl"))
-    small = ["--training.prompts_per_batch=4", "--training.max_steps=1", "--training.inner_epochs=1",
-             "--sampling.group_size=2", "--sampling.max_new_tokens=4", "--algorithm.kl_coef=0",
-             "--evaluation.every=0", "--evaluation.sampled=false"]  # fmt: skip
-    task = ["--task=text", "--data.prompts=prompts.jsonl", "--rewards=[{name: judge.py:brief}]", "--watch=[]"]
-    done = python(tmp_path, EXTRAS, "-m", "grpo_jax.train", *task, *small, "--run_dir=run")
+def test_a_text_task_runs_without_any_extra(text_files):
+    small = ["--training.prompts_per_batch=4", "--training.max_steps=1", "--sampling.group_size=2",
+             "--sampling.max_new_tokens=4", "--evaluation.every=0", "--evaluation.sampled=false"]  # fmt: skip
+    done = python(text_files, EXTRAS, "-m", "grpo_jax.train", *TEXT, *small, "--run_dir=run")
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["iterations"] == 1
+    assert json.loads((text_files / "run" / "summary.json").read_text())["iterations"] == 1
     assert "no TensorBoard events" in done.stdout
 
 

@@ -13,28 +13,20 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from support.imports import FILES, ROOT
+
 from grpo_jax.errors import EXTRAS
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("grpo_jax", "bridges")
 SCRIPTS = ("benchmarks", "docs", "scripts", "examples", "tests")
+HELPERS = ROOT / "tests"  # support.NAME and oracles.NAME of the tests
 
 Has = Callable[[str], bool]
 
 
-def modules() -> list[str]:
-    """Every module of the packages."""
-    names = []
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return names
-
-
 def import_failures() -> Iterator[str]:
     """The modules that cannot be imported; not those that need a package of an extra that is not installed."""
-    for name in modules():
+    for name in FILES:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -63,7 +55,7 @@ def dangling(path: Path) -> Iterator[str]:
                 yield f"{path}:{node.lineno} no module {node.module}"
                 continue
             for alias in node.names:
-                inner = names_in(f"{node.module}.{alias.name}", path.parent) if is_ours(node.module) else None
+                inner = names_in(f"{node.module}.{alias.name}", path.parent) if is_package(node.module) else None
                 if inner is not None:
                     bound[alias.asname or alias.name] = inner
                 elif not has(alias.name):
@@ -83,17 +75,35 @@ def is_ours(module: str) -> bool:
     return module.partition(".")[0] in PACKAGES
 
 
+def is_package(module: str) -> bool:
+    """Whether a module's names may be modules that are checked."""
+    return is_ours(module) or (HELPERS / module).is_dir()
+
+
 @functools.cache
 def names_in(module: str, folder: Path) -> Has | None:
     """Which names a module has: of the packages, or a script in `folder`. None if it should be there and is not."""
     if not is_ours(module):
-        script = folder / f"{module}.py"
-        return top_names(script).__contains__ if script.is_file() else lambda name: True
+        return names_beside(module, folder)
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         return None if is_ours(error.name or "") else lambda name: True
     return lambda name: hasattr(found, name)
+
+
+def names_beside(module: str, folder: Path) -> Has | None:
+    """As `names_in`, for what is no package of ours: scripts, the tests' helpers, and others' modules, which have all.
+
+    A folder of helpers has the files in it.
+    """
+    parts = Path(*module.split("."))
+    for script in (folder / parts, HELPERS / parts):
+        if script.with_suffix(".py").is_file():
+            return top_names(script.with_suffix(".py")).__contains__
+    if (HELPERS / parts).is_dir():
+        return lambda name: (HELPERS / parts / f"{name}.py").is_file()
+    return None if (HELPERS / parts.parts[0]).is_dir() else lambda name: True
 
 
 def top_names(script: Path) -> set[str]:

@@ -5,12 +5,21 @@ import sys
 import numpy as np
 import pytest
 
+from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import repeat_rows
+from grpo_jax.rollout.binding import find_rewards
+from grpo_jax.rollout.data import PromptSet, repeat_rows
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.rollout.rewards import RewardError, collect_rewards, load_reward
+from grpo_jax.rollout.rewards import RewardError, collect_rewards
+from grpo_jax.tasks.task import World
 
 PROMPTS, TEXTS = ["1+1", "1+1", "2+3", "2+3"], ["2", "3", "5", "four"]
+
+
+def load_reward(path):
+    """The function that a config's reward of this name is."""
+    (found,) = find_rewards([RewardSection(path)], [], World(PromptSet((), (), ())), ()).maximised
+    return found.reward
 
 
 def call(function, *, columns=None, on_error="raise", names=("mine",)):
@@ -136,12 +145,12 @@ def test_rewards_are_found_in_modules_and_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("just_a_name", "package.module:function or file.py:function"),
-        (":f", "package.module:function or file.py:function"),
+        ("just_a_name", "package.module:function, file.py:function"),
+        (":f", "package.module:function, file.py:function"),
         ("no_such_module_here:f", "no module no_such_module_here"),
         ("os.nothing:f", "no module os.nothing"),
         ("nowhere.py:f", "nowhere.py does not exist"),
-        ("good.py:g", r"has no g \(its functions: f\)"),
+        ("good.py:g", r"has no g \(it has: f\)"),
         ("good.py:limit", "is a int, not a function"),
         ("broken.py:f", "importing broken.py raised SyntaxError"),
         ("crashing.py:f", "raised ZeroDivisionError"),

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.config import make_config
 from grpo_jax.tasks.cartpole import environment as task
 from grpo_jax.tasks.cartpole import updates
-from grpo_jax.tasks.cartpole.config import cartpole_from_dict
 
 CARTPOLE = task.make_cartpole()
 
@@ -155,9 +155,8 @@ def test_automatic_reset_tells_termination_from_the_time_limit():
 
 
 def ppo(**algorithm):
-    return cartpole_from_dict(
-        {"algorithm": {"name": "ppo", "kl_coef": 0.0, "discount": 0.9, "trace": 0.8, **algorithm}}
-    )
+    fields = {"name": "ppo", "kl_coef": 0.0, "discount": 0.9, "trace": 0.8, **algorithm}
+    return make_config(task="cartpole", algorithm=fields)
 
 
 def test_time_limits_bootstrap_and_terminations_do_not():
@@ -222,7 +221,7 @@ def normalised(returns, mask):
 
 
 def algorithm(**fields):
-    return cartpole_from_dict({"algorithm": {"objectives": ["upright", "centred"], **fields}}).algorithm
+    return make_config(task="cartpole", algorithm={"objectives": ["upright", "centred"], **fields}).algorithm
 
 
 def test_grpo_normalises_the_returns_of_the_sum(groups):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from support.text_task import ROOT
 
+from grpo_jax.config import make_config
 from grpo_jax.models.mlp import count_parameters, make_mlp
 from grpo_jax.tasks.cartpole import environment as task
 from grpo_jax.tasks.cartpole import updates
-from grpo_jax.tasks.cartpole.config import cartpole_from_dict
 from grpo_jax.tasks.cartpole.seeds import seed_keys
 from grpo_jax.tasks.cartpole.training import make_optimizer, make_train
 
@@ -31,8 +31,8 @@ ALGORITHMS = {
 
 
 def small(name):
-    algorithm = ALGORITHMS.get(name, {"name": "grpo", "epochs": 1})
-    return cartpole_from_dict(SMALL | {"algorithm": algorithm})
+    algorithm = ALGORITHMS.get(name, {"epochs": 1})
+    return make_config(SMALL, task="cartpole", algorithm=algorithm)
 
 
 @pytest.fixture(scope="module", params=ALGORITHMS)
@@ -174,7 +174,7 @@ def test_the_perceptron():
 )
 def test_it_learns(sections):
     """Three seeds, from falling to standing."""
-    training = make_train(cartpole_from_dict(sections | {"evaluation": {"every": 10}}))
+    training = make_train(make_config(sections, task="cartpole", evaluation={"every": 10}))
     _, history = jax.jit(jax.vmap(training.train))(seed_keys(20, 3))
     returns = np.asarray(history.evaluations["episode_return"])
     assert returns[:, 0].mean() < 150
@@ -185,12 +185,12 @@ def test_it_learns(sections):
 
 SPREAD = """
 import jax, numpy as np
-from test_cartpole_training import small
+from grpo_jax.config import make_config
 from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys
 from grpo_jax.tasks.cartpole.training import make_train
 assert len(jax.devices()) == 3
 assert [len(seed_devices(count)) for count in (1, 2, 3, 4, 5, 6, 7)] == [1, 2, 3, 2, 1, 3, 1]
-training = make_train(small("grpo"))
+training = make_train(make_config({small!r}, task="cartpole"))
 start = jax.vmap(training.init)(seed_keys(0, 2))
 state, metrics, _ = over_seeds(training.block, seed_devices(2))(start)
 assert len(metrics["loss"].sharding.device_set) == 2
@@ -203,8 +203,8 @@ for name in ("environment_steps", "episode_return", "entropy"):
 def test_seeds_spread_over_devices_learn_alike():
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
     done = subprocess.run(
-        [sys.executable, "-c", SPREAD],
-        env=environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        [sys.executable, "-c", SPREAD.format(small=SMALL | {"algorithm": {"epochs": 1}})],
+        env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,

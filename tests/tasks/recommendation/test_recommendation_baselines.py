@@ -210,19 +210,19 @@ PUBLISHED = {  # HR@10 and NDCG@10 as measured by others' code on this split
 )
 def test_figures_on_beauty():
     pytest.importorskip("sklearn")
-    from grpo_jax.tasks.recommendation.section import RecommendationSection
-
-    from bridges.retrieval.local import local_backend
-    from bridges.retrieval.retriever import Retriever
+    from bridges.retrieval import open_retriever
     from grpo_jax.tasks.recommendation.dataset import load_dataset
+    from grpo_jax.tasks.recommendation.task import Recommendation
 
     files = {"source": str(BEAUTY / "sequential.txt"), "catalogue": str(BEAUTY / "items.tsv")}
-    data = load_dataset(RecommendationSection(**files, blank_titles="keep", order_column="asin"))
+    data = load_dataset(Recommendation(**files, blank_titles="keep", order_column="asin"))
     assert [len(part) for part in data.prompts] == [198_502 - 3 * 22_363, 22_363, 22_363]
     assert data.notes[0].startswith("7 items without a title")
     rows = data.prompts.test
     ranks = baselines.count_baselines(data.users, len(data.catalogue), rows)
-    ranks |= baselines.title_baselines(Retriever(local_backend(data.catalogue.titles)), data.catalogue, rows)
+    retriever, share = open_retriever(data.catalogue.titles)
+    assert share > 0.98
+    ranks |= baselines.title_baselines(retriever, data.catalogue, rows)
     for method, (hit, ndcg) in PUBLISHED.items():
         came = metrics.hit(ranks[method], k=10).mean(), metrics.ndcg(ranks[method], k=10).mean()
         np.testing.assert_allclose(came, (hit, ndcg), rtol=0, atol=5.01e-5, err_msg=method)

@@ -8,8 +8,8 @@ import pytest
 from grpo_jax.train import main
 
 TINY = {
-    "recommendation.dummy_users": 40,
-    "recommendation.dummy_items": 280,
+    "task.dummy_users": 40,
+    "task.dummy_items": 280,
     "policy.new.width": 16,
     "warm_start.steps": 2,
     "warm_start.batch": 8,
@@ -68,31 +68,31 @@ def files(tmp_path):
     """Options that name a catalogue and a sequence file."""
     (tmp_path / "items.tsv").write_text(ITEMS)
     (tmp_path / "sequential.txt").write_text(USERS)
-    return {"recommendation.source": tmp_path / "sequential.txt", "recommendation.catalogue": tmp_path / "items.tsv"}
+    return {"task.source": tmp_path / "sequential.txt", "task.catalogue": tmp_path / "items.tsv"}
 
 
-NEXT = {"warm_start.pairs": "next", "training.prompts_per_batch": 2, "warm_start.batch": 2}
+NEXT = {"task.pairs": "next", "training.prompts_per_batch": 2, "warm_start.batch": 2}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recommendation.source": "none.txt"}, "none.txt does not exist: expected a line per user"),
-        ({"recommendation.catalogue": "none.tsv"}, "none.tsv does not exist: expected a catalogue"),
-        ({"recommendation.catalogue": ""}, "recommendation.catalogue: expected a file with the titles"),
-        ({"recommendation.source": "data.parquet"}, "expected dummy, a .txt of sequences or a .csv of ratings"),
-        ({"recommendation.prompts": "none.json"}, "none.json does not exist"),
-        ({"recommendation.order_column": "asin"}, "order_column must be one of [], got 'asin'"),
-        ({"recommendation.template": "{titles}"}, "expected {history} or {last} in it"),
-        ({"recommendation.history_items": 0}, "items must be at least 1"),
-        ({"recommendation.decay": 2}, "recommendation.decay: expected a number in [0, 1]"),
-        ({"rewards": '[{"name": "recall"}]'}, "rewards.recall: name must be one of ndcg, hit, mrr, mixed, soft"),
+        ({"task.source": "none.txt"}, "none.txt does not exist: expected a line per user"),
+        ({"task.catalogue": "none.tsv"}, "none.tsv does not exist: expected a catalogue"),
+        ({"task.catalogue": ""}, "task.catalogue: expected a file with the titles"),
+        ({"task.source": "data.parquet"}, "expected dummy, a .txt of sequences or a .csv of ratings"),
+        ({"task.prompts": "none.json"}, "none.json does not exist"),
+        ({"task.order_column": "asin"}, "order_column must be one of [], got 'asin'"),
+        ({"task.template": "{titles}"}, "expected {history} or {last} in it"),
+        ({"task.history_items": 0}, "items must be at least 1"),
+        ({"task.decay": 2}, "task.decay: expected a number in [0, 1]"),
+        ({"rewards": '[{"name": "recall"}]'}, "or of this task hit, mixed, mrr, ndcg, rank, soft; got 'recall'"),
         ({"rewards": '[{"name": "ndcg", "options": {"k": 1.5}}]'}, "k must be a whole number"),
-        ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit: k must be at most 7, the number"),
+        ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit.options: k must be at most 7, the number"),
         ({"rewards": '[{"name": "own.py:reward"}]'}, "own.py"),
-        ({"watch": '["recall@5"]'}, "watch: expected hr@K"),
-        ({"retrieval.encoder": "no/such-model"}, "no/such-model"),
-        ({"retrieval.temperature": 0}, "retrieval.temperature: expected a number > 0"),
+        ({"watch": '["recall@5"]'}, "hit, hr@10, hr@5, mixed, mrr, ndcg, ndcg@10, ndcg@5, rank, soft; got 'recall@5'"),
+        ({"task.retrieval.encoder": "no/such-model"}, "no/such-model"),
+        ({"task.retrieval.temperature": 0}, "task.retrieval.temperature: expected a number > 0"),
         ({"warm_start.batch": 64}, "warm_start.batch: expected at most"),
         ({"training.prompts_per_batch": 64}, "64"),
         ({"data.max_prompt_tokens": 3}, "max_prompt_tokens"),

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from grpo_jax.tasks.recommendation.section import RecommendationSection
 
+from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.recommendation import examples
 from grpo_jax.tasks.recommendation.catalogue import make_catalogue, read_catalogue
@@ -16,6 +16,7 @@ from grpo_jax.tasks.recommendation.sequences import (
     read_sequences,
     read_user_prompts,
 )
+from grpo_jax.tasks.recommendation.task import Recommendation
 
 LETTERS = make_catalogue(list("abcdefgh"), [f"title {letter}" for letter in "ABCDEFGH"])
 
@@ -316,7 +317,7 @@ def test_pairs_for_a_warm_start_are_prompts_and_next_titles():
     ]
 
 
-# the section
+# the fields of the task
 
 
 def files(tmp_path):
@@ -325,12 +326,12 @@ def files(tmp_path):
     return {"source": str(tmp_path / "s.txt"), "catalogue": str(tmp_path / "items.json")}
 
 
-def test_a_section_names_files(tmp_path):
-    dataset = load_dataset(RecommendationSection(**files(tmp_path), template="Bought {history}", separator=", "))
+def test_fields_name_files(tmp_path):
+    dataset = load_dataset(Recommendation(**files(tmp_path), template="Bought {history}", separator=", "))
     assert [len(part) for part in dataset.prompts] == [10, 10, 10]
     assert dataset.prompts.train[0].prompt == "Bought title a" and dataset.notes == ()
     write(tmp_path, "p.json", json.dumps({f"u{i}": f"user {i}" for i in range(10)}))
-    named = RecommendationSection(**files(tmp_path), prompts=str(tmp_path / "p.json"))
+    named = Recommendation(**files(tmp_path), prompts=str(tmp_path / "p.json"))
     assert [len(part) for part in load_dataset(named, held_out=0.2).prompts] == [6, 2, 2]
 
 
@@ -340,7 +341,7 @@ def test_what_a_rule_does_is_said(tmp_path):
         tmp_path, "r.csv", "userId,movieId,rating,timestamp\n" + "".join(f"1,{c},3,{i}\n" for i, c in enumerate("abcd"))
     )
     fields = {"source": str(tmp_path / "r.csv"), "catalogue": str(tmp_path / "items.csv")}
-    notes = load_dataset(RecommendationSection(**fields, blank_titles="keep")).notes
+    notes = load_dataset(Recommendation(**fields, blank_titles="keep")).notes
     assert notes == (
         "1 items without a title are kept; no query resembles them",
         "1 items share another's title; no query can tell them apart",
@@ -351,15 +352,15 @@ def test_what_a_rule_does_is_said(tmp_path):
     ("fields", "message"),
     [
         ({"catalogue": "items.tsv"}, "the dummy world has its own"),
-        ({"source": "s.txt"}, "recommendation.catalogue: expected a file"),
-        ({"decay": 1.5}, "recommendation.decay"),
-        ({"template": "hello"}, "recommendation.template"),
-        ({"source": "s.parquet", "catalogue": "c.tsv"}, "recommendation.source"),
-        ({"dummy_length": 3}, "recommendation: length must be from 4"),
-        ({"order_column": "asin"}, "recommendation: order_column must be one of"),
-        ({"history_items": 0}, "recommendation: items must be at least 1"),
+        ({"source": "s.txt"}, "task.catalogue: expected a file"),
+        ({"decay": 1.5}, "task.decay"),
+        ({"template": "hello"}, "task.template"),
+        ({"source": "s.parquet", "catalogue": "c.tsv"}, "task.source"),
+        ({"dummy_length": 3}, "task: length must be from 4"),
+        ({"order_column": "asin"}, "task: order_column must be one of"),
+        ({"history_items": 0}, "task: items must be at least 1"),
     ],
 )
-def test_a_bad_section_is_an_error_of_the_user(fields, message):
+def test_a_bad_field_is_an_error_of_the_user(fields, message):
     with pytest.raises(UserError, match=message):
-        load_dataset(RecommendationSection(**fields))
+        load_dataset(make_config(task={"kind": "recommendation", **fields}).task)

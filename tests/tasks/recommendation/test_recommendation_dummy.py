@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from grpo_jax.tasks.recommendation.section import RecommendationSection
 
 from grpo_jax.tasks.recommendation import dummy, metrics
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.examples import HistoryTemplate, leave_one_out
+from grpo_jax.tasks.recommendation.task import Recommendation
 
 WORLD = dummy.make_world(users=300, seed=1)
 TITLES = WORLD.catalogue.titles
@@ -140,8 +140,8 @@ def test_a_world_out_of_range_is_refused(fields, message):
         dummy.make_world(**fields)
 
 
-def test_the_default_section_is_this_world():
-    dataset = load_dataset(RecommendationSection(dummy_users=50))
+def test_the_default_task_is_this_world():
+    dataset = load_dataset(Recommendation(dummy_users=50))
     assert [len(part) for part in dataset.prompts] == [50 * 5, 50, 50]
     assert len(dataset.catalogue) == 2240 and dataset.notes == ()
     assert len(dataset.prompts.test[0].prompt.splitlines()) == 4

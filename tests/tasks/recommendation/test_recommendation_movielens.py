@@ -22,7 +22,7 @@ def table(name):
 def test_the_shipped_config_reads_histories_in_the_order_of_time(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = parse(["--config", "recommendation_movielens"])
-    dataset = load_dataset(config.recommendation)
+    dataset = load_dataset(config.task)
     titles = {row["movieId"]: row["title"] for row in table("movies.csv")}
     rated: dict[str, list] = {}
     for row in table("ratings.csv"):

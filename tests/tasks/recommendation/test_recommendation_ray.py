@@ -23,8 +23,8 @@ pytestmark = [
 TRAINING = 16  # completions of one batch; evaluations have others
 OPTIONS = {
     "report_to": "[]",
-    "recommendation.dummy_users": 40,
-    "recommendation.dummy_items": 280,
+    "task.dummy_users": 40,
+    "task.dummy_items": 280,
     "policy.new.width": 16,
     "warm_start.steps": 3,
     "warm_start.batch": 8,
@@ -35,8 +35,8 @@ OPTIONS = {
     "evaluation.prompts": 12,
     "evaluation.validation_prompts": 8,
     "evaluation.every": 0,
-    "retrieval.attempts": 1,
-    "retrieval.budget": 0,
+    "task.retrieval.attempts": 1,
+    "task.retrieval.budget": 0,
 }
 
 
@@ -121,7 +121,7 @@ def in_process(tmp_path_factory):
 
 def test_a_run_over_ray_is_the_run_in_process_though_the_actor_dies(in_process, serve, tmp_path):
     calls = serve("die")
-    assert train(tmp_path / "run", **{"retrieval.backend": "ray"}) == 0
+    assert train(tmp_path / "run", **{"task.retrieval.backend": "ray"}) == 0
     assert len(calls.read_text()) == 4  # three batches, the second one twice
     assert rows_of(tmp_path / "run") == rows_of(in_process)
     assert table_of(tmp_path / "run") == table_of(in_process)
@@ -130,7 +130,7 @@ def test_a_run_over_ray_is_the_run_in_process_though_the_actor_dies(in_process, 
 
 def test_a_failed_call_is_missing_rewards_and_the_run_goes_on(in_process, serve, tmp_path):
     serve("nan")
-    assert train(tmp_path / "run", **{"retrieval.backend": "ray", "retrieval.budget": 1}) == 0
+    assert train(tmp_path / "run", **{"task.retrieval.backend": "ray", "task.retrieval.budget": 1}) == 0
     rows, undisturbed = rows_of(tmp_path / "run"), rows_of(in_process)
     assert [row["missing/ndcg"] for row in rows] == [0, 1, 0]
     assert rows[0] == undisturbed[0]
@@ -140,7 +140,7 @@ def test_a_failed_call_is_missing_rewards_and_the_run_goes_on(in_process, serve,
 
 def test_an_actor_that_is_gone_stops_the_run_which_goes_on_with_another(in_process, serve, tmp_path, capsys):
     serve("leave")
-    changes = {"retrieval.backend": "ray", "retrieval.attempts": 2}
+    changes = {"task.retrieval.backend": "ray", "task.retrieval.attempts": 2}
     assert train(tmp_path / "run", **changes) == 2
     written = capsys.readouterr().err
     assert written.splitlines()[-1].startswith("error: the retrieval failed in 1 of the last")

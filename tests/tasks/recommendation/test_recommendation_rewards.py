@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from grpo_jax.rollout.rewards import RewardError, collect_rewards, load_reward
+from grpo_jax.config.named import load_object
+from grpo_jax.rollout.rewards import RewardError, collect_rewards
 from grpo_jax.tasks.recommendation import metrics, rewards
 
 RANK = np.array([1.0, 2.0, 7.0, np.nan, 12.0, 1000.0])
@@ -83,7 +84,7 @@ def shorter_titles_of_good_ranks(completions, rank, target_title, history, **col
 
 def test_rewards_reach_the_loop_as_objectives(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    own = load_reward(f"{tmp_path / 'own.py'}:shorter_titles_of_good_ranks")
+    own = load_object(f"{tmp_path / 'own.py'}:shorter_titles_of_good_ranks", "reward")
     functions = [rewards.ndcg(k=5), rewards.soft(), own]
     columns = {
         "target_title": ["lamp"] * 6,

@@ -3,22 +3,27 @@
 import dataclasses
 import json
 import os
+import re
+import shutil
 import signal
 
 import jax
 import numpy as np
 import pytest
 import yaml
-from grpo_jax.tasks.recommendation.parts import _watched, make_measure, words_of
 from support.text_task import aged
 
-from grpo_jax.config import from_dict
+from grpo_jax.config import RewardSection, make_config, to_yaml
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import StopRun, UserError
+from grpo_jax.rollout.binding import bind, find_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.tasks.recommendation.dataset import load_dataset
-from grpo_jax.tasks.recommendation.rewards import make_reward
+from grpo_jax.tasks.recommendation.rewards import reward_columns
+from grpo_jax.tasks.recommendation.task import Recommendation
+from grpo_jax.tasks.recommendation.words import policy_words
+from grpo_jax.tasks.task import Setup
 from grpo_jax.train import main, run
 
 OWN = '''
@@ -27,7 +32,14 @@ def brand(completions, target_title, rank, worth=1.0):
     assert all(value >= 1 for value in rank)
     return [worth * (text.split()[:1] == title.split()[:1]) for text, title in zip(completions, target_title)]
 '''
-WARM_START = {"steps": 3, "pairs": "hearsay", "batch": 8}
+TASK = {
+    "kind": "recommendation",
+    "separator": " | ",
+    "dummy_users": 40,
+    "dummy_items": 280,
+    "pairs": "hearsay",
+    "retrieval": {"attempts": 1, "budget": 0},
+}
 TIMES = ("seconds/", "tokens_per_second")
 
 
@@ -35,13 +47,11 @@ def config_of(folder, name, **changes):
     own = folder / "own.py"
     own.write_text(OWN)
     values = {
-        "task": "recommendation",
+        "task": TASK,
         "run_dir": str(folder / name),
         "report_to": [],
         "policy": {"path": "new", "remat": "none", "new": {"width": 16, "layers": 1, "heads": 2, "window": 64}},
-        "recommendation": {"separator": " | ", "dummy_users": 40, "dummy_items": 280},
-        "retrieval": {"attempts": 1, "budget": 0},
-        "warm_start": WARM_START,
+        "warm_start": {"steps": 3, "batch": 8},
         "data": {"max_prompt_tokens": 32},
         "sampling": {"group_size": 4, "max_new_tokens": 5},
         "algorithm": {"kl_coef": 0.1},
@@ -54,7 +64,7 @@ def config_of(folder, name, **changes):
         ],
         "evaluation": {"prompts": 12, "validation_prompts": 8, "every": 0, "sampled": True},
     }
-    return from_dict(values | changes)
+    return make_config(values | changes)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +114,7 @@ def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
     import pyarrow.parquet
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    dataset = load_dataset(config_of(folder, "whole").recommendation)
+    dataset = load_dataset(config_of(folder, "whole").task)
     titles = list(dataset.catalogue.titles)
     vectorizer = TfidfVectorizer(sublinear_tf=True)
     vectors = vectorizer.fit_transform(titles).toarray()
@@ -138,8 +148,6 @@ def test_the_policy_loads_and_has_learned_something(folder, summary):
 
 
 def test_the_evaluate_command_measures_a_run_that_was_moved(folder, summary, capsys):
-    import shutil
-
     from grpo_jax.evaluate import main
 
     shutil.copytree(folder / "whole", folder / "moved")
@@ -150,9 +158,17 @@ def test_the_evaluate_command_measures_a_run_that_was_moved(folder, summary, cap
 
 
 def test_another_catalogue_is_refused_by_name(folder, summary):
-    other = {"separator": " | ", "dummy_users": 40, "dummy_items": 560}
-    with pytest.raises(UserError, match=r"another catalogue \(280 titles, .*560 titles"):
-        run(config_of(folder, "whole", resume=True, recommendation=other))
+    """By the field that names it; where files hold other titles under the same name, by what they are known by."""
+    with pytest.raises(UserError, match=r"made with other values \(task.dummy_items: 280 → 560\)"):
+        run(config_of(folder, "whole", resume=True, task={**TASK, "dummy_items": 560}))
+    shutil.copytree(folder / "whole", folder / "other")
+    (latest,) = (folder / "other" / "checkpoints").glob("step_2/meta/metadata")
+    meta = json.loads(latest.read_text())
+    titles = meta["progress"]["identity"]["task"]["catalogue"]
+    meta["progress"]["identity"]["task"]["catalogue"] = "281 titles"
+    latest.write_text(json.dumps(meta))
+    with pytest.raises(UserError, match=rf"other data or models \(catalogue: 281 titles → {re.escape(titles)}\)"):
+        run(config_of(folder, "other", resume=True))
 
 
 def test_a_dead_retriever_saves_and_the_run_goes_on_as_if_nothing_had_been(folder, summary, monkeypatch):
@@ -188,8 +204,8 @@ def test_a_warm_start_whose_loss_is_lost_stops(folder):
 
 
 def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder, summary, monkeypatch, capsys):
+    from grpo_jax.runs import warm_start
     from grpo_jax.runs.checkpoint import Checkpoints, restore_params
-    from grpo_jax.training import supervised as warm_start
 
     place = folder / "interrupted"
     supervised_batch, calls = warm_start.supervised_batch, []
@@ -210,7 +226,7 @@ def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(
     before = (place / "config.yaml").read_text()
     resumed = ["--resume", "--run_dir", str(place)]
     assert main([*resumed, "--seed", "5"]) == 2
-    assert "belongs to another configuration" in capsys.readouterr().err
+    assert "was made with other values (seed: 0 → 5)" in capsys.readouterr().err
     assert (place / "config.yaml").read_text() == before
 
     assert main(resumed) == 0  # SIGTERM
@@ -232,54 +248,49 @@ def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-class Silent:
-    """A retriever without an answer for the first text."""
-
-    def score_ranks(self, texts, targets, exclude):
-        rank = np.array([np.nan, *[3.0] * (len(texts) - 1)])
-        return type("Ranks", (), {"rank": rank, "probability": (rank * 0.1).astype(np.float32)})
+@pytest.fixture(scope="module")
+def world(folder):
+    config = config_of(folder, "x")
+    return config.task.load(Setup(config, None, lambda *_: None))
 
 
-def test_no_rank_is_no_reward_and_never_a_number():
+def test_no_rank_is_no_reward_and_never_a_number(world):
+    """Of the first of two texts the retriever said nothing."""
     rows = [Row(1, "a", {"target_row": 0, "history": (1,)})]
-    names, watched = ("ndcg", "soft"), ("hr@5", "rank")
-    functions = [make_reward(name, items=9) for name in names]
-    watch = [_watched(name) for name in watched]
-    score = make_score(names, functions, watched, watch, missing=False, measure=make_measure(Silent()))
+    found = find_rewards([RewardSection("ndcg"), RewardSection("soft")], ["hr@5"], world, ())
+    rewards, watched = ({one.name: bind(one, {}) for one in some} for some in (found.maximised, found.watched))
+    answer = reward_columns(np.array([np.nan, 3.0]), np.array([np.nan, 0.3], np.float32))
+    score = make_score(rewards, watched, missing=False, columns_of=lambda completions, columns: answer)
     rewards, measures = score(rows, [["x", "y"]], None)
     assert np.isnan(rewards[0, 0]).all() and np.isnan(measures[0, 0]).all()
     np.testing.assert_allclose(rewards[0, 1], [0.5, 0.3], rtol=1e-6)
-    np.testing.assert_array_equal(measures[0, 1], [1, 3])
+    np.testing.assert_array_equal(measures[0, 1], [1, 3])  # the rank is always watched, last
 
 
 def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):
-    config = config_of(folder, "x")
-    small = dataclasses.replace(config, policy=dataclasses.replace(config.policy, new=dataclasses.replace(
-        config.policy.new, vocabulary=2)))  # fmt: skip
-    catalogue = load_dataset(config.recommendation).catalogue
-    every = words_of(config, catalogue)
+    task = config_of(folder, "x").task
+    titles = load_dataset(task).catalogue.titles
+    every = policy_words(task, titles)
     assert every[0] == "|" and len(every) == 1 + 1 + 7 + 5 + 8
-    assert words_of(small, catalogue) == every[:3]
+    assert policy_words(task, titles, most=2) == every[:3]
 
 
 @pytest.mark.parametrize("name", ["hr", "ndcg@0", "mrr@x", "recall@5"])
-def test_a_watched_measure_must_be_known(name):
-    with pytest.raises(UserError, match="watch: expected hr@K"):
-        _watched(name)
+def test_a_watched_measure_must_be_known(name, world):
+    with pytest.raises(UserError, match=f"watch: expected .* hr@10, .*; got '{name}'"):
+        find_rewards([RewardSection("ndcg")], [name], world, ())
 
 
 def test_what_does_not_go_together_is_said_before_anything_loads(folder):
     files = {"source": "sequential.txt", "catalogue": "items.tsv"}
-    with pytest.raises(UserError, match=r"warm_start.pairs: expected next"):
-        config_of(folder, "x", recommendation=files)
-    with pytest.raises(UserError, match=r"policy.path: expected a folder"):
-        config_of(folder, "x", task="text", warm_start={"steps": 0})
-    with pytest.raises(UserError, match=r"retrieval.window: expected more than budget"):
-        config_of(folder, "x", retrieval={"budget": 5, "window": 5})
+    with pytest.raises(UserError, match=r"task.pairs: expected next"):
+        config_of(folder, "x", task=TASK | files)
+    with pytest.raises(UserError, match=r"task.retrieval.window: expected more than budget"):
+        config_of(folder, "x", task=TASK | {"retrieval": {"budget": 5, "window": 5}})
 
 
 @pytest.mark.parametrize("name", [f"recommendation_{name}" for name in ("quick", "dummy", "beauty", "movielens")])
 def test_the_shipped_configs_are_whole(name):
     config = parse(["--config", name])
-    assert config.task == "recommendation"
-    assert from_dict(yaml.safe_load(yaml.safe_dump(dataclasses.asdict(config)))) == config
+    assert isinstance(config.task, Recommendation)
+    assert make_config(yaml.safe_load(to_yaml(config))) == config

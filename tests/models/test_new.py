@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grpo_jax.tasks.recommendation.policy import write_policy
 
+from grpo_jax.models.new import write_policy
 from grpo_jax.tasks.recommendation import dummy
 
 CATALOGUE = dummy.make_catalogue_of_words(560)

@@ -1,0 +1,108 @@
+"""Judges beside the task's own: one from a file, and further models of a kind that ships, each by its name."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+pytest.importorskip("diffusers")
+pytest.importorskip("open_clip")
+
+from support import tiny_models
+from support.imports import ROOT
+
+from grpo_jax.rollout.data import noise_seed
+from grpo_jax.runs.policy import run_config
+from grpo_jax.tasks.task import Setup
+from grpo_jax.train import main
+
+FILE = ROOT / "examples" / "own_judge" / "brightness.py"
+DARK = [{"name": "alignment"}, {"name": f"{FILE}:dark", "weight": 0.5}]
+SMALL = {
+    "training.prompts_per_batch": 4,
+    "training.max_steps": 1,
+    "training.inner_epochs": 1,
+    "sampling.group_size": 2,
+    "algorithm.kl_coef": 0,
+    "evaluation.prompts": 4,
+    "evaluation.every": 0,
+    "evaluation.gallery": 0,
+    "evaluation.sampled": "false",
+    "report_to": "[]",
+}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return tiny_models.clip(tmp_path_factory.mktemp("clip"))
+
+
+@pytest.fixture(scope="module")
+def run(other, tmp_path_factory):
+    """The miniature, judged by brightness and by two CLIPs more: its own again, and a random one."""
+    folder = tmp_path_factory.mktemp("own_judge") / "run"
+    options = {
+        **SMALL,
+        "run_dir": folder,
+        "judges.brightness": f"{FILE}:Brightness",
+        "judges.brightness.red": 0.5,
+        "judges.second": "open_clip",
+        "judges.third": "open_clip",
+        "judges.third.model": other,
+        "rewards": json.dumps(DARK),
+        "watch": '["alignment@second", "alignment@third"]',
+    }
+    assert main([f"--{name}={value}" for name, value in options.items()]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def table(run):
+    return pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
+
+
+def test_it_is_short():
+    assert len(FILE.read_text().splitlines()) < 60
+
+
+def test_every_judge_says_what_it_is_asked(run, table):
+    """The pictures drawn again, from the noise of the run: by hand what the file says, by their models the others."""
+    config = run_config(run)
+    ids = {row.prompt: row.id for row in config.task.load(Setup(config, None, lambda *_: None)).prompts.train}
+    seeds = [noise_seed(config.seed, 0, ids[prompt]) for prompt in table["prompt"]]
+    images = config.judges["renderer"].load("cpu").draw(table["text"], seeds, evaluation=False)
+    rest = 0.5 / (0.587 + 0.114)
+    means = images.double().mean(dim=(2, 3)).numpy() @ [0.5, 0.587 * rest, 0.114 * rest]
+    np.testing.assert_allclose(table["reward/dark"], 1 - means, atol=1e-4)
+    assert np.ptp(table["reward/dark"]) > 0.01
+    for judge, column in (("scorer", "reward/alignment"), ("third", "watch/alignment@third")):
+        expected = config.judges[judge].load("cpu").image_text(images, table["prompt"])
+        np.testing.assert_allclose(table[column], expected.numpy(), atol=1e-4, err_msg=judge)
+
+
+def test_a_second_clip_is_a_judge_of_its_own(run, table):
+    assert table["watch/alignment@second"] == table["reward/alignment"] != table["watch/alignment@third"]
+    (row,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert row["watch/alignment@second/mean"] == row["reward/alignment/mean"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"dark", "alignment@second", "alignment@third"} <= summary["evaluation"].keys()
+    assert {"brightness", "second", "third"} <= summary["devices"].keys()
+    assert "mean brightness, weights (0.5," in (run / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--watch", '["alignment@nobody"]'], "watch.alignment@nobody: judges.nobody: no such field; there are:"),
+        (["--judges.brightness.red", "bright"], "judges.brightness.red"),
+        (["--judges.brightness", f"{FILE}:Darkness"], "Darkness must name one frozen dataclass with a `load`"),
+        (["--judges.brightness", "nowhere.py"], "judges.brightness: the file nowhere.py does not exist"),
+        (["--devices", "{brigthness: cpu}"], "devices.brigthness: no such field; did you mean devices.brightness?"),
+    ],
+)
+def test_mistakes_name_the_judge(options, message, tmp_path, capsys):
+    given = [f"--judges.brightness={FILE}", f"--run_dir={tmp_path / 'run'}"]
+    assert main([*given, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

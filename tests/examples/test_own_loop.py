@@ -1,0 +1,62 @@
+"""The loop in one file does what the trainer does, and the policy learns from it."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from support.imports import ROOT
+
+from grpo_jax import load_policy
+from grpo_jax.config import AlgorithmSection, TrainingSection
+from grpo_jax.config.named import load_module
+from grpo_jax.models.new import write_policy
+from grpo_jax.training.batch import make_batch
+from grpo_jax.training.estimators import make_objectives
+from grpo_jax.training.state import init_state
+from grpo_jax.training.update import make_update
+
+PATH = ROOT / "examples" / "own_loop.py"
+loop = load_module(str(PATH), "example")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A policy of nine tokens: its texts are long, and the shorter they are the better."""
+    folder = tmp_path_factory.mktemp("own_loop")
+    return write_policy(folder, ["water", "iron", "cloud", "bread", "falls"], width=16, layers=1, heads=2)
+
+
+def test_it_is_short():
+    assert len(PATH.read_text().splitlines()) < 60
+
+
+def test_its_step_is_the_trainers(folder, monkeypatch):
+    """By plain gradient descent at rate 1, of which the step is the gradient, on the batch that the loop drew."""
+    monkeypatch.setattr(optax, "adamw", optax.sgd)
+    run = loop.train(folder, steps=1, group_size=6, max_new_tokens=24, rate=1.0)
+    value, mean = next(run)
+    seen = run.gi_frame.f_locals  # as the loop left them when it told of its first step
+    samples, rewards = jax.device_get((seen["samples"], seen["rewards"]))
+    assert rewards.shape == (4, 6) and mean == pytest.approx(rewards.mean()) and (rewards.std(axis=1) > 0).all()
+
+    policy = load_policy(folder)
+    algorithm, training = AlgorithmSection(advantage="grpo"), TrainingSection(prompts_per_batch=4)
+    objectives = make_objectives(
+        jax.numpy.asarray(rewards)[..., None], samples.mask.sum(-1), weights={"short": 1.0}, max_new_tokens=24
+    )
+    batch = make_batch(policy.encode(loop.PROMPTS), samples, objectives, np.ones(4, bool), algorithm)
+    update = make_update(policy.functions, optax.sgd(1.0), algorithm, training, temperature=1.0, max_new_tokens=24)
+    start = init_state({"params": policy.params}, optax.sgd(1.0), keep_reference=False)
+    state, report = update(start, batch, jax.random.key(0))
+
+    assert value == pytest.approx(report["loss"], abs=1e-6)
+    assert report["grad_norm"] > 0.01
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), seen["params"], load_policy(folder).params)
+    expected = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), state.variables["params"], policy.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), moved, expected)
+
+
+def test_the_policy_learns(folder):
+    """To be short: the reward is 1 for eight words at most, and two thirds where nothing ends a text of twelve."""
+    means = [mean for _, mean in loop.train(folder, steps=40, group_size=8, max_new_tokens=12, rate=0.02)]
+    assert np.mean(means[:3]) < 0.85 and np.mean(means[-3:]) > 0.97

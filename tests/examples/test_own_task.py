@@ -1,0 +1,125 @@
+"""A task of one's own in one file: its fields, its judge, its measures and its table, through the command."""
+
+import json
+
+import pyarrow.parquet
+import pytest
+from support.imports import ROOT
+from support.stopping import stopped_after
+
+from grpo_jax.train import main
+
+FILE = ROOT / "examples" / "own_task" / "task.py"
+TASK = ["--task", f"{FILE}:Countdown"]
+SMALL = {
+    "task.puzzles": 32,
+    "policy.new.width": 16,
+    "policy.new.layers": 1,
+    "policy.new.heads": 2,
+    "policy.remat": "none",
+    "warm_start.steps": 30,
+    "warm_start.batch": 16,
+    "sampling.group_size": 4,
+    "training.prompts_per_batch": 4,
+    "training.max_steps": 3,
+    "training.save_every": 1,
+    "evaluation.every": 0,
+    "evaluation.sampled": "false",
+    "report_to": "[]",
+}
+TIMES = ("seconds/", "tokens_per_second")
+
+
+def command(run, **changes):
+    return [*TASK, *(f"--{name}={value}" for name, value in {**SMALL, "run_dir": run, **changes}.items())]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run = tmp_path_factory.mktemp("own_task") / "run"
+    assert main(command(run)) == 0
+    return run
+
+
+def rows(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if not name.startswith(TIMES)} for line in lines]
+
+
+def test_it_is_short():
+    assert len(FILE.read_text().splitlines()) < 150
+
+
+def test_its_rewards_are_what_the_answers_are_worth(finished):
+    """Recomputed from the completions by Python's own arithmetic."""
+    assert [row["step"] for row in rows(finished)] == [1, 2, 3]
+    readable = 0
+    for step in (1, 2, 3):
+        table = pyarrow.parquet.read_table(finished / "completions" / f"step_{step:06d}.parquet").to_pydict()
+        for prompt, text, *judged in zip(
+            table["prompt"], table["text"], table["reward/right"], table["reward/readable"], table["watch/distance"],
+            strict=True,
+        ):  # fmt: skip
+            goal, numbers = prompt.split(" from ")
+            words = text.split()
+            form = all(word.isdigit() if place % 2 == 0 else word in ("plus", "minus") for place, word in
+                       enumerate(words)) and len(words) % 2 == 1  # fmt: skip
+            own = [word for word in words if word.isdigit()]
+            fair = form and all(own.count(word) <= numbers.split().count(word) for word in own)
+            value = eval(text.replace("plus", "+").replace("minus", "-")) if fair else None
+            assert judged[:2] == [float(value == int(goal)), float(fair)]
+            assert judged[2] == abs(value - int(goal)) if fair else judged[2] != judged[2]
+            readable += fair
+    assert 0 < readable < 48  # the warm start has taught the form to some
+
+
+def test_its_table_and_measures_are_reported(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert {"right", "readable", "distance"} <= summary["evaluation"].keys()
+    assert summary["evaluation"]["right"]["oracle"] == 1.0
+    page = (finished / "report.html").read_text()
+    assert "Right answers by length" in page and "2 numbers" in page and "3 numbers" in page
+    assert "40 puzzles of numbers up to 9" in (finished / "train.log").read_text()
+
+
+def test_stopped_and_resumed_is_uninterrupted(finished, tmp_path, monkeypatch, capsys):
+    """From another folder: the run knows where the task's file is."""
+    run = tmp_path / "run"
+    monkeypatch.chdir(ROOT)
+    relative = ["--task", "examples/own_task/task.py:Countdown"]
+    with stopped_after(run, 1):
+        assert main([*relative, *command(run)[2:]]) == 0
+    assert len(rows(run)) == 1 and not (run / "summary.json").exists()
+    monkeypatch.chdir(tmp_path)
+    assert main(["--resume", "--run_dir", str(run)]) == 0
+    assert "resumed after iteration 1 of 3" in capsys.readouterr().out
+    assert rows(run) == rows(finished)
+    assert json.loads((run / "summary.json").read_text())["evaluation"] == json.loads(
+        (finished / "summary.json").read_text()
+    )["evaluation"]  # fmt: skip
+    assert main(["--resume", "--run_dir", str(run), "--task.puzzle_seed", "1"]) == 2
+    assert "task.puzzle_seed: 0 → 1" in capsys.readouterr().err
+
+
+def test_help_shows_its_fields(capsys):
+    with pytest.raises(SystemExit):
+        main([*TASK, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--task.largest LARGEST Largest number of a puzzle. (type: int, default: 9)" in said
+    assert "--judges.calculator.strict" in said and "Whether an answer may use each number only as often" in said
+    assert "Reach a number by adding and taking away others." in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--task.largest", "2"], "task.largest: expected a number >= 3, got 2"),
+        (["--task.largest", "many"], "task.largest"),
+        (["--task.biggest", "9"], "task.biggest: no such field"),
+        (["--rewards", '[{"name": "wrong"}]'], "of this task distance, readable, right; got 'wrong'"),
+    ],
+)
+def test_mistakes_name_its_fields(arguments, message, tmp_path, capsys):
+    assert main([*command(tmp_path / "run"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

@@ -1,0 +1,233 @@
+"""The house stands as the design has it: who may import whom, what loads when, how large a file may be."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from support.imports import FILES, ROOT, dotted, find_circle, imports_of, read_imports, target, within
+
+import grpo_jax
+
+ROOMS = (
+    *("errors", "core", "config", "models", "sampling", "training", "rollout", "tasks", "runs", "reports", "planning"),
+    "commands",
+)
+"""From the ground up: each imports only from those before it."""
+COMMANDS = ("train", "evaluate", "export", "predict")
+BUILDERS = ("bridges.miniature.build", "bridges.miniature.train_", "bridges.retrieval.__main__")
+"""Scripts of the bridges that count as commands."""
+HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")
+KNOWN_BY_BRIDGES = ("grpo_jax.errors", "grpo_jax.config.fields")
+FOLDERS = ("grpo_jax", "bridges", "examples", "tests", "benchmarks", "docs", "scripts")
+LINES, FILES_OF_A_FOLDER = 400, 15
+CROWDED = {"grpo_jax/models": 20}
+"""Still to be parted: it may only shrink."""
+TASKS = re.compile(r"(?<!\w)(prompt_enhancement|recommendation|cartpole|miniature|ndcg|pixel_accuracy)(?!\w)")
+
+OURS = [name for name in FILES if within(name, ["grpo_jax"])]
+BRIDGES = [name for name in FILES if within(name, ["bridges"])]
+
+
+def room_of(module: str) -> str:
+    """The room that a module of grpo_jax stands in; "" for the package itself, whose names are for users."""
+    room = module.removeprefix("grpo_jax").removeprefix(".").partition(".")[0]
+    return "commands" if room in COMMANDS else room
+
+
+def refuse(names, wrong) -> None:
+    """Fails with every import, file and line, that `wrong(name, found)` says may not be."""
+    offending = [
+        f"{FILES[name].relative_to(ROOT)}:{found.line} imports {found.module}"
+        for name in names
+        for found in imports_of(name)
+        if wrong(name, found)
+    ]
+    assert not offending, "\n" + "\n".join(offending)
+
+
+def is_foreign(module: str, *packages: str) -> bool:
+    """Whether a module is neither Python's own nor of the packages."""
+    top = module.partition(".")[0]
+    return top not in packages and top not in sys.stdlib_module_names
+
+
+# ------------------------------------------------------------------------------------------------ who imports whom
+
+
+def test_every_module_stands_in_a_room():
+    assert {room_of(name) for name in OURS if name != "grpo_jax"} == set(ROOMS)
+
+
+def test_a_room_imports_only_from_the_rooms_before_it():
+    def wrong(name, found):
+        if not within(found.module, ["grpo_jax"]) or name == "grpo_jax":
+            return False
+        other = room_of(target(found.module))
+        return other == "" or ROOMS.index(other) > ROOMS.index(room_of(name))
+
+    refuse(OURS, wrong)
+
+
+def test_no_circle_of_modules():
+    """What is imported when a module is; imports inside functions may go back to who calls them."""
+    graph = {
+        name: {target(found.module) for found in imports_of(name) if not found.lazy} & FILES.keys() for name in FILES
+    }
+    assert not find_circle(graph)
+
+
+def test_the_core_is_jax_alone():
+    core = [name for name in OURS if room_of(name) == "core"]
+    refuse(core, lambda _, found: is_foreign(found.module, "jax", "numpy", "grpo_jax"))
+
+
+def test_only_models_know_flax():
+    refuse([name for name in OURS if room_of(name) != "models"], lambda _, found: within(found.module, ["flax"]))
+
+
+def test_torch_and_the_libraries_of_models_are_imported_where_they_are_used():
+    refuse(OURS, lambda _, found: within(found.module, [*HEAVY, "bridges"]) and not found.lazy)
+
+
+def test_who_asks_the_bridges():
+    """The rooms that put a run together or plan one, and tasks that need what ships there."""
+    rooms = ("tasks", "runs", "planning")
+    refuse(OURS, lambda name, found: within(found.module, ["bridges"]) and room_of(name) not in rooms)
+
+
+def test_bridges_know_errors_and_how_fields_are_checked():
+    def wrong(name, found):
+        return within(found.module, ["grpo_jax"]) and not within(target(found.module), KNOWN_BY_BRIDGES)
+
+    refuse([name for name in BRIDGES if not name.startswith(BUILDERS)], wrong)
+
+
+def test_judges_import_nothing_heavy_before_they_load():
+    judges = [name for name in BRIDGES if within(name, ["bridges.renderers", "bridges.scorers"])]
+    assert len(judges) >= 4
+    refuse(judges, lambda _, found: not found.lazy and is_foreign(found.module, "grpo_jax", "bridges"))
+
+
+def test_the_ground_truth_is_numpy_alone():
+    """No network may be part of the checker that says whether a picture is right."""
+    refuse(["bridges.miniature.world"], lambda _, found: is_foreign(found.module, "numpy"))
+
+
+# ------------------------------------------------------------------------------------- tasks and judges have no list
+
+
+def home_of(module: str, packages) -> str:
+    """The task's folder or the judge's file that a module is or lies in; "" for others."""
+    for package in packages:
+        rest = module.removeprefix(f"{package}.")
+        inner = f"{package}.{rest.partition('.')[0]}"
+        if rest != module and (FILES[inner].name == "__init__.py" or package != "grpo_jax.tasks"):
+            return inner
+    return ""
+
+
+def test_nothing_imports_a_task_or_a_judge_but_itself():
+    """They are found by the name that a config says: no list of them, and none is in another's way."""
+    packages = ("grpo_jax.tasks", "bridges.renderers", "bridges.scorers")
+    homes = {home_of(name, packages) for name in FILES} - {""}
+    assert len([home for home in homes if within(home, ["grpo_jax.tasks"])]) >= 4 and len(homes) >= 6
+
+    def wrong(name, found):
+        home = home_of(target(found.module), packages)
+        return home not in ("", home_of(name, packages)) and not name.startswith(BUILDERS)
+
+    refuse(FILES, wrong)
+
+
+def test_no_task_is_known_by_name():
+    """But for what --help says is trained by default, and the extras, which are called like tasks."""
+    found = {
+        (str(path.relative_to(ROOT / "grpo_jax")), word)
+        for path in (ROOT / "grpo_jax").rglob("*")
+        if path.suffix in (".py", ".txt") and "tasks" not in path.parts
+        for word in TASKS.findall(path.read_text(encoding="utf-8"))
+    }
+    extras = {("errors.py", "recommendation"), ("errors.py", "cartpole")}
+    assert found == {("config/command_line.py", "miniature")} | extras
+
+
+# ------------------------------------------------------------------------------------------------------------ sizes
+
+
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+
+def test_files_are_short():
+    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert len(lines) > 200
+    assert not {name: count for name, count in lines.items() if count > LINES}
+
+
+def test_folders_are_small():
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in SOURCES if path.name != "__init__.py")
+    assert not {folder: count for folder, count in counts.items() if count > CROWDED.get(folder, FILES_OF_A_FOLDER)}
+
+
+# ----------------------------------------------------------------------------------------------------- what is loaded
+
+
+def test_importing_is_light():
+    """Neither JAX nor a model; the judges' files load no library; and no backend starts, which would take cards."""
+    judges = [name for name in BRIDGES if within(name, ["bridges.renderers", "bridges.scorers"])]
+    code = f"""
+import sys, importlib, grpo_jax
+assert not {{"jax", "flax", *{HEAVY}}} & set(sys.modules), "import grpo_jax"
+for name in {judges}:
+    importlib.import_module(name)
+assert not {{"jax", "flax", *{HEAVY}}} & set(sys.modules), "judges"
+import grpo_jax.training.update, grpo_jax.sampling.sampler, grpo_jax.train, grpo_jax.runs.experiment
+assert not {{*{HEAVY}, "bridges.placement"}} & set(sys.modules), "commands"
+from jax._src import xla_bridge
+assert not xla_bridge._backends, "a backend"
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_there():
+    for name in grpo_jax.__all__:
+        found = getattr(grpo_jax, name)
+        assert getattr(found, "__name__", name) == name and name in dir(grpo_jax)
+    with pytest.raises(AttributeError, match="has no attribute 'registry'"):
+        grpo_jax.__getattr__("registry")
+
+
+# ------------------------------------------------------------------------------------------------- the reader itself
+
+
+def test_the_reader_sees_every_kind_of_import():
+    source = """
+import torch.nn as nn
+from . import masking
+from ..bridges import clip
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import diffusers
+def later():
+    import open_clip
+    import_module("transformers")
+    importlib.import_module(f"bridges.{name}")
+    own_package("bridges", "miniature.world")
+"""
+    found = {item[:2] for item in read_imports(source, "grpo_jax.core.losses")}
+    eager = {("torch.nn", False), ("grpo_jax.core.masking", False), ("grpo_jax.bridges.clip", False)}
+    lazy = {("open_clip", True), ("transformers", True), ("bridges", True), ("bridges.miniature.world", True)}
+    assert eager | lazy <= found
+    assert not any(module == "diffusers" for module, _ in found)
+    assert ("grpo_jax.models.cache", False) in {
+        item[:2] for item in read_imports("from . import cache", "grpo_jax.models", package=True)
+    }
+    assert target("grpo_jax.core.losses.grpo_loss") == "grpo_jax.core.losses" and dotted(FILES["bridges"]) == "bridges"
+
+
+def test_the_reader_sees_circles():
+    graph = {"a": {"b", "c"}, "b": {"d"}, "c": {"b"}, "d": set()}
+    assert find_circle(graph) == []
+    assert find_circle(graph | {"d": {"c"}}) == ["b", "d", "c", "b"]

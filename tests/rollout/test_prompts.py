@@ -1,0 +1,205 @@
+"""Rows of a data set: read with all mistakes named at once, split the same each time, visited in a fixed order."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import (
+    Row,
+    batch_at,
+    batches_per_epoch,
+    epoch_order,
+    noise_seed,
+    repeat_rows,
+    split_rows,
+)
+from grpo_jax.rollout.prompts import TIERS, builtin_rows, load_prompts, make_prompt_set
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+def test_jsonl_rows_carry_line_numbers_and_columns(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('\ufeff{"prompt": " été  ", "answer": 7}\n\n{"prompt": "b", "tags": ["x"]}\n', encoding="utf-8")
+    assert load_prompts(path, held_out=0).train == (Row(1, "été", {"answer": 7}), Row(3, "b", {"tags": ["x"]}))
+
+
+def test_txt_has_one_prompt_per_line(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"a red fox\r\n  \r\n# not a comment\r\n")
+    assert load_prompts(path, held_out=0).train == (Row(1, "a red fox"), Row(3, "# not a comment"))
+
+
+def test_split_column_decides(tmp_path):
+    records = [{"prompt": f"p{i}", "split": ["train", "validation", "test"][i % 3]} for i in range(7)]
+    parts = load_prompts(write_jsonl(tmp_path / "p.jsonl", records), held_out=0.4)
+    assert [[row.prompt for row in part] for part in parts] == [["p0", "p3", "p6"], ["p1", "p4"], ["p2", "p5"]]
+    assert all("split" not in row.columns for part in parts for row in part)
+
+
+def test_all_bad_lines_are_reported_at_once(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    lines = [
+        b'{"prompt": "fine", "split": "train"}',
+        b'{"prompt": "x"',
+        b'["x"]',
+        b'{"text": "x"}',
+        b'{"prompt": 3}',
+        b'{"prompt": "  "}',
+        b'{"prompt": "x", "split": "dev"}',
+        b'{"prompt": "x", "images": 1}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "no split"}',
+        b'{"prompt": "fine", "split": "test"}',
+    ]
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(UserError) as error:
+        load_prompts(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}: 10 bad lines")
+    reasons = {
+        2: "not JSON",
+        3: "got list",
+        4: "no \"prompt\" (it has 'text')",
+        5: "must be text, got int",
+        6: "is empty",
+        7: "got 'dev'",
+        8: "column 'images'",
+        9: "not UTF-8",
+        10: 'no "split"',
+        11: "also a train prompt (line 1)",
+    }
+    for number, reason in reasons.items():
+        assert any(f"line {number}:" in line and reason in line for line in message.splitlines()), (number, message)
+
+
+def test_thousands_of_bad_lines_make_a_short_message(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("nonsense\n" * 5000)
+    with pytest.raises(UserError, match="… and 4980 more") as error:
+        load_prompts(path)
+    assert len(str(error.value).splitlines()) == 22
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.jsonl", None, "does not exist"),
+        ("empty.jsonl", "", "has no prompts"),
+        ("blank.txt", "\n  \n", "has no prompts"),
+        ("p.csv", "prompt\na", ".jsonl or a .txt"),
+        ("one.txt", "a\na\n", "too few"),
+        ("test.jsonl", '{"prompt": "a", "split": "test"}', 'no line with "split": "train"'),
+    ],
+)
+def test_files_without_prompts_to_train_on(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_prompts(tmp_path / name)
+
+
+def test_a_folder_is_no_prompt_file(tmp_path):
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(UserError, match="cannot be read"):
+        load_prompts(tmp_path / "folder.txt")
+
+
+def test_builtin_tiers():
+    everything = builtin_rows("builtin")
+    assert len({row.prompt for row in everything}) == len(everything) == 120
+    for tier in TIERS:
+        rows = builtin_rows(f"builtin:{tier}")
+        assert len(rows) == 40
+        assert all(everything[row.id] == row and row.columns == {"tier": tier} for row in rows)
+    assert [len(part) for part in load_prompts("builtin", held_out=0.1)] == [96, 12, 12]
+    with pytest.raises(UserError, match="builtin:crowded"):
+        builtin_rows("builtin:hard")
+
+
+def test_rows_in_memory_get_ids_that_count_through():
+    rows = [{"prompt": "a", "requested": {"colour": "red"}}, {"prompt": "b"}]
+    parts = make_prompt_set(rows, [{"prompt": "c"}], [{"prompt": "d"}])
+    assert [row.id for part in parts for row in part] == [0, 1, 2, 3]
+    assert parts.train[0].columns == {"requested": {"colour": "red"}}
+    assert "prompt" in rows[0]  # the caller's rows are left as they were
+    with pytest.raises(UserError, match=r"row 1 of train: .*empty"):
+        make_prompt_set([{"prompt": "a"}, {"prompt": ""}])
+    with pytest.raises(UserError, match="no prompts to train on"):
+        make_prompt_set([])
+
+
+# ----------------------------------------------------------------------------------------------- splits and order
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=80), st.integers(0, 10), st.randoms())
+def test_split_is_a_partition_that_ignores_order(numbers, held_out, random):
+    rows = [Row(i, f"prompt {number}") for i, number in enumerate(numbers)]
+    different = len(set(numbers))
+    if 2 * held_out >= different:
+        with pytest.raises(UserError, match="too few"):
+            split_rows(rows, held_out=held_out)
+        return
+    parts = split_rows(rows, held_out=held_out)
+    assert sorted(row.id for part in parts for row in part) == list(range(len(rows)))
+    texts = [{row.prompt for row in part} for part in parts]
+    assert not (texts[0] & texts[1] or texts[0] & texts[2] or texts[1] & texts[2])  # duplicates stay together
+    assert [len(part) for part in texts] == [different - 2 * held_out, held_out, held_out]
+    random.shuffle(rows)
+    assert [{row.prompt for row in part} for part in split_rows(rows, held_out=held_out)] == texts
+
+
+@pytest.mark.parametrize("held_out", [0.5, -0.1, -1, True, "0.2", float("nan")])
+def test_held_out_is_a_count_or_a_share(held_out):
+    with pytest.raises(ValueError, match="held_out"):
+        split_rows([Row(0, "a")], held_out=held_out)
+
+
+def test_epoch_orders_are_different_permutations_of_fixed_value():
+    orders = [epoch_order(3, epoch, 50) for epoch in range(4)]
+    for order in orders:
+        np.testing.assert_array_equal(np.sort(order), np.arange(50))
+    assert len({tuple(order) for order in orders}) == 4
+    np.testing.assert_array_equal(epoch_order(3, 2, 50), orders[2])
+    assert tuple(epoch_order(4, 0, 50)) != tuple(orders[0])
+    # Written down: a run that is resumed under another NumPy must see the same order.
+    assert epoch_order(0, 0, 8).tolist() == [2, 6, 3, 5, 0, 1, 4, 7]
+
+
+def test_batches_cover_an_epoch_without_repeats():
+    n, size = 23, 4
+    assert batches_per_epoch(n, size) == 5
+    for epoch in range(3):
+        seen = [batch_at(7, epoch * 5 + i, batch_size=size, n=n) for i in range(5)]
+        np.testing.assert_array_equal(np.concatenate(seen), epoch_order(7, epoch, n)[:20])
+    with pytest.raises(UserError, match="takes 24 different prompts and there are 23"):
+        batch_at(7, 0, batch_size=24, n=n)
+
+
+def test_noise_is_shared_by_a_prompt_fresh_in_training_and_fixed_in_evaluation():
+    assert noise_seed(0, 1, 2) == noise_seed(0, 1, 2) == 2824755590193871601
+    different = {noise_seed(s, i, p) for s in range(4) for i in range(20) for p in range(20)}
+    assert len(different) == 1600
+    assert all(0 <= seed < 2**63 for seed in different)
+    assert noise_seed(0, 1, 2, evaluation=True) == noise_seed(0, 9, 2, evaluation=True)
+    assert noise_seed(0, 0, 2, evaluation=True) != noise_seed(0, 0, 2)
+    # Large numbers must not run into their neighbours: (2^32, 0) is not (0, 1).
+    assert noise_seed(2**32, 0, 0) != noise_seed(0, 1, 0)
+    with pytest.raises(ValueError, match="seeds"):
+        noise_seed(-1, 0, 0)
+
+
+def test_repeat_rows_fills_missing_columns_with_none():
+    prompts, columns = repeat_rows([Row(0, "a", {"x": 1}), Row(1, "b", {"y": 2})], 2)
+    assert prompts == ["a", "a", "b", "b"]
+    assert columns == {"x": [1, 1, None, None], "y": [None, None, 2, 2]}

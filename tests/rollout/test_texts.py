@@ -1,0 +1,165 @@
+"""Texts as a policy reads and writes them, with tokenizers made here: prompts, allowed tokens, completions."""
+
+import string
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from grpo_jax.config.command_line import parse
+from grpo_jax.errors import UserError
+from grpo_jax.models.hf import load_folder
+from grpo_jax.rollout.texts import (
+    allowed_tokens,
+    as_written,
+    completion_statistics,
+    continued,
+    format_prompt,
+    make_decode,
+    most_added_words,
+    pad_left,
+)
+from grpo_jax.runs.parts import policy_tokens
+from grpo_jax.train import main
+
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %} nothink"
+    "{% endif %}{% endif %}"
+)
+SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
+
+
+def word_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
+    words = [*SPECIAL, "[UNK]", "nothink", "a", "red", "fox", "in", "snow", "draw", "this:", "now", "été", "{x}", "!"]
+    model = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    model.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        unk_token="[UNK]",
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=SPECIAL[2:],
+        chat_template=CHAT if chat else None,
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, as Qwen's: one token per byte, spaces included."""
+    alphabet = sorted(ByteLevel.alphabet())
+    model = Tokenizer(BPE({symbol: i for i, symbol in enumerate([*alphabet, "<|end|>"])}, merges=[]))
+    model.pre_tokenizer, model.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|end|>")
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_rewrite_goes_through_the_chat_template_without_thinking():
+    tokenizer = word_tokenizer()
+    ids = format_prompt(tokenizer, "a red fox", instruction="draw this: {prompt} now {x}")
+    assert tokenizer.decode(ids) == "<|user|> draw this: a red fox now {x} <|end|> <|assistant|> nothink"
+    assert tokenizer.decode(format_prompt(tokenizer, "a fox")) == "<|user|> a fox <|end|> <|assistant|> nothink"
+
+
+def test_append_and_templateless_prompts_are_plain():
+    assert format_prompt(word_tokenizer(), "a fox", form="append") == word_tokenizer()("a fox")["input_ids"]
+    plain = word_tokenizer(chat=False)
+    assert plain.decode(format_prompt(plain, "a fox", instruction="draw this: {prompt}")) == "draw this: a fox"
+
+
+def test_an_instruction_must_say_where_the_prompt_goes():
+    with pytest.raises(UserError, match=r"must contain \{prompt\}"):
+        format_prompt(word_tokenizer(), "a", instruction="draw")
+
+
+def test_pad_left_by_hand():
+    tokens, mask = pad_left([[5], [6, 7, 8], []], 3, 9)
+    assert tokens.tolist() == [[9, 9, 5], [6, 7, 8], [9, 9, 9]]
+    assert mask.tolist() == [[False, False, True], [True] * 3, [False] * 3]
+    assert (tokens.dtype, mask.dtype) == (np.int32, bool)
+    with pytest.raises(ValueError, match="width"):
+        pad_left([[1, 2, 3]], 2, 0)
+
+
+def test_allowed_tokens_by_words():
+    tokenizer = word_tokenizer()
+    eos = tokenizer.eos_token_id
+
+    def words(rule):
+        allowed = allowed_tokens(tokenizer, rule, vocab_size=30, eos_ids=[eos])
+        assert allowed.shape == (30,) and not allowed[len(tokenizer) :].any()
+        return {tokenizer.convert_ids_to_tokens(int(i)) for i in np.flatnonzero(allowed)}
+
+    plain = {"<|end|>", "nothink", "a", "red", "fox", "in", "snow", "draw", "this:", "now", "!"}
+    assert words("english") == plain
+    assert words("ascii") == plain | {"{x}"}
+    assert allowed_tokens(tokenizer, "all", vocab_size=30, eos_ids=[eos]) is None
+    with pytest.raises(ValueError, match="rule must be"):
+        allowed_tokens(tokenizer, "french", vocab_size=30, eos_ids=[eos])
+    with pytest.raises(UserError, match="no token"):
+        allowed_tokens(tokenizer, "ascii", vocab_size=4, eos_ids=[eos])
+
+
+def test_allowed_bytes_are_printable_ascii():
+    tokenizer = byte_tokenizer()
+    allowed = allowed_tokens(tokenizer, "ascii", vocab_size=len(tokenizer), eos_ids=[tokenizer.eos_token_id])
+    written = {tokenizer.decode([int(i)]) for i in np.flatnonzero(allowed)} - {"<|end|>"}
+    assert written == {chr(code) for code in range(0x20, 0x7F)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [("ascii", string.printable[:-5]), ("english", string.ascii_letters + string.digits + " .,;:!?'\"()-")],
+    ids=["ascii", "english"],
+)
+def test_every_rule_can_be_named_and_allows_what_help_says(rule, expected, place, capsys):
+    config = parse([f"--config={place.config}", f"--data.allowed_tokens={rule}"])
+    loaded = load_folder(place.policy)  # a token for each byte, and a chat mark that is no named special token
+    allowed = policy_tokens(config, loaded)
+    written = {loaded.tokenizer.decode([int(i)]) for i in np.flatnonzero(allowed) if i not in loaded.eos_ids}
+    assert written == set(expected) and allowed[list(loaded.eos_ids)].all()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert '"ascii", those of printable ASCII characters alone' in told
+    assert """"english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone""" in told
+
+
+def test_another_rule_is_refused(place, capsys):
+    assert main(["--config", str(place.config), "--data.allowed_tokens", "french"]) == 2
+    error = capsys.readouterr().err
+    assert "data.allowed_tokens" in error and all(rule in error for rule in ("all", "ascii", "english"))
+
+
+# --------------------------------------------------------------------------------------------------- completions
+
+
+def test_text_is_judged_as_it_is():
+    assert as_written(' "x"\n', "a fox") == (' "x"\n', True)
+
+
+def test_appended_words_are_told_apart_from_the_prompt():
+    """A word tokenizer writes no space before a text's first word: 'a fox' + 'in snow' was once 'a foxin snow'."""
+    words, bytes_ = word_tokenizer(), byte_tokenizer()
+    ids = words("in snow <|end|>")["input_ids"]
+    assert make_decode(words, form="append", read=continued)(ids, "a fox") == (" in snow", "a fox in snow", True)
+    whole = make_decode(words, form="rewrite", read=as_written)
+    assert whole(np.array(ids), "a fox") == ("in snow", "in snow", True)
+    ids = bytes_("es, été<|end|>")["input_ids"]
+    assert make_decode(bytes_, form="append", read=continued)(ids, "a fox") == ("es, été", "a foxes, été", True)
+
+
+def test_statistics_by_hand():
+    texts = [["A red fox", "a fox", "a fox"], ["red dog's bed", "a dog", "red sky"]]
+    usable = [[True, False, False], [True, True, True]]
+    result = completion_statistics(["a fox", "a dog"], texts, usable)
+    by_hand = {"words": 14 / 6, "growth": 2 / 6, "duplicates": 1 / 6, "unchanged": 3 / 6, "unusable": 2 / 6}
+    assert result == pytest.approx(by_hand)
+    prompts, written = ["a fox"] * 3 + ["a dog"] * 3, [text for group in texts for text in group]
+    assert most_added_words(prompts, written, top=3) == (("red", 3 / 6), ("bed", 1 / 6), ("dog's", 1 / 6))
+    assert most_added_words(["a", "b"], ["a b b", "b"]) == (("b", 0.5),)

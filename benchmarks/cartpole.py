@@ -25,6 +25,7 @@ import jax
 import numpy as np
 import torch
 
+from grpo_jax.config.command_line import load_config
 from grpo_jax.tasks.cartpole.config import CartPoleConfig
 from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
 from grpo_jax.tasks.cartpole.training import make_train
@@ -207,7 +208,7 @@ def main() -> None:
         Path(name) if name.endswith(".yaml") else ROOT / f"configs/cartpole_{name}.yaml" for name in options.configs
     ]
     report = {"benchmark": "cartpole", **machine(), "seeds": options.seeds}
-    results = {path.stem: measure(cartpole_torch.load(path), options.seeds) for path in paths}
+    results = {path.stem: measure(load_config(path), options.seeds) for path in paths}
     report["results"] = results
     options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({name: result["summary"] for name, result in results.items()}, indent=2))

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import gymnasium
 import numpy as np
 import torch
-import yaml
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from torch import Tensor, nn
 
-from grpo_jax.tasks.cartpole.config import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, cartpole_from_dict
+from grpo_jax.config.command_line import load_config
+from grpo_jax.tasks.cartpole.config import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork
 
 LIMIT = 500  # steps of CartPole-v1
 START = 0.05  # each number of a start is uniform in ±0.05
@@ -300,11 +300,6 @@ class Learner:
         return float(play_episodes(self.judged, self.policy, states, likelier).mask.sum(0).mean())
 
 
-def load(path: Path) -> CartPoleConfig:
-    """The settings of a config file."""
-    return cartpole_from_dict(yaml.safe_load(path.read_text()))
-
-
 def train(config: CartPoleConfig, seed: int, stepping: str = "vector", *, evaluate: bool = True) -> dict:
     """One run: steps, seconds, evaluations as (iteration, environment steps, seconds, mean return)."""
     learner, total, evaluations = Learner(config, seed, stepping), 0, []
@@ -328,7 +323,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    result = train(load(options.config), options.seed, options.stepping)
+    result = train(load_config(options.config), options.seed, options.stepping)
     print(json.dumps({**result, "threads": options.threads, "steps_per_second": result["steps"] / result["seconds"]}))
 
 

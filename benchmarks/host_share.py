@@ -78,7 +78,7 @@ def iterate(clock, step, iterations):
 def miniature(clock, iterations):
     from bridges import clip
     from grpo_jax.config.command_line import parse
-    from grpo_jax.runs.loop import make_learner, run_iteration
+    from grpo_jax.runs.iteration import make_learner, run_iteration
     from grpo_jax.runs.parts import load_parts
 
     config = parse(["--config=prompt_enhancement_miniature", "--run_dir=unused"])
@@ -86,10 +86,11 @@ def miniature(clock, iterations):
     for name in ("image_features", "text_features"):
         setattr(clip.Scorer, name, clock.timed("clip", getattr(clip.Scorer, name)))
     environment = parts.environment._replace(render=clock.timed("render", parts.environment.render))
-    parts = parts._replace(environment=environment, sampler=clock.timed("sample", parts.sampler))
+    samplers = parts.samplers._replace(training=clock.timed("sample", parts.samplers.training))
+    parts = parts._replace(environment=environment, samplers=samplers)
     learner = make_learner(parts)
     learner = learner._replace(update=clock.timed("update", learner.update))
-    state = learner.start(parts.variables)
+    state = learner.start(parts.policy.variables)
 
     def step(number):
         nonlocal state

@@ -1,4 +1,4 @@
-"""GRPO iterations in grpo_jax, put together as `trainer.make_update` does; a worker of grpo_iteration.py."""
+"""GRPO iterations in grpo_jax, put together as `training.update.make_update` does; a worker of grpo_iteration.py."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, P
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
-from grpo_jax.training import trainer
+from grpo_jax.training.batch import Batch
 from grpo_jax.training.estimators import estimate_advantages
-from grpo_jax.training.objectives import Batch, make_forward
+from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.state import init_state
+from grpo_jax.training.update import make_configured_step, make_preparation
 
 ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)
 
@@ -25,11 +28,11 @@ def make_phases(case: work.Case, loaded, remat: str):
     # No end of sequence: every library writes the same number of tokens.
     params = SamplingParams(case.group, case.new_tokens)
     sample = make_sampler(policy, params, eos_ids=(), pad_id=0)
-    optimizer = trainer.make_optimizer(section, trainer.make_schedule(section, 1))
+    optimizer = make_optimizer(section, make_schedule(section, 1))
     forward, ppo = make_forward(policy, temperature=1.0), PPOSection()
-    prepare = trainer.make_preparation(forward, ALGORITHM, ppo, training)
-    step = trainer.make_configured_step(forward, optimizer, ALGORITHM, training, ppo)
-    state = trainer.init_state({"params": loaded.params}, optimizer, keep_reference=True)
+    prepare = make_preparation(forward, ALGORITHM, ppo, training)
+    step = make_configured_step(forward, optimizer, ALGORITHM, training, ppo, max_new_tokens=case.new_tokens)
+    state = init_state({"params": loaded.params}, optimizer, keep_reference=True)
     return sample, prepare, step, state
 
 

@@ -43,16 +43,16 @@ def shuffled(score, seed: int):
 
 def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     """A single run in this process."""
-    from grpo_jax.config.command_line import arguments_with_defaults, parse
-    from grpo_jax.reports.console import RunOutput
+    from grpo_jax.config.command_line import parse
+    from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run, execute
-    from grpo_jax.runs.loop import make_learner
+    from grpo_jax.runs.iteration import make_learner
+    from grpo_jax.runs.language import LanguageProgram
     from grpo_jax.runs.parts import load_parts
-    from grpo_jax.runs.signals import stop_requests
+    from grpo_jax.runs.processes import stop_requests
 
-    arguments = ["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra]
-    config = parse(arguments_with_defaults(arguments))
+    config = parse(["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra])
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
         parts = load_parts(config, say=output.part)
@@ -60,7 +60,8 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
             environment = parts.environment._replace(score=shuffled(parts.environment.score, seed))
             parts = parts._replace(environment=environment)
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
-            execute(Run(parts, make_learner(parts), checkpoints, output, clock), stop)
+            program = LanguageProgram(parts, make_learner(parts), output.say, clock)
+            execute(Run(config, program, checkpoints, output, clock), stop)
 
 
 def measure(variant: str, seed: int, folder: Path, extra: list[str]) -> dict:

@@ -68,7 +68,7 @@ def measure_miniature(repeats):
     from grpo_jax.rollout.rollout import collect
     from grpo_jax.runs.parts import load_parts
 
-    config = parse(["--config=prompt_enhancement_miniature", "--run_dir=unused", "--renderer.batch_size=32"])
+    config = parse(["--config=prompt_enhancement_miniature", "--run_dir=unused", "--judges.renderer.batch_size=32"])
     parts = load_parts(config, say=lambda *_: None)
     count = config.training.prompts_per_batch
 
@@ -83,8 +83,8 @@ def measure_miniature(repeats):
         for part in rollouts:
             rollout = collect(
                 parts.environment,
-                parts.sampler,
-                parts.variables,
+                parts.samplers.training,
+                parts.policy.variables,
                 part,
                 key=parts.key,
                 iteration=iteration,

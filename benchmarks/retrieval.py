@@ -20,7 +20,6 @@ that agree with those of `faiss range`: two scores may be level to one and apart
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -31,6 +30,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import iteration_work as work
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, also for Ray's workers
@@ -268,7 +268,7 @@ def main():
         "load_before": os.getloadavg()[0],
         "machine": platform.machine(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "faiss-cpu", "ray", "numpy", "scipy")},
+        "versions": work.versions(("jax", "faiss-cpu", "ray", "numpy", "scipy")),
         "rows": [],
     }
     if "tfidf" in args.parts:

@@ -28,6 +28,7 @@ import yaml
 from comparison_figures import draw_language, draw_learning, draw_objectives, draw_signal
 from comparison_page import write_page
 
+from grpo_jax.config.command_line import load_config
 from grpo_jax.core.advantages import (
     distinct_advantages,
     gdpo_advantages,
@@ -37,7 +38,7 @@ from grpo_jax.core.advantages import (
 )
 from grpo_jax.models.mlp import make_mlp
 from grpo_jax.tasks.cartpole import environment as task
-from grpo_jax.tasks.cartpole.config import CartPoleConfig, cartpole_from_dict
+from grpo_jax.tasks.cartpole.config import CartPoleConfig
 from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
 from grpo_jax.tasks.cartpole.training import make_train
 from grpo_jax.tasks.cartpole.updates import episode_rewards
@@ -67,7 +68,7 @@ class Measured(NamedTuple):
 def configure(name: str, seeds: int, iterations: int | None) -> CartPoleConfig:
     """The config of a run, measured more often than its file says."""
     base, changes = RUNS[name]
-    config = cartpole_from_dict(yaml.safe_load((ROOT / "configs" / f"{base}.yaml").read_text()))
+    config = load_config(ROOT / "configs" / f"{base}.yaml")
     every = 1 if config.algorithm.name == "ppo" else 2  # a PPO iteration has more steps than GRPO's first ones
     training = config.training
     if iterations:

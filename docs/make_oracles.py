@@ -18,12 +18,14 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
 import numpy as np  # noqa: E402
-import oracle  # noqa: E402
-import oracle_loops  # noqa: E402
-import oracle_rlax  # noqa: E402
-import oracle_scipy  # noqa: E402
-import oracle_trl_cases  # noqa: E402
-import oracle_trl_selection  # noqa: E402
+from oracles import (  # noqa: E402
+    oracle,
+    oracle_loops,
+    oracle_rlax,
+    oracle_scipy,
+    oracle_trl_cases,
+    oracle_trl_selection,
+)
 
 SOURCES = {
     "TRL": [*oracle_trl_cases.CASES, *oracle_trl_selection.CASES],
@@ -47,7 +49,7 @@ same comparisons to {bounds}.
 FOOTER = """
 ## Where TRL means something else
 
-What is compared above is what both can express. The rest is a choice; `tests/test_trl.py` shows both sides of it.
+What is compared above is what both can express. The rest is a choice; `tests/core/test_trl.py` shows both sides of it.
 
 | subject | TRL | grpo_jax |
 |---|---|---|

@@ -42,7 +42,8 @@ class Check(NamedTuple):
 
 def text_task(run: str, *options: str, leaves: str = "summary.json") -> Check:
     """An iteration of a text task with a reward in Python, on the miniature's policy."""
-    task = ["--task=text", "--data.prompts=prompts.txt", "--rewards=[{name: reward.py:brief}]", "--watch=[]"]
+    task = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.txt",
+            "--rewards=[{name: reward.py:brief}]"]  # fmt: skip
     small = ["--training.prompts_per_batch=4", "--training.max_steps=1", "--training.inner_epochs=1",
              "--sampling.group_size=2", "--sampling.max_new_tokens=4"]  # fmt: skip
     return Check(["grpo-train", *task, *small, f"--run_dir={run}", *options], leaves=f"{run}/{leaves}")

@@ -1,7 +1,7 @@
 """This process among others: signals that ask it to stop, and several processes on one mesh.
 
 The training command itself runs in one process, with all the devices that this one sees. `join_processes` is for a
-program of one's own around `grpo_jax.training.trainer` and `grpo_jax.models.sharding` (docs/scaling.md).
+program of one's own around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
 """
 
 from __future__ import annotations

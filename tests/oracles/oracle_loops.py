@@ -1,11 +1,11 @@
 """The cases of oracle.py whose oracle is a slow NumPy loop; the loops stand in the tests that run them."""
 
 import numpy as np
+from core.test_advantages import loop_gdpo, loop_group
+from core.test_returns import episodes, loop_gae, loop_returns
+from core.test_shaping import loop_rewards
 from oracles.loss_loops import CHOICES, EXTRAS, loop_loss
 from oracles.oracle import Case, Compared, policy_batch
-from test_advantages import loop_gdpo, loop_group
-from test_returns import episodes, loop_gae, loop_returns
-from test_shaping import loop_rewards
 
 from grpo_jax.core.advantages import Condition, condition_rewards, gdpo_advantages, group_advantages, sum_rewards
 from grpo_jax.core.losses import grpo_loss

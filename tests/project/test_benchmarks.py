@@ -15,6 +15,7 @@ from grpo_jax.models.mlp import make_mlp
 from grpo_jax.tasks.cartpole import updates
 from grpo_jax.tasks.cartpole.config import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, CartPoleRollout
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS, Steps
+from grpo_jax.tasks.cartpole.task import CartPole
 
 TOLERANCE = 1e-5
 NETWORK = CartPoleNetwork(hidden=[16])
@@ -92,6 +93,7 @@ def test_both_ways_to_step_play_the_same_episodes():
 
 def test_the_group_algorithm_has_our_loss_and_gradient():
     config = CartPoleConfig(
+        task=CartPole(),
         algorithm=CartPoleAlgorithm(epochs=1),
         rollout=CartPoleRollout(groups=2, group_size=4),
         network=NETWORK,
@@ -124,6 +126,7 @@ def test_the_group_algorithm_has_our_loss_and_gradient():
 
 def test_ppo_has_our_loss_and_gradient():
     config = CartPoleConfig(
+        task=CartPole(),
         algorithm=CartPoleAlgorithm(name="ppo", kl_coef=0.0, epochs=1, value_clip=0.05),
         rollout=CartPoleRollout(environments=4, steps=60),
         network=NETWORK,

@@ -1,0 +1,211 @@
+"""What README and docs name is there: command lines parse, fields and files exist, imports in code lead somewhere."""
+
+import dataclasses
+import importlib
+import itertools
+import re
+import shlex
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import yaml
+from support import import_checks
+
+from grpo_jax import evaluate, export
+from grpo_jax.config.command_line import parse
+from grpo_jax.config.named import built_in_names, find_class
+from grpo_jax.config.run import JUDGES, TASKS, make_config
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.errors import UserError
+from grpo_jax.planning.request import take_request
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
+PAGES = {path.name: path.read_text() for path in FILES}
+TASK_NAMES = built_in_names(TASKS)
+TASK_CLASSES = [find_class(name, TASKS, "task") for name in TASK_NAMES]
+JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(JUDGES)]
+CONFIGS = list(dict.fromkeys(kind.config for kind in TASK_CLASSES))
+SECTIONS = {field.name for kind in CONFIGS for field in dataclasses.fields(kind)}
+RENAMED = {old for kind in TASK_CLASSES for old in kind.renamed}
+SHIPPED = ("prompt_enhancement_miniature", "recommendation_quick", "cartpole_grpo")
+FOLDERS = "|".join(("grpo_jax", "bridges", "configs", "tests", "benchmarks", "docs", "examples", "scripts"))
+SUFFIX = re.compile(r"\.(py|md|json|jsonl|yaml|txt|tsv|csv|log|html)$")
+
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    """The fenced blocks in some languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [body for language, body in found if language in languages]
+
+
+def prose(text: str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def spans(text: str) -> list[str]:
+    """What stands between backticks, each in one line."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(text))]
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """Calls of a command: its module, and its words without comments, ellipses and what stands for any field."""
+    indented = re.findall(r"^ {4,}(.*)$", prose(text).replace("\\\n", " "), re.MULTILINE)
+    shell = [line for block in blocks(text, "bash", "") for line in block.replace("\\\n", " ").splitlines()]
+    lines = [re.sub(r"\s#.*|\[.*…]|…", "", line) for line in (*indented, *shell, *spans(text))]
+    calls = [re.search(r"-m (grpo_jax\.\w+)(.*)", line) for line in lines]
+    return [(call[1], shlex.split(call[2])) for call in calls if call]
+
+
+def dotted_names(text: str) -> set[str]:
+    """Names such as `training.accumulation` at the beginning of a span, and all `--section.field`."""
+    name = r"[a-z]\w*(?:\[])?(?:\.(?:[a-zA-Z_]\w*|\*))+"
+    found = [re.match(name, span) for span in spans(text)]
+    flags = [flag for span in spans(text) for flag in re.findall(rf"--({name})", span)]
+    return {match[0] for match in found if match and not SUFFIX.search(match[0])} | set(flags)
+
+
+def is_field(name: str) -> bool:
+    """Whether a dotted name is a field of some task's config; NAME stands for any judge."""
+    first, *rest = name.replace("[]", "").split(".")
+    given = {"task": TASK_CLASSES, "judges": JUDGE_CLASSES, "rewards": [RewardSection]}
+    kinds = given.get(first) or types_of(CONFIGS, first)
+    if first == "devices":  # a table
+        return True
+    for part in rest[1:] if first == "judges" else rest:
+        if part not in ("*", "FIELD"):
+            kinds = types_of(kinds, part)
+    return bool(kinds)
+
+
+def types_of(kinds: list, name: str) -> list:
+    """Types of the fields of one name."""
+    sections = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    return [
+        get_type_hints(kind)[name] for kind in sections if name in {field.name for field in dataclasses.fields(kind)}
+    ]
+
+
+def is_object(name: str) -> bool:
+    """Whether a dotted name is a module of the packages, or what one has."""
+    place, *rest = name.split(".")
+    found = importlib.import_module(place)
+    for part in rest:
+        try:
+            found = (
+                getattr(found, part) if hasattr(found, part) else importlib.import_module(f"{found.__name__}.{part}")
+            )
+        except (AttributeError, ModuleNotFoundError):
+            return False
+    return True
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A folder in which a reader stands, with the examples, and the files and runs that a page makes up."""
+
+    def prepare(words: list[str]) -> list[str]:
+        given = dict(itertools.pairwise(words))
+        if "--resume" in words:
+            (tmp_path / given["--run_dir"]).mkdir(parents=True, exist_ok=True)
+            (tmp_path / given["--run_dir"] / "config.yaml").write_text("task: text\n")
+        if given.get("--config") == "my.yaml":
+            (tmp_path / "my.yaml").write_text("task: text\n")
+        return [SHIPPED[0] if word == "NAME" else word for word in words]
+
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    return prepare
+
+
+def refused(words: list[str]) -> str:
+    """What the training command has against its arguments; "" if nothing."""
+    try:
+        parse(take_request(words)[1])
+    except UserError as error:
+        return str(error)
+    except SystemExit as end:  # after --help
+        return "" if not end.code else f"exit code {end.code}"
+    return ""
+
+
+@each_page
+def test_command_lines_parse(page, desk):
+    for module, words in commands(PAGES[page]):
+        if module == "grpo_jax.train":
+            assert not refused(desk(words)), words
+        else:  # the options are known; what they name is not there
+            command = {"grpo_jax.evaluate": evaluate, "grpo_jax.export": export}[module]
+            assert command.main(words) == 2
+
+
+@each_page
+def test_options_in_the_prose_parse(page, desk):
+    """Each with the values that it is given, over one of the shipped configs."""
+    for words in (shlex.split(span) for span in spans(PAGES[page]) if re.match(r"--[\w.]+\.\w+ [^.…]", span)):
+        assert any(not refused([f"--config={name}", *words]) for name in SHIPPED), words
+
+
+@each_page
+def test_fields_and_objects_exist(page):
+    names = dotted_names(PAGES[page])
+    earlier = {name for name in names for old in RENAMED if name == old or name.startswith(f"{old}.")}
+    assert not earlier, "names of an earlier version"
+    ours = {name for name in names if name.partition(".")[0] in {"grpo_jax", "bridges"}}
+    assert not {name for name in ours if not is_object(name)}
+    sections = {name for name in names if re.split(r"\W", name)[0] in SECTIONS}
+    assert not {name for name in sections if not is_field(name) and not is_object(f"grpo_jax.{name}")}
+
+
+@each_page
+def test_files_exist(page):
+    text = PAGES[page]
+    named = re.findall(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./-]*\w)", text)
+    assert not [path for path in named if not any(ROOT.glob(path.replace("NAME", "*")))]
+    folder = next(path.parent for path in FILES if path.name == page)
+    links = [link.partition("#")[0] for link in re.findall(r"]\(([^)\s]+)\)", text) if "://" not in link]
+    assert not [link for link in links if link and not (folder / link).exists()]
+
+
+@each_page
+def test_yaml_and_imports_of_code_blocks_are_right(page, tmp_path):
+    for block in blocks(PAGES[page], "yaml"):
+        given = yaml.safe_load(block)
+        assert any(accepted({"task": name} | given) for name in TASK_NAMES), block
+    for number, block in enumerate(blocks(PAGES[page], "python")):
+        script = tmp_path / f"block_{number}.py"
+        script.write_text(block)
+        assert not list(import_checks.dangling(script)), block
+
+
+def accepted(values: dict) -> bool:
+    try:
+        make_config(values)
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("`--renderer.batch_size 1`", test_options_in_the_prose_parse),
+        ("`retrieval.ties`", test_fields_and_objects_exist),
+        ("`training.acumulation: 2`", test_fields_and_objects_exist),
+        ("`grpo_jax.training.trainer`", test_fields_and_objects_exist),
+        ("`tests/test_sharding.py`", test_files_exist),
+        ("    python -m grpo_jax.train --config cartpole", test_command_lines_parse),
+        ("```yaml\nrenderer: {steps: 1}\n```", test_yaml_and_imports_of_code_blocks_are_right),
+        ("```python\nfrom grpo_jax.training import trainer\n```", test_yaml_and_imports_of_code_blocks_are_right),
+    ],
+)
+def test_the_checks_see_what_is_not_there(text, wrong, request, monkeypatch):
+    monkeypatch.setitem(PAGES, "README.md", text)
+    names = [name for name in wrong.__code__.co_varnames[: wrong.__code__.co_argcount] if name != "page"]
+    with pytest.raises(AssertionError):
+        wrong("README.md", *(request.getfixturevalue(name) for name in names))

@@ -6,44 +6,18 @@ The parts come as functions in an `Environment`; nothing here knows a model, a t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 
 EVALUATION_STREAM = 2**31 - 1
 """Takes the place of the iteration in the keys of evaluation, so that no training iteration shares them."""
-
-
-class Prompt(Protocol):
-    """A row of the data set: `id` (stable), `prompt`, `columns`."""
-
-    id: int
-    prompt: str
-    columns: dict[str, Any]
-
-
-class Environment(NamedTuple):
-    """What stands between a policy's tokens and its rewards.
-
-    Attributes:
-        encode: User prompts → (i32 [P, L], bool [P, L]), left-padded to a length that depends on no batch.
-        decode: (token ids of one completion, the user's prompt) → (completion as written, text to judge, usable).
-        render: (rows, texts [P][G], iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
-        score: (rows, texts [P][G], pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing.
-        reward_names: N names.
-        watch_names: W names.
-    """
-
-    encode: Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
-    decode: Callable[[np.ndarray, str], tuple[str, str, bool]]
-    render: Callable[[Sequence[Prompt], list[list[str]], int, bool], Any] | None
-    score: Callable[[Sequence[Prompt], list[list[str]], Any], tuple[np.ndarray, np.ndarray]]
-    reward_names: tuple[str, ...]
-    watch_names: tuple[str, ...]
 
 
 class Judgement(NamedTuple):
@@ -69,7 +43,7 @@ class Rollout(NamedTuple):
         seconds: Seconds of work by stage.
     """
 
-    rows: Sequence[Prompt]
+    rows: Sequence[Row]
     prompt_tokens: np.ndarray
     prompt_mask: np.ndarray
     samples: Any
@@ -83,7 +57,7 @@ class Rollout(NamedTuple):
 class _Chunk(NamedTuple):
     """Part of a batch on its way through the stages."""
 
-    rows: Sequence[Prompt]
+    rows: Sequence[Row]
     prompt_tokens: np.ndarray | None = None
     prompt_mask: np.ndarray | None = None
     samples: Any = None
@@ -95,7 +69,7 @@ class _Chunk(NamedTuple):
     watched: np.ndarray | None = None
 
 
-def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Prompt]) -> jax.Array:
+def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Row]) -> jax.Array:
     """One key per prompt from (seed, iteration, prompt id) alone: typed key array [P]."""
     stream_key = jax.random.fold_in(key, stream)
     ids = jnp.asarray([row.id for row in rows], jnp.uint32)
@@ -106,7 +80,7 @@ def collect(
     environment: Environment,
     sample: Callable[..., Any],
     variables: Any,
-    rows: Sequence[Prompt],
+    rows: Sequence[Row],
     *,
     key: jax.Array,
     iteration: int,
@@ -156,7 +130,7 @@ def collect(
 
 def judge(
     environment: Environment,
-    rows: Sequence[Prompt],
+    rows: Sequence[Row],
     texts: Sequence[Sequence[str]],
     *,
     chunk_prompts: int = 0,

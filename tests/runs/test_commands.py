@@ -14,6 +14,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
 from grpo_jax.predict import load_rewriter
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.policy import run_config
 from grpo_jax.train import run
 
 PROMPTS = ["a tree", "q", "Seven ducks on a pond!"]
@@ -153,8 +154,6 @@ def test_the_users_own_task_as_the_readme_shows_it(place, tmp_path, monkeypatch,
 
 
 def test_run_from_python_gives_the_summary_and_columns_to_rewards(place, tmp_path):
-    from grpo_jax.runs.parts import run_config
-
     seen = []
 
     def wished(completions, wish):
@@ -171,7 +170,7 @@ def test_run_from_python_gives_the_summary_and_columns_to_rewards(place, tmp_pat
     assert summary["stopped"] is False and {"wished", "brief"} <= summary["evaluation"].keys()
     assert summary == json.loads(json.dumps(summary)) and set(seen) <= set("abcdefgh")
     with pytest.raises(UserError, match="run_dir: expected a folder"):
-        run(type(config)())
+        run(dataclasses.replace(config, run_dir=None))
     with pytest.raises(UserError, match="each of another name"):
         run(dataclasses.replace(config, run_dir=str(tmp_path / "b")), prompts=records, rewards=[brief, brief])
 

@@ -55,8 +55,8 @@ def updated(mesh):
 def bytes_by_device(tree):
     total = np.zeros(8, int)
     for leaf in jax.tree.leaves(tree):
-        for shard in leaf.addressable_shards:
-            total[shard.device.id] += shard.data.nbytes
+        for part in leaf.addressable_shards:
+            total[part.device.id] += part.data.nbytes
     return total.tolist()
 
 

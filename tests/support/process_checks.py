@@ -1,4 +1,4 @@
-"""One of several processes of tests/models/test_sharding.py: joins them, and compares an update over all their devices."""
+"""One of several processes of tests/models/test_sharding.py: joins them, compares an update over all their devices."""
 
 import json
 import sys

@@ -5,13 +5,16 @@ import numpy as np
 import optax
 import pytest
 from support import tiny_update
-from support.tiny_update import PROMPTS
+from support.tiny_update import PROMPTS, STEPS
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.training import trainer
+from grpo_jax.training.batch import micro_batches, minibatches
 from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.optimizer import make_schedule
+from grpo_jax.training.state import init_state, reference_variables, refresh_reference, restored_state, saved_parts
+from grpo_jax.training.update import make_configured_step
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +44,24 @@ def test_only_the_adapters_move_and_the_base_is_their_reference(batch):
     assert jax.tree.leaves(state.variables["params"])[0] is jax.tree.leaves(variables["params"])[0]
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.variables["lora"], variables["lora"])
     assert any(jax.tree.leaves(moved))
-    assert list(trainer.reference_variables(state)) == ["params"]
+    assert list(reference_variables(state)) == ["params"]
     assert float(report["metrics"]["policy"].kl.value()) > 0  # after one step the policy is not the base any more
-    assert list(trainer.saved_parts(state)["variables"]) == ["lora"]
-    restored = trainer.restored_state(trainer.saved_parts(state), variables)
+    assert list(saved_parts(state)["variables"]) == ["lora"]
+    restored = restored_state(saved_parts(state), variables)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
 def test_a_refreshed_reference_is_the_policy_at_that_moment(batch):
     variables, state, _ = updated(batch)
-    before = trainer.reference_variables(state)["params"]
+    before = reference_variables(state)["params"]
     np.testing.assert_array_equal(*map(lambda tree: jax.tree.leaves(tree)[0], (before, variables["params"])))
-    refreshed = trainer.reference_variables(trainer.refresh_reference(state))
+    refreshed = reference_variables(refresh_reference(state))
     for a, b in zip(jax.tree.leaves(refreshed), jax.tree.leaves(state.variables), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_minibatches_are_a_partition_with_whole_groups(batch):
-    parts = trainer.minibatches(batch, 2, jax.random.key(3))
+    parts = minibatches(batch, 2, jax.random.key(3))
     rows = np.concatenate([part.tokens for part in parts]).reshape(PROMPTS, -1)
     assert sorted(map(tuple, rows)) == sorted(map(tuple, np.asarray(batch.tokens).reshape(PROMPTS, -1)))
 
@@ -73,13 +76,13 @@ def test_minibatches_are_a_partition_with_whole_groups(batch):
 )
 def test_schedule_warms_up_and_decays(schedule, expected):
     section = OptimizerSection(learning_rate=1.0, schedule=schedule, warmup_steps=2)
-    rate = trainer.make_schedule(section, 6)
+    rate = make_schedule(section, 6)
     np.testing.assert_allclose([rate(step) for step in range(5)], expected, rtol=1e-6)
 
 
 def test_a_batch_that_does_not_divide_is_refused(batch):
     with pytest.raises(ValueError, match="that 3 micro-batches divide, got 4"):
-        trainer._split(batch, 3)
+        micro_batches(batch, 3)
 
 
 def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
@@ -87,8 +90,8 @@ def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
     optimizer = optax.adam(0.1)
     forward = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0)
     training = TrainingSection(prompts_per_batch=PROMPTS, accumulation=2)
-    step = trainer.make_configured_step(forward, optimizer, AlgorithmSection(), training)
-    state = trainer.init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
+    step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
+    state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
 
     def places(state):
         leaves = jax.tree.leaves((state.variables, state.opt_state))

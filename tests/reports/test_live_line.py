@@ -7,6 +7,8 @@ import types
 import pytest
 
 from grpo_jax.reports import console as reporting
+from grpo_jax.tasks.display import Display
+from grpo_jax.tasks.prompt_enhancement.task import PromptEnhancement
 
 
 class Terminal(io.StringIO):
@@ -47,7 +49,7 @@ def test_a_terminal_gets_one_line_with_bar_count_and_time(tmp_path, monkeypatch,
     monkeypatch.setenv("COLUMNS", str(width))
     stream = Terminal()
     console = reporting.Console(tmp_path / "log", stream=stream)
-    with console.progress(160, done=4) as bar:
+    with console.live(160, PromptEnhancement.display, done=4) as bar:
         drawn = []
         for step in range(5, 161):
             bar.update(step, ROW)
@@ -72,7 +74,7 @@ def test_the_time_that_is_left_is_not_that_of_compiling(monkeypatch):
     clock = iter([100.0, 102.0, 104.0])
     monkeypatch.setattr(reporting, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     told = []
-    progress = reporting.Progress(lambda step, text, eta: told.append(eta), 10, 0)
+    line = reporting.LiveLine(lambda step, text, eta: told.append(eta), 10, Display())
     for step in (1, 2, 3):
-        progress.update(step, ROW)
+        line.update(step, ROW)
     assert told == [None, "0:00:16", "0:00:14"]

@@ -7,15 +7,16 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from grpo_jax.runs.loop import make_batch
-from support.text_task import assert_same_run, rows
+from support.text_task import assert_same_run, rewound, rows, train_here
 
-from grpo_jax.config import from_dict
+from grpo_jax.config import make_config
 from grpo_jax.rollout.data import batch_at, further_batch_at
-from grpo_jax.rollout.drawing import draw, objectives_of
-from grpo_jax.rollout.rollout import Environment
+from grpo_jax.rollout.drawing import Judged, draw
+from grpo_jax.rollout.environment import Environment
+from grpo_jax.runs.iteration import batch_of, sample_batch
+from grpo_jax.runs.parts import objectives_of
 from grpo_jax.sampling.sampler import Samples
-from grpo_jax.train import main
+from grpo_jax.training.estimators import learning_groups
 
 SIZE, GROUP, STEPS, ROWS = 4, 3, 5, 14
 
@@ -70,20 +71,38 @@ def make_parts(teaches, **algorithm):
         watch_names=(),
     )
     values = {
+        "task": "text",
         "training": {"prompts_per_batch": SIZE},
         "sampling": {"group_size": GROUP, "max_new_tokens": STEPS},
         "algorithm": {"dead_groups": "resample", **algorithm},
     }
     prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
     parts = SimpleNamespace(
-        config=from_dict(values), environment=environment, sampler=sample, prompts=prompts, key=jax.random.key(0),
-        timeout=None, mesh=None, weights={"a": 1.0, "b": 1.0}, conditions=(), variables={"params": jax.numpy.zeros(1)},
+        config=make_config(values), environment=environment, prompts=prompts, key=jax.random.key(0), timeout=None,
+        samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
+        policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
     )  # fmt: skip
     return parts, judged
 
 
-def ids(rollout):
-    return [row.id for row in rollout.rows]
+def drawn_of(parts, iteration=0):
+    """What an iteration draws, as `run_iteration` asks for it."""
+    algorithm = parts.config.algorithm
+    further = algorithm.resample_rounds if algorithm.dead_groups == "resample" else 0
+    return draw(lambda number: sample_batch(parts, None, iteration, number), further=further)
+
+
+def judged_with(parts, rewards):
+    """An iteration's batch with these rewards [G, N] in each of its groups."""
+    rollout = drawn_of(parts).batch.rollout
+    rewards = np.broadcast_to(np.array(rewards, np.float32), (SIZE, GROUP, 2))
+    objectives = objectives_of(parts, rewards, rollout.samples.mask.sum(-1, dtype=np.int32))
+    teaching = learning_groups(objectives.rewards, objectives.weights, parts.config.algorithm)
+    return Judged(rollout, objectives, np.asarray(teaching))
+
+
+def ids(judged):
+    return [row.id for row in judged.rollout.rows]
 
 
 def order(iteration=0):
@@ -92,34 +111,34 @@ def order(iteration=0):
 
 def test_a_batch_that_teaches_is_the_batch():
     parts, judged = make_parts(range(ROWS))
-    drawn = draw(parts, None, 2)
-    assert ids(drawn.rollout) == ids(drawn.first) == list(batch_at(0, 2, batch_size=SIZE, n=ROWS))
+    drawn = drawn_of(parts, 2)
+    assert ids(drawn.batch) == ids(drawn.first) == list(batch_at(0, 2, batch_size=SIZE, n=ROWS))
     assert drawn.draws == 1 and len(judged) == 1
-    np.testing.assert_array_equal(drawn.rollout.samples.tokens, drawn.first.samples.tokens)
+    np.testing.assert_array_equal(drawn.batch.rollout.samples.tokens, drawn.first.rollout.samples.tokens)
 
 
 def test_further_prompts_take_the_places_of_dead_groups():
     own, further = order()[:SIZE], order()[SIZE : 2 * SIZE]
     teaches = {own[1], *further[1:]}
     parts, judged = make_parts(teaches)
-    drawn = draw(parts, None, 0)
+    drawn = drawn_of(parts)
     assert drawn.draws == 2 and judged == [own, further]
-    assert ids(drawn.rollout) == [own[1], *further[1:]] and ids(drawn.first) == own
-    assert drawn.rollout.completions[1][0].startswith(f"p{further[1]}:")  # texts went along with their rows
-    assert drawn.rollout.judgement.rewards.shape == (SIZE, GROUP, 2)
-    batch, kept = make_batch(parts, drawn.rollout, drawn.objectives)
-    assert kept == SIZE and batch.mask.any(-1).all()
-    np.testing.assert_array_equal(drawn.objectives.rewards, drawn.rollout.judgement.rewards)
+    assert ids(drawn.batch) == [own[1], *further[1:]] and ids(drawn.first) == own
+    assert drawn.batch.rollout.completions[1][0].startswith(f"p{further[1]}:")  # texts went along with their rows
+    assert drawn.batch.rollout.judgement.rewards.shape == (SIZE, GROUP, 2)
+    batch = batch_of(parts, drawn.batch)
+    assert drawn.batch.teaching.all() and batch.mask.any(-1).all()
+    np.testing.assert_array_equal(drawn.batch.objectives.rewards, drawn.batch.rollout.judgement.rewards)
 
 
 def test_too_few_groups_are_filled_up_with_masked_ones():
     own, further = order()[:SIZE], order()[SIZE:]
     parts, judged = make_parts({own[2], further[0]}, resample_rounds=2)
-    drawn = draw(parts, None, 0)
+    drawn = drawn_of(parts)
     assert drawn.draws == 3 and len(judged) == 3  # the bound
-    assert ids(drawn.rollout) == [own[2], further[0], own[0], own[1]]
-    batch, kept = make_batch(parts, drawn.rollout, drawn.objectives)
-    assert kept == 2
+    assert ids(drawn.batch) == [own[2], further[0], own[0], own[1]]
+    batch = batch_of(parts, drawn.batch)
+    assert drawn.batch.teaching.tolist() == [True, True, False, False]
     np.testing.assert_array_equal(batch.mask.any((1, 2)), [True, True, False, False])
     assert not np.asarray(batch.advantages)[2:].any() and np.asarray(batch.advantages)[:2].any()
 
@@ -130,52 +149,53 @@ def test_the_sum_and_the_objectives_judge_differently():
         parts, _ = make_parts(range(ROWS), advantage=advantage, resample_rounds=1)
         own = order(1)[:SIZE]
         assert any(number % 2 for number in own)
-        drawn = draw(parts, None, 1)
+        drawn = drawn_of(parts, 1)
         assert drawn.draws == draws, advantage
         if advantage == "grpo":
-            kept = make_batch(parts, drawn.rollout, drawn.objectives)[1]
-            assert all(number % 2 == 0 for number in ids(drawn.rollout)[:kept])
+            kept = drawn.batch.teaching.sum()
+            assert all(number % 2 == 0 for number in ids(drawn.batch)[:kept])
 
 
 def test_a_prompt_that_comes_again_gets_other_completions():
     parts, judged = make_parts((), resample_rounds=4)
     parts.prompts.train = parts.prompts.train[:SIZE]
-    draw(parts, None, 0)
+    drawn_of(parts)
     assert len(judged) == 5 and all(sorted(numbers) == sorted(judged[0]) for numbers in judged)
     parts, _ = make_parts((), resample_rounds=1)
     parts.prompts.train = parts.prompts.train[:SIZE]
     keys = []
-    sample = parts.sampler
-    parts.sampler = lambda *arguments: (keys.append(jax.random.key_data(arguments[-1])), sample(*arguments))[1]
-    draw(parts, None, 0)
+    sample = parts.samplers.training
+    parts.samplers.training = lambda *given: (keys.append(jax.random.key_data(given[-1])), sample(*given))[1]
+    drawn_of(parts)
     assert not (keys[0] == keys[1]).all(-1).any()
 
 
 def test_dropped_groups_are_as_if_they_had_not_been():
     own = order()[:SIZE]
     parts, judged = make_parts(set(own[:2]), dead_groups="drop")
-    drawn = draw(parts, None, 0)
+    drawn = drawn_of(parts)
     assert drawn.draws == 1 and len(judged) == 1
-    batch, kept = make_batch(parts, drawn.rollout, drawn.objectives)
-    assert kept == 2 and not batch.mask[2:].any() and batch.mask[:2].any((1, 2)).all()
+    batch = batch_of(parts, drawn.batch)
+    assert drawn.batch.teaching.sum() == 2 and not batch.mask[2:].any() and batch.mask[:2].any((1, 2)).all()
     # whitening sees the two groups alone: their deviation is 1, which the zeros of the others would lower
     alive = np.asarray(batch.advantages)[:2]
     assert alive.std(ddof=1) == pytest.approx(1, abs=1e-3)
     parts, _ = make_parts(set(own[:2]), dead_groups="keep")
-    drawn = draw(parts, None, 0)
-    kept_zeros, count = make_batch(parts, drawn.rollout, drawn.objectives)
-    assert count == 2 and kept_zeros.mask.any((1, 2)).all()
+    drawn = drawn_of(parts)
+    kept_zeros = batch_of(parts, drawn.batch)
+    assert drawn.batch.teaching.sum() == 2 and kept_zeros.mask.any((1, 2)).all()
     np.testing.assert_array_equal(np.asarray(kept_zeros.advantages)[2:], 0)
     assert np.asarray(kept_zeros.advantages).std(ddof=1) == pytest.approx(1, abs=1e-3)
 
 
 def test_a_completion_without_a_reward_takes_no_part_in_ppo():
     parts, _ = make_parts(range(ROWS), dead_groups="keep", advantage="gae")
-    rollout = draw(parts, None, 0).rollout
+    judged = drawn_of(parts).batch
+    rollout = judged.rollout
     rollout.judgement.rewards[1, 2] = np.nan  # all of it is missing
     rollout.judgement.rewards[2, 0, 1] = np.nan  # one of two
     objectives = objectives_of(parts, rollout.judgement.rewards, rollout.samples.mask.sum(-1))
-    batch, _ = make_batch(parts, rollout, objectives)
+    batch = batch_of(parts, judged._replace(objectives=objectives))
     rows_with_tokens = np.asarray(batch.mask.any(-1))
     assert not rows_with_tokens[1, 2] and rows_with_tokens.sum() == SIZE * GROUP - 1
     assert batch.advantages is None and np.isnan(batch.scores[1, 2])
@@ -187,11 +207,9 @@ def test_a_completion_without_a_reward_takes_no_part_in_ppo():
 def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(advantage):
     """Of (1, 1), (1, missing), (0, 1) the second is as good as the first: that a judge failed is no punishment."""
     parts, _ = make_parts(range(ROWS), dead_groups="keep", advantage=advantage)
-    rollout = draw(parts, None, 0).rollout
 
     def learned(rewards):
-        rollout.judgement.rewards[:] = rewards
-        batch, _ = make_batch(parts, rollout)
+        batch = batch_of(parts, judged_with(parts, rewards))
         return np.asarray(batch.scores if advantage == "gae" else batch.advantages)
 
     whole = np.array([[1, 1], [1, 1], [0, 1]], np.float32)
@@ -211,16 +229,14 @@ def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(a
 
 def test_a_missing_reward_does_not_make_a_dead_group_teach():
     parts, _ = make_parts(range(ROWS), dead_groups="drop", advantage="grpo")
-    rollout = draw(parts, None, 0).rollout
-    rollout.judgement.rewards[:] = [[1, 0.1], [1, np.nan], [1, 0.1]]
-    assert make_batch(parts, rollout)[1] == 0
+    judged = judged_with(parts, [[1, 0.1], [1, np.nan], [1, 0.1]])
+    assert not judged.teaching.any() and not batch_of(parts, judged).mask.any()
 
 
 def test_the_samplers_own_probabilities_travel_only_when_asked_for():
     for cap, there in ((2.0, True), (0.0, False)):
         parts, _ = make_parts(range(ROWS), importance_cap=cap)
-        drawn = draw(parts, None, 0)
-        batch, _ = make_batch(parts, drawn.rollout, drawn.objectives)
+        batch = batch_of(parts, drawn_of(parts).batch)
         assert (batch.sampler_logprobs is not None) == there
 
 
@@ -228,7 +244,7 @@ def test_the_samplers_own_probabilities_travel_only_when_asked_for():
 
 
 @pytest.mark.slow
-def test_a_run_with_every_choice_resumes_exactly(place, tmp_path, monkeypatch):
+def test_a_run_with_every_choice_resumes_exactly(place, tmp_path):
     values = yaml.safe_load(place.config.read_text())
     values["algorithm"] |= {
         "advantage": "grpo", "scale": "batch", "dead_groups": "resample", "resample_rounds": 2,
@@ -246,19 +262,13 @@ def test_a_run_with_every_choice_resumes_exactly(place, tmp_path, monkeypatch):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(values))
 
-    def train(run, *arguments, judge="work:0"):
-        monkeypatch.setenv("JUDGE_RUN", str(run))
-        monkeypatch.setenv("JUDGE", judge)
-        named = [] if "--resume" in arguments else ["--config", str(config)]
-        return main([*named, "--run_dir", str(run), *arguments])
-
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert train(whole) == 0
+    whole = tmp_path / "whole"
+    assert train_here(config, whole) == 0
     table = rows(whole)
     assert max(row["draws"] for row in table) > 1 and min(row["groups_kept"] for row in table) >= 1
     assert all(0 < row["importance_weight"] < 2 and row["dead_groups/total"] > 0 for row in table)
     assert all(row["distinct_advantages/grpo"] >= 1 for row in table)
     assert "Different advantages in a group" in (whole / "report.html").read_text()
-    assert train(run, judge="raise:4") == 2
-    assert train(run, "--resume") == 0
+    run = rewound(whole, tmp_path / "run", 3)
+    assert train_here(config, run, "--resume") == 0
     assert_same_run(run, whole)

@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-import re
 
 import pytest
 import yaml
-from support.text_task import ROOT, finished_run, rows
+from support.text_task import finished_run, rows
 from support.tiny_models import causal_lm
 
 from grpo_jax import evaluate, export
@@ -14,6 +13,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
 from grpo_jax.predict import load_rewriter
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.policy import run_config
 from grpo_jax.train import run
 
 PROMPTS = ["a tree", "q", "Seven ducks on a pond!"]
@@ -127,34 +127,7 @@ def test_an_unusable_answer_gives_the_prompt_back(place, tmp_path):
         rewrite("x" * 100)
 
 
-def readme_example() -> str:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    (example,) = [block for block in blocks if "rewards=[" in block]
-    return example
-
-
-def test_the_users_own_task_as_the_readme_shows_it(place, tmp_path, monkeypatch, capsys):
-    example = readme_example()
-    lines = [line for line in example.splitlines() if line.strip()]
-    assert len(lines) <= 15
-    small = {r'PolicySection\(path="[^"]*"': f'PolicySection(path="{place.policy}"', r"max_steps=\d+": "max_steps=2"}
-    small[r"max_new_tokens=\d+"] = "max_new_tokens=8"
-    for pattern, value in small.items():
-        example, count = re.subn(pattern, value, example)
-        assert count == 1, pattern
-    monkeypatch.chdir(tmp_path)
-    exec(compile(example, "README.md", "exec"), {"__name__": "example"})
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert [row["step"] for row in rows(folder)] == [1, 2]
-    assert "report:" in capsys.readouterr().out
-    assert evaluate.main(["--run", str(folder)]) == 2  # its reward lives in the script
-    assert "reward brevity: run() was given this function in Python" in capsys.readouterr().err
-    assert isinstance(load_rewriter(folder)("Why?"), str)
-
-
-def test_run_from_python_gives_the_summary_and_columns_to_rewards(place, tmp_path):
-    from grpo_jax.runs.parts import run_config
-
+def test_run_from_python_gives_the_summary_and_columns_to_rewards(place, tmp_path, capsys):
     seen = []
 
     def wished(completions, wish):
@@ -170,8 +143,10 @@ def test_run_from_python_gives_the_summary_and_columns_to_rewards(place, tmp_pat
     summary = run(config, prompts=records, rewards=[wished, brief])
     assert summary["stopped"] is False and {"wished", "brief"} <= summary["evaluation"].keys()
     assert summary == json.loads(json.dumps(summary)) and set(seen) <= set("abcdefgh")
+    assert evaluate.main(["--run", config.run_dir]) == 2  # its rewards live in this function
+    assert "reward wished: run() was given this function in Python" in capsys.readouterr().err
     with pytest.raises(UserError, match="run_dir: expected a folder"):
-        run(type(config)())
+        run(dataclasses.replace(config, run_dir=None))
     with pytest.raises(UserError, match="each of another name"):
         run(dataclasses.replace(config, run_dir=str(tmp_path / "b")), prompts=records, rewards=[brief, brief])
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.text_task import train_here
 from transformers import AutoModelForCausalLM
 
-from grpo_jax import export, train
+from grpo_jax import export
 from grpo_jax.models import hf
 from grpo_jax.runs.checkpoint import restore_params
 
@@ -33,11 +34,7 @@ def trained(place, base, tmp_path_factory):
         folder = tmp_path_factory.mktemp("run") / "run"
         tiny = ["--optimizer.learning_rate=1e-5", "--optimizer.warmup_steps=0", "--training.max_steps=1"]
         quick = ["--training.inner_epochs=1", "--training.minibatches=1", "--evaluation.every=0"]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("JUDGE_RUN", str(folder))
-            patch.setenv("JUDGE", "work:0")
-            arguments = [f"--config={place.config}", f"--run_dir={folder}", f"--policy.path={base}", *tiny, *quick]
-            assert train.main([*arguments, *options]) == 0
+        assert train_here(place.config, folder, f"--policy.path={base}", *tiny, *quick, *options) == 0
         return folder
 
     return run

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
-from support.text_task import rows
+from support.text_task import rewound, rows, train_here
 
 from grpo_jax import evaluate
-from grpo_jax.config import from_dict
+from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.train import main, run
 
@@ -45,7 +45,7 @@ def config(place):
         values = yaml.safe_load(place.config.read_text()) | {"run_dir": str(folder), "rewards": []}
         values["data"] = {"max_prompt_tokens": 64}
         values["training"] |= {"max_steps": 2, "save_every": 1, "inner_epochs": 1, "minibatches": 1}
-        return from_dict(values | changes)
+        return make_config(values | changes)
 
     return make
 
@@ -69,7 +69,7 @@ def test_the_split_of_records_is_that_of_a_file(finished):
     assert summary["prompts"] == 2
     for records in ([{"prompt": "a", "split": "dev"}], [{"prompt": "a", "split": "train"}, {"prompt": "b"}]):
         with pytest.raises(UserError, match='"split"'):
-            run(from_dict({"run_dir": str(folder.parent / "x")}), prompts=records)
+            run(make_config(task="text", run_dir=str(folder.parent / "x")), prompts=records)
     assert not (folder.parent / "x").exists()
 
 
@@ -95,10 +95,7 @@ def test_a_run_from_python_is_evaluated_on_its_own_prompts(finished, tmp_path, c
 
 def test_a_run_from_python_is_resumed_by_the_command(finished, tmp_path):
     folder, summary = finished
-    again = shutil.copytree(folder, tmp_path / "again")
-    for late in ("final", "best", "step_2"):
-        shutil.rmtree(again / "checkpoints" / late, ignore_errors=True)
-    (again / "summary.json").unlink()
+    again = rewound(folder, tmp_path / "again", 1)
     assert main(["--resume", "--run_dir", str(again)]) == 0
     assert rows(again) == rows(folder)
     assert json.loads((again / "summary.json").read_text())["evaluation"] == summary["evaluation"]
@@ -173,12 +170,10 @@ def test_columns_that_json_would_change_are_not_kept_and_said(config, tmp_path, 
     run(dataclasses.replace(config(folder), resume=True), prompts=records, rewards=[wished])
 
 
-def test_without_held_out_prompts_all_are_trained_on(place, tmp_path, capsys, monkeypatch, recwarn):
+def test_without_held_out_prompts_all_are_trained_on(place, tmp_path, capsys, recwarn):
     folder = tmp_path / "run"
-    monkeypatch.setenv("JUDGE_RUN", str(folder))
-    monkeypatch.setenv("JUDGE", "work:0")
     steps = ["--training.max_steps=4", "--training.inner_epochs=1", "--training.minibatches=1"]
-    assert main([f"--config={place.config}", f"--run_dir={folder}", "--data.held_out=0", *steps]) == 0
+    assert train_here(place.config, folder, "--data.held_out=0", *steps) == 0
     out = capsys.readouterr().out
     assert "16 train, 0 validation, 0 test" in out
     assert "note: no prompts are held out: nothing is measured before and after training" in out

@@ -11,10 +11,9 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
-from support.text_task import aged, rows
+from support.text_task import aged, rows, train_here
 
 from grpo_jax import evaluate
-from grpo_jax.train import main
 
 JUDGE = """
 import os, pathlib
@@ -50,13 +49,9 @@ def config(place, tmp_path_factory):
 
 
 def train(values, folder, *arguments, judge="work", expected=0):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUDGE_RUN", str(folder))
-        patch.setenv("JUDGE", judge)
-        file = folder.with_suffix(".yaml")
-        file.write_text(yaml.safe_dump(values))
-        named = [] if "--resume" in arguments else ["--config", str(file)]
-        assert main([*named, "--run_dir", str(folder), *arguments]) == expected
+    file = folder.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(values))
+    assert train_here(file, folder, *arguments, judge=judge) == expected
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from support.text_task import (
     kill,
     rows,
     start,
-    train,
+    train_here,
     wait_for,
 )
 
@@ -42,19 +42,18 @@ def test_six_steps_at_once_have_something_to_restore(uninterrupted):
     assert state["reference"] is not None and progress["iteration"] == 6 and progress["best_score"] is not None
 
 
-def test_killed_between_checkpoints(place, uninterrupted, tmp_path):
+def test_killed_between_checkpoints(place, uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     process = start(place, run, judge="hold:4")
     wait_for(lambda: (run / "held").exists() and 3 in steps(run), process)
     kill(process, run)
     assert len(rows(run)) == 4 and not (run / "summary.json").exists()
-    done = train(place, run, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "resumed after iteration 3 of 6" in done.stdout
+    assert train_here(place.config, run, "--resume") == 0
+    assert "resumed after iteration 3 of 6" in capsys.readouterr().out
     assert_same_run(run, uninterrupted)
 
 
-def test_killed_before_the_first_checkpoint_then_during_a_write(place, uninterrupted, tmp_path):
+def test_killed_before_the_first_checkpoint_then_during_a_write(place, uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     process = start(place, run, "--training.save_every", "1", judge="hold:0")
     wait_for((run / "held").exists, process)
@@ -68,9 +67,8 @@ def test_killed_before_the_first_checkpoint_then_during_a_write(place, uninterru
     assert steps(run)[-1] == 2 and any("step_3" in name for name in left)
 
     assert final_state(run, "latest")[1]["iteration"] == 2  # the previous one loads
-    done = train(place, run, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "resumed after iteration 2 of 6" in done.stdout
+    assert train_here(place.config, run, "--resume") == 0
+    assert "resumed after iteration 2 of 6" in capsys.readouterr().out
     assert not list(run.glob("checkpoints/**/*tmp*"))
     assert_same_run(run, uninterrupted)
 
@@ -85,6 +83,5 @@ def test_sigterm_saves_and_ends_cleanly(place, uninterrupted, tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     assert f"stopped and saved after iteration 3: --resume --run_dir {run} goes on" in done.stdout
     assert len(rows(run)) == 3 and 3 in steps(run)
-    done = train(place, run, "--resume")
-    assert done.returncode == 0, done.stderr
+    assert train_here(place.config, run, "--resume") == 0
     assert_same_run(run, uninterrupted)

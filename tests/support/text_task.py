@@ -6,6 +6,7 @@ rows.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,9 +110,33 @@ def finished_run(place: Place) -> Path:
     """Six steps at once, made by the first who asks."""
     run = place.folder / "uninterrupted"
     if not (run / "summary.json").exists():
-        done = train(place, run)
-        assert done.returncode == 0, done.stderr
+        assert train_here(place.config, run) == 0
     return run
+
+
+def train_here(config: Path, run: Path, *arguments: str, judge: str = "work:0") -> int:
+    """The training command in this process, which has imported already what it needs; its exit code."""
+    from grpo_jax.train import main
+
+    named = [] if "--resume" in arguments else ["--config", str(config)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE", judge)
+        patch.setenv("JUDGE_RUN", str(run))
+        return main([*named, "--run_dir", str(run), *arguments])
+
+
+def rewound(run: Path, to: Path, step: int) -> Path:
+    """A copy of a finished run as it stood after a checkpoint, with the metrics of what came later still there."""
+    from grpo_jax.runs.checkpoint import Checkpoints
+
+    shutil.copytree(run, to)
+    with Checkpoints(to / "checkpoints", read_only=True) as checkpoints:
+        late = [f"step_{name}" for name in checkpoints.available() if name.isdigit() and int(name) > step]
+        late += [name for name in ("best", "final") if checkpoints.read_meta(name)["step"] > step]
+    for name in late:
+        shutil.rmtree(to / "checkpoints" / name)
+    (to / "summary.json").unlink()
+    return to
 
 
 # processes
@@ -175,14 +201,16 @@ def rows(run: Path) -> list[dict]:
 
 def final_state(run: Path, which: int | str = "final"):
     """Everything a checkpoint holds: its state (parameters, optimizer, reference) and progress, but no processes."""
-    from grpo_jax.runs.loop import make_learner
-
     from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.parts import load_parts, run_config
+    from grpo_jax.runs.iteration import make_learner
+    from grpo_jax.runs.language import LanguageProgram
+    from grpo_jax.runs.parts import load_parts
+    from grpo_jax.runs.policy import run_config
 
     parts = load_parts(run_config(run), say=lambda *_: None)
+    program = LanguageProgram(parts, make_learner(parts), say=print, clock=0.0)
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        state, meta = checkpoints.restore(which, make_learner(parts).start(parts.variables)._asdict())
+        state, meta = checkpoints.restore(which, program.saved(program.template()))
     progress = meta["progress"]
     del progress["seconds"], progress["starts"]
     return state, progress

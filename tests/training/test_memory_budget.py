@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from grpo_jax.training.memory_budget import fewest_parts, within_budget
 from support import tiny_update
 
 from grpo_jax.config import Config, SamplingSection, TrainingSection
 from grpo_jax.errors import UserError
-from grpo_jax.planning.policy import update_bytes
-from grpo_jax.runs.parts import Parts
+from grpo_jax.runs.parts import Parts, within_budget
+from grpo_jax.tasks.text.task import Text
+from grpo_jax.training.memory import fewest_parts, update_bytes
 
 PROMPTS, LENGTH = 8, 16
 
@@ -42,13 +42,14 @@ def test_the_fewest_parts_that_fit_with_few_measurements(budget, least, expected
 def made(**training) -> tuple[Parts, list]:
     """Parts of a run on the tiny decoder, as far as a budget looks at them."""
     config = Config(
+        task=Text(),
         training=TrainingSection(prompts_per_batch=PROMPTS, **training),
         sampling=SamplingSection(group_size=4, max_new_tokens=12),
     )
     parts = dict.fromkeys(Parts._fields) | {
         "config": config,
-        "loaded": SimpleNamespace(config=tiny_update.CONFIG),
-        "prompts": SimpleNamespace(train=[SimpleNamespace(prompt="a")]),
+        "policy": SimpleNamespace(loaded=SimpleNamespace(config=tiny_update.CONFIG), mesh=None),
+        "world": SimpleNamespace(prompts=SimpleNamespace(train=[SimpleNamespace(prompt="a")])),
         "environment": SimpleNamespace(encode=lambda prompts: (np.zeros((len(prompts), LENGTH), np.int32),)),
     }
     return Parts(**parts)

@@ -9,7 +9,8 @@ from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.gpt2 import GPT2Config
 from grpo_jax.models.value_head import VALUE
-from grpo_jax.training.objectives import Batch, make_forward
+from grpo_jax.training.batch import Batch
+from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.packing import pack, packed, trimmed, unpacked
 
 PROMPTS, GROUP, LENGTH, WIDTH = 2, 4, 5, 8

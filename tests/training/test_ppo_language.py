@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 from support import tiny_update
-from support.text_task import assert_same_run, final_state, rows
+from support.text_task import assert_same_run, final_state, rewound, rows, train_here
 from support.tiny_update import CONFIG, GROUP, PROMPTS, STEPS, TEMPERATURE
 
 from grpo_jax import evaluate
@@ -17,11 +17,11 @@ from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.value_head import VALUE, init_value_head, token_values
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
-from grpo_jax.train import main
-from grpo_jax.training import trainer
+from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import loss_options, make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.ppo import make_estimates, make_kl_control, make_ppo_objective
+from grpo_jax.training.state import reference_variables, refresh_reference, restored_state, saved_parts
 
 SECTION = AlgorithmSection(preset="bnpo", advantage="gae", entropy_coef=0.05)
 PPO = PPOSection(kl_coef=0.1, value_coef=0.5, kl_target=0.5, kl_horizon=20)
@@ -39,7 +39,7 @@ def batch():
 def two_tokens(scores, mask, ref=((-1.5, -1.0),)):
     logprobs = jnp.array([[[-1.0, -2.0]]])
     tokens = jnp.zeros((1, 1, 2), jnp.int32)
-    return trainer.Batch(
+    return Batch(
         jnp.zeros((1, 1), jnp.int32),
         jnp.ones((1, 1), bool),
         tokens,
@@ -116,8 +116,8 @@ def test_policy_and_head_move_together(whole):
         moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.variables[name], variables[name])
         assert all(jax.tree.leaves(moved)), name
     assert report["metrics"]["value"].loss.value() > 0
-    assert set(trainer.reference_variables(state)) == {"params"}
-    assert set(trainer.saved_parts(state)["variables"]) == {"params", VALUE}
+    assert set(reference_variables(state)) == {"params"}
+    assert set(saved_parts(state)["variables"]) == {"params", VALUE}
 
 
 def test_the_value_loss_reaches_head_and_trunk(batch):
@@ -163,11 +163,11 @@ def test_adapters_and_head_are_all_that_moves(batch):
     lora = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
     variables, state, _ = updated(batch, lora=lora)
     assert jax.tree.leaves(state.variables["params"])[0] is jax.tree.leaves(variables["params"])[0]
-    assert set(trainer.saved_parts(state)["variables"]) == {"lora", VALUE}
-    assert set(trainer.reference_variables(state)) == {"params"}
+    assert set(saved_parts(state)["variables"]) == {"lora", VALUE}
+    assert set(reference_variables(state)) == {"params"}
     assert (state.variables[VALUE]["kernel"] != variables[VALUE]["kernel"]).any()
-    assert trainer.reference_variables(trainer.refresh_reference(state)).keys() == {"params", "lora"}
-    restored = trainer.restored_state(trainer.saved_parts(state), variables)
+    assert reference_variables(refresh_reference(state)).keys() == {"params", "lora"}
+    restored = restored_state(saved_parts(state), variables)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
@@ -201,42 +201,37 @@ def test_values_of_states():
 
 
 @pytest.fixture
-def train(place, tmp_path, monkeypatch):
-    """Runs the command with PPO on the tiny text task."""
+def config(place, tmp_path):
+    """PPO on the tiny text task."""
     values = yaml.safe_load(place.config.read_text())
     values["algorithm"] = {"preset": "bnpo", "advantage": "gae", "update_ref_every": 2, "entropy_coef": 0.01}
     values["ppo"] = {"kl_coef": 0.05, "kl_target": 0.1, "kl_horizon": 32, "value_rate": 3.0}
     config = tmp_path / "ppo.yaml"
     config.write_text(yaml.safe_dump(values))
 
-    def call(run, *arguments, judge="work:0"):
-        monkeypatch.setenv("JUDGE_RUN", str(run))
-        monkeypatch.setenv("JUDGE", judge)
-        named = [] if "--resume" in arguments else ["--config", str(config)]
-        return main([*named, "--run_dir", str(run), *arguments])
-
-    return call
+    return config
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_as_if_nothing_had_happened(train, tmp_path):
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert train(whole) == 0
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(config, tmp_path, monkeypatch):
+    whole = tmp_path / "whole"
+    assert train_here(config, whole) == 0
     table = rows(whole)
     assert len({row["kl_coef"] for row in table}) == 6 and all(row["kl_coef"] > 0 for row in table)
     assert all(row["value/loss"] > 0 for row in table) and table[-1]["value/mean"] != 0
     state, _ = final_state(whole)
     assert np.abs(state["variables"][VALUE]["kernel"]).max() > 0 and state["kl_coef"] != np.float32(0.05)
 
+    monkeypatch.setenv("JUDGE_RUN", str(whole))
     assert evaluate.main(["--run", str(whole), "--json"]) == 0  # the head is restored, and used by nobody
     assert "Explained variance of the values" in (whole / "report.html").read_text()
-    assert train(run, judge="raise:4") == 2  # the state after the fourth iteration is saved
-    assert train(run, "--resume") == 0
+    run = rewound(whole, tmp_path / "run", 3)
+    assert train_here(config, run, "--resume") == 0
     assert_same_run(run, whole)
 
 
 def test_the_head_may_learn_faster_than_the_policy():
-    section, weights = OptimizerSection(max_grad_norm=1.0), {"params": jnp.ones(3), VALUE: init_value_head(2)}
+    section, weights = OptimizerSection(learning_rate=1e-3), {"params": jnp.ones(3), VALUE: init_value_head(2)}
     grads = jax.tree.map(jnp.ones_like, weights)
 
     def step(**options):
@@ -250,7 +245,7 @@ def test_the_head_may_learn_faster_than_the_policy():
 
 
 @pytest.mark.slow
-def test_it_learns_to_write_letters(train, tmp_path):
+def test_it_learns_to_write_letters(config, tmp_path):
     run = tmp_path / "run"
     # shapes are those of the other run: its compiled sampler and forward pass are found again
     settings = {
@@ -258,7 +253,7 @@ def test_it_learns_to_write_letters(train, tmp_path):
         "optimizer.learning_rate": 0.005, "optimizer.schedule": "constant", "ppo.kl_target": 0, "ppo.kl_coef": 0.001,
         "algorithm.entropy_coef": 0, "training.inner_epochs": 1,
     }  # fmt: skip
-    assert train(run, *(word for name, value in settings.items() for word in (f"--{name}", str(value)))) == 0
+    assert train_here(config, run, *(f"--{name}={value}" for name, value in settings.items())) == 0
     reward = [row["reward/letters/mean"] for row in rows(run)]
     assert np.mean(reward[-5:]) > np.mean(reward[:5]) + 0.3
     value, target = (np.array([row[f"value/{name}"] for row in rows(run)]) for name in ("mean", "return"))

@@ -13,8 +13,10 @@ from support.tiny_update import PROMPTS, STEPS
 from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.training import trainer
+from grpo_jax.training.batch import micro_batches, minibatches
 from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.state import init_state, reference_variables, refresh_reference, restored_state, saved_parts
+from grpo_jax.training.update import make_configured_step, make_update
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +46,31 @@ def test_only_the_adapters_move_and_the_base_is_their_reference(batch):
     assert jax.tree.leaves(state.variables["params"])[0] is jax.tree.leaves(variables["params"])[0]
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.variables["lora"], variables["lora"])
     assert any(jax.tree.leaves(moved))
-    assert list(trainer.reference_variables(state)) == ["params"]
+    assert list(reference_variables(state)) == ["params"]
     assert float(report["metrics"]["policy"].kl.value()) > 0  # after one step the policy is not the base any more
-    assert list(trainer.saved_parts(state)["variables"]) == ["lora"]
-    restored = trainer.restored_state(trainer.saved_parts(state), variables)
+    assert list(saved_parts(state)["variables"]) == ["lora"]
+    restored = restored_state(saved_parts(state), variables)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
 def test_a_refreshed_reference_is_the_policy_at_that_moment(batch):
     variables, state, _ = updated(batch)
-    before = trainer.reference_variables(state)["params"]
+    before = reference_variables(state)["params"]
     np.testing.assert_array_equal(*map(lambda tree: jax.tree.leaves(tree)[0], (before, variables["params"])))
-    refreshed = trainer.reference_variables(trainer.refresh_reference(state))
+    refreshed = reference_variables(refresh_reference(state))
     for a, b in zip(jax.tree.leaves(refreshed), jax.tree.leaves(state.variables), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_minibatches_are_a_partition_with_whole_groups(batch):
-    parts = trainer.minibatches(batch, 2, jax.random.key(3))
+    parts = minibatches(batch, 2, jax.random.key(3))
     rows = np.concatenate([part.tokens for part in parts]).reshape(PROMPTS, -1)
     assert sorted(map(tuple, rows)) == sorted(map(tuple, np.asarray(batch.tokens).reshape(PROMPTS, -1)))
 
 
 def test_a_batch_that_does_not_divide_is_refused(batch):
     with pytest.raises(ValueError, match="that 3 micro-batches divide, got 4"):
-        trainer._split(batch, 3)
+        micro_batches(batch, 3)
 
 
 def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
@@ -76,8 +78,8 @@ def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
     optimizer = optax.adam(0.1)
     forward = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0)
     training = TrainingSection(prompts_per_batch=PROMPTS, accumulation=2)
-    step = trainer.make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
-    state = trainer.init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
+    step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
+    state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
 
     def places(state):
         leaves = jax.tree.leaves((state.variables, state.opt_state))
@@ -95,15 +97,15 @@ def test_the_heads_gradient_is_float32_under_bfloat16(batch):
     variables = init_variables(config, jax.random.key(1))
     policy, section = make_policy(config, compute_dtype="bfloat16"), AlgorithmSection(advantage="grpo")
     training, optimizer = TrainingSection(prompts_per_batch=PROMPTS), optax.sgd(1.0)
-    update = trainer.make_update(policy, optimizer, section, training, temperature=1.0, max_new_tokens=STEPS)
-    state, _ = update(trainer.init_state(variables, optimizer, keep_reference=False), batch, jax.random.key(2))
+    update = make_update(policy, optimizer, section, training, temperature=1.0, max_new_tokens=STEPS)
+    state, _ = update(init_state(variables, optimizer, keep_reference=False), batch, jax.random.key(2))
     head = np.asarray(variables["params"]["lm_head"])
     gradient = head - np.asarray(state.variables["params"]["lm_head"])
 
     def narrow(x):
         return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
 
-    states = np.asarray(jax.jit(policy.forward_group)(variables, *batch[:4]), np.float64)
+    states = np.asarray(jax.jit(policy.forward_group)(variables, *batch.read_by_policy()[:4]), np.float64)
     logits = np.einsum("pgtd,vd->pgtv", states, narrow(head))
     probabilities = np.exp(logits - logits.max(-1, keepdims=True))
     probabilities /= probabilities.sum(-1, keepdims=True)
@@ -119,11 +121,11 @@ def test_the_heads_gradient_is_float32_under_bfloat16(batch):
 def test_a_program_holds_the_model_once_however_many_micro_batches(batch):
     """As many products as without micro-batches, not twice as many."""
     forward, optimizer = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0), optax.sgd(1.0)
-    state = trainer.init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
+    state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
 
     def products(accumulation):
         training = TrainingSection(prompts_per_batch=PROMPTS, accumulation=accumulation)
-        step = trainer.make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
+        step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
         return str(jax.make_jaxpr(step)(state, batch)).count("dot_general")
 
     assert products(1) == products(2) == products(4) > 10

@@ -2,10 +2,9 @@
 
 import jax
 import pytest
-from grpo_jax.runs.loop import make_learner, run_iteration
-from support.text_task import make_place
 
 from grpo_jax.config.command_line import parse
+from grpo_jax.runs.iteration import make_learner, run_iteration
 from grpo_jax.runs.parts import load_parts
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -24,13 +23,12 @@ def compiled():
     return found
 
 
-def test_a_second_iteration_compiles_nothing(tmp_path, compiled, monkeypatch):
-    place = make_place(tmp_path)
+def test_a_second_iteration_compiles_nothing(place, tmp_path, compiled, monkeypatch):
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
     config = parse([f"--config={place.config}", f"--run_dir={tmp_path / 'run'}", "--algorithm.update_ref_every=1"])
     parts = load_parts(config, say=lambda *_: None)
     learner = make_learner(parts)
-    state = run_iteration(parts, learner, learner.start(parts.variables), 0).state
+    state = run_iteration(parts, learner, learner.start(parts.policy.variables), 0).state
     first = len(compiled)
     assert first > 3  # the sampler, the reference, the update
     for iteration in (1, 2):

@@ -1,0 +1,124 @@
+"""The output of a run: terminal, log, metrics and completions, also of one that was killed and resumed."""
+
+import io
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from grpo_jax.config import make_config
+from grpo_jax.errors import UserError
+from grpo_jax.reports import console as reporting
+from grpo_jax.reports.output import RunOutput
+from grpo_jax.rollout.data import Row
+from grpo_jax.runs.directory import RunDirectory, read_metrics
+from grpo_jax.runs.iteration import completion_columns
+from grpo_jax.tasks.display import GalleryEntry, Table
+from grpo_jax.tasks.task import Finished
+
+PARTS = SimpleNamespace(
+    environment=SimpleNamespace(reward_names=("alignment", "length"), watch_names=("pixel_accuracy",))
+)
+
+
+def iteration(step, prompts=2, group=3):
+    """A batch as judged, its advantages, and its row of metrics."""
+    rng = np.random.default_rng(step)
+    shape = (prompts, group)
+    rollout = SimpleNamespace(
+        rows=[Row(p, f"prompt {p}") for p in range(prompts)],
+        completions=[[f"raw {p} {g}" for g in range(group)] for p in range(prompts)],
+        texts=[[f"text {p} {g}" for g in range(group)] for p in range(prompts)],
+        usable=np.ones(shape, bool),
+        samples=SimpleNamespace(mask=np.ones((*shape, 4), bool), truncated=np.zeros(shape, bool)),
+        judgement=SimpleNamespace(
+            rewards=rng.normal(size=(*shape, 2)).astype(np.float32),
+            watched=rng.normal(size=(*shape, 1)).astype(np.float32),
+        ),
+    )
+    row = {"step": step, "loss": 0.1 * step, "reward/total/mean": 0.5, "reward/total/std": 0.1, "kl": float("nan")}
+    return row, rollout, rng.normal(size=shape)
+
+
+def test_output_of_a_run_resumed_after_a_kill(tmp_path):
+    def run(stop, resume=False):
+        stream = io.StringIO()
+        config = make_config(task="text", run_dir=str(tmp_path / "run"), resume=resume)
+        with RunOutput(config, stream=stream) as output:
+            output.part("policy", "Qwen2, [bold]1.1M[/bold] parameters")
+            output.truncate(2 if resume else 0)
+            output.start(6, 2 if resume else 0)
+            for step in range(3 if resume else 1, stop + 1):
+                row, rollout, advantages = iteration(step)
+                output.iteration(row, completion_columns(PARTS, rollout, advantages))
+        return stream.getvalue()
+
+    shown = run(4)
+    assert "policy     Qwen2, [bold]1.1M[/bold] parameters\n" in shown  # text is not markup
+    assert re.search(r"step 1/6  reward 0\.500 ±0\.100  loss 0\.1\b", shown)
+    directory = RunDirectory(tmp_path / "run")
+    with open(directory.metrics, "a") as file:
+        file.write('{"step": 5')
+    shown += run(6, resume=True)
+    assert [row["step"] for row in read_metrics(directory.metrics)] == [1, 2, 3, 4, 5, 6]
+    assert len(list(directory.completions.iterdir())) == 6
+    assert directory.log.read_text() == shown
+    table = pyarrow.parquet.read_table(directory.completions / "step_000003.parquet").to_pydict()
+    assert table["prompt"] == ["prompt 0"] * 3 + ["prompt 1"] * 3
+    assert table["completion"][4] == "raw 1 1" and table["text"][4] == "text 1 1" and table["length"] == [4] * 6
+    _, rollout, advantages = iteration(3)
+    assert table["reward/length"] == rollout.judgement.rewards[..., 1].ravel().tolist()
+    assert table["watch/pixel_accuracy"] == rollout.judgement.watched.ravel().tolist()
+    assert table["advantage"] == advantages.ravel().tolist()
+
+
+def test_the_end_of_a_run_is_shown_and_kept(tmp_path):
+    stream = io.StringIO()
+    image = np.zeros((4, 4, 3), np.uint8)
+    summary = {"evaluation": {"x": {"before": 0.1, "after": 0.2, "oracle": None}}}
+    config = make_config(task="text", run_dir=str(tmp_path / "run"), seed=5)
+    finished = Finished(
+        summary,
+        lines=["solved by 3 of 4"],
+        tables=[Table("Ranks", ("user", "rank"), [("rising", 4)])],
+        gallery=[GalleryEntry("p", "r", image, image, {"x": (0.1, 0.2)})],
+        tables_below=[Table("Most added words", ("word", "share"), [("sharp", 0.75)])],
+    )
+    with RunOutput(config, stream=stream) as output:
+        output.truncate(0)
+        output.finish(finished, config=config)
+    run = RunDirectory(tmp_path / "run")
+    assert json.loads(run.summary.read_text()) == summary
+    page = run.report.read_text()
+    assert all(word in page for word in ("Ranks", "rising", "Most added words", "sharp", "0.75", "seed: 5"))
+    assert (run.images / "000_after.png").is_file()
+    assert stream.getvalue().endswith(f"solved by 3 of 4\nreport: {run.report}\n")
+
+
+def test_status_names_each_reward_of_several():
+    one = {"reward/length/mean": 0.25, "reward/total/mean": 0.25, "reward/total/std": 0.5}
+    assert reporting.status(one) == "reward 0.250 ±0.500"
+    assert reporting.status(one | {"reward/x/mean": 1.0, "loss": np.float32(2), "kl": 0.0}) == (
+        "reward 0.250 ±0.500  length 0.250  x 1.000  loss 2"
+    )
+
+
+def test_result_lines():
+    summary = {
+        "evaluation": {"pixel_accuracy": {"before": 0.25, "after": 0.75, "oracle": 0.9}, "x": {"after": 1.0}},
+        "baseline_reward": 0.2, "reward": 0.5, "improvement": 0.3, "relative_improvement": 1.5,
+    }  # fmt: skip
+    lines = reporting.result_lines(summary)
+    assert lines[1].split() == ["pixel_accuracy", "0.250", "0.750", "0.900"]
+    assert lines[2].split() == ["x", "–", "1.000", "–"]
+    assert lines[3] == "baseline reward 0.200, reward after training 0.500: improvement +0.300, +150%"
+
+
+def test_a_full_disk_is_named():
+    console = reporting.Console("/dev/full", stream=io.StringIO())
+    with pytest.raises(UserError, match="cannot write /dev/full"):
+        console.say("a line")
+    console.close()

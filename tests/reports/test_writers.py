@@ -1,0 +1,94 @@
+"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when asked."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from grpo_jax.errors import UserError
+from grpo_jax.reports.writers import JsonLines, open_writers
+from grpo_jax.runs.directory import RunDirectory
+
+
+def test_rows_are_strict_json(tmp_path):
+    writer = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        writer.write(step, {"loss": step / 3, "kl": float("inf")})
+    writer.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": s, "loss": s / 3, "kl": None} for s in (1, 2)]
+
+
+def test_a_full_disk_is_named():
+    writer = JsonLines("/dev/full")
+    with pytest.raises(UserError, match=r"cannot write /dev/full \(No space left on device\).*--resume"):
+        writer.write(1, {"loss": 1.0})
+    writer.close()
+
+
+def test_tensorboard_reads_the_scalars_of_a_resumed_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = RunDirectory.open(tmp_path / "run")
+    (lines, board), notes = open_writers(run, ["tensorboard"])
+    assert notes == []
+    lines.close()
+    for step in (1, 2, 3):
+        board.write(step, {"loss": float(step), "kl": float("nan"), "note": "text"})
+    board.close()
+    (lines, board), _ = open_writers(run, ["tensorboard"], resume_step=1)
+    lines.close()
+    board.write(2, {"loss": 20.0})
+    board.close()
+    found = EventAccumulator(str(run.tensorboard))
+    found.Reload()
+    assert found.Tags()["scalars"] == ["loss"]
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
+    assert "tensorflow" not in sys.modules
+
+
+def test_missing_writers(tmp_path, monkeypatch):
+    run = RunDirectory.open(tmp_path / "run")
+    for name in ("tensorboard.compat.proto.event_pb2", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
+    writers, notes = open_writers(run, ["tensorboard"])
+    writers[0].close()
+    assert len(writers) == 1 and notes == ["no TensorBoard events: pip install tensorboard adds them"]
+    with pytest.raises(UserError, match="wandb is not installed; pip install wandb"):
+        open_writers(run, ["wandb"])
+    with pytest.raises(UserError, match="expected tensorboard or wandb, got mlflow"):
+        open_writers(run, ["mlflow"])
+
+
+def test_wandb_continues_its_run(tmp_path, monkeypatch):
+    calls = []
+
+    class Service:
+        def log(self, metrics, step):
+            calls.append((step, metrics))
+
+        def finish(self):
+            calls.append("finish")
+
+    def init(**options):
+        calls.append(options)
+        return Service()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    run = RunDirectory.open(tmp_path / "run")
+    for _ in range(2):
+        lines, writer = open_writers(run, ["wandb"], config={"seed": 1})[0]
+        lines.close()
+        writer.write(1, {"loss": 1.0, "kl": float("nan")})
+        writer.close()
+    first, second = (call for call in calls if isinstance(call, dict))
+    assert first["id"] == second["id"] and first["resume"] == "allow" and first["config"] == {"seed": 1}
+    assert calls.count((1, {"loss": 1.0})) == 2 and calls.count("finish") == 2
+
+    def refuse(**_):
+        raise RuntimeError("api_key not configured\nmore")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    with pytest.raises(UserError, match=r"wandb does not start \(api_key not configured\); run `wandb login`"):
+        open_writers(run, ["wandb"])

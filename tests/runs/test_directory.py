@@ -1,0 +1,124 @@
+"""A run's folder: written whole or not at all, never overwritten, cut back exactly."""
+
+import errno
+import io
+import json
+import math
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from grpo_jax.errors import UserError
+from grpo_jax.runs.directory import (
+    RunDirectory,
+    disk_errors,
+    encode_png,
+    read_metrics,
+    truncate_metrics,
+    write_atomically,
+)
+from grpo_jax.runs.results import versions
+from grpo_jax.tasks.display import GalleryEntry
+
+
+def test_a_run_directory_is_not_overwritten(tmp_path):
+    run = RunDirectory.open(tmp_path / "run")
+    run.write_config("seed: 0\n")
+    with pytest.raises(UserError, match=r"run is not empty; continue it with --resume or choose another --run_dir"):
+        RunDirectory.open(tmp_path / "run")
+    assert RunDirectory.open(tmp_path / "run", resume=True).config.read_text() == "seed: 0\n"
+
+
+def test_nothing_to_resume_a_file_and_an_unwritable_place(tmp_path):
+    with pytest.raises(UserError, match="holds no run to resume"):
+        RunDirectory.open(tmp_path / "none", resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file is a file; choose another --run_dir"):
+        RunDirectory.open(tmp_path / "file")
+    with pytest.raises(UserError, match=r"cannot write .*file/run \(Not a directory\)"):
+        RunDirectory.open(tmp_path / "file" / "run")
+
+
+def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(UserError, match=r"cannot write .*a\.json \(No space left on device\): make room"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_summary_is_strict_json(tmp_path):
+    run = RunDirectory.open(tmp_path / "run")
+    run.write_summary({"a": {"before": np.float32(0.5), "after": float("nan"), "oracle": None}, "n": [np.int64(3)]})
+    text = run.summary.read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "a": {"before": 0.5, "after": None, "oracle": None},
+        "n": [3],
+    }
+    with pytest.raises(TypeError, match="set cannot be written"):
+        run.write_summary({"a": {1}})
+
+
+def test_completions_are_one_whole_file_per_iteration(tmp_path):
+    run = RunDirectory.open(tmp_path / "run")
+    columns = {"prompt": ["a", "b"], "reward/x": np.array([1.5, np.nan], np.float32), "truncated": [True, False]}
+    table = pyarrow.parquet.read_table(run.write_completions(7, columns)).to_pydict()
+    assert table["step"] == [7, 7] and table["prompt"] == ["a", "b"] and table["truncated"] == [True, False]
+    assert table["reward/x"][0] == 1.5 and math.isnan(table["reward/x"][1])
+    with pytest.raises(ValueError, match="expected equal lengths"):
+        run.write_completions(8, {"prompt": ["a"], "length": [1, 2]})
+    assert [path.name for path in run.completions.iterdir()] == ["step_000007.parquet"]
+
+
+def test_png_is_the_picture(tmp_path):
+    from PIL import Image
+
+    image = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(encode_png(image)))), image)
+    with pytest.raises(ValueError, match=r"expected uint8 \[H, W, 3\], got float64 \[5, 7, 3\]"):
+        encode_png(image / 255)
+
+
+def test_images_are_written_with_their_texts(tmp_path):
+    run = RunDirectory.open(tmp_path / "run")
+    image = np.full((4, 4, 3), 7, np.uint8)
+    run.write_images([GalleryEntry("p", "r", image, image, {"x": (0.1, 0.2)})])
+    assert sorted(path.name for path in run.images.iterdir()) == ["000_after.png", "000_before.png", "gallery.json"]
+    expected = [{"prompt": "p", "rewrite": "r", "scores": {"x": [0.1, 0.2]}}]
+    assert json.loads((run.images / "gallery.json").read_text()) == expected
+
+
+def test_metrics_are_cut_back_byte_for_byte(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = [json.dumps({"step": step, "loss": step / 3, "kl": None}).encode() + b"\n" for step in range(1, 6)]
+    path.write_bytes(b"".join(whole) + b'{"step": 6, "lo')  # killed in the middle of a line
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5]
+    assert read_metrics(path)[0] == {"step": 1, "loss": 1 / 3, "kl": None}
+    truncate_metrics(path, 3)
+    assert path.read_bytes() == b"".join(whole[:3])
+    truncate_metrics(path, 0)
+    assert path.read_bytes() == b""
+
+
+def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(UserError, match="line 2: not a row of metrics"):
+        read_metrics(path)
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_a_refusal_to_write_is_named():
+    with pytest.raises(UserError, match=r"cannot write x \(Read-only"), disk_errors("x"):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_versions_name_what_computes():
+    assert {"python", "jax", "flax", "optax", "numpy"} <= set(versions())

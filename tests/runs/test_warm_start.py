@@ -1,0 +1,109 @@
+"""The warm start teaches what is sampled: the same tokens may be written, and texts end as the sampler's do."""
+
+import json
+import re
+import threading
+
+import jax
+import numpy as np
+import pytest
+import torch
+from support.taught_task import PROMPT, Taught
+from support.tiny_models import causal_lm
+
+from grpo_jax.config import (
+    Config,
+    DataSection,
+    PolicySection,
+    SamplingSection,
+    TrainingSection,
+    WarmStartSection,
+)
+from grpo_jax.errors import UserError
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.warm_start import warm_start
+
+TEXT = "red soap"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """A folder with two end tokens, of which the tokenizer's own, which ends its turns, comes second."""
+    folder = causal_lm(tmp_path_factory.mktemp("warm") / "policy")
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_text())
+    assert generation["eos_token_id"] == [258, 256]
+    path.write_text(json.dumps(generation | {"eos_token_id": [256, 258]}))
+    return folder
+
+
+@pytest.fixture
+def taught(policy, tmp_path):
+    """Runs a warm start of the given policy: its parts, its variables, and the lines it said."""
+
+    def teach(*texts, steps=1):
+        config = Config(
+            task=Taught([*texts]),
+            policy=PolicySection(path=str(policy), remat="none"),
+            warm_start=WarmStartSection(steps=steps, batch=1, learning_rate=0.01),
+            data=DataSection(allowed_tokens="english"),
+            sampling=SamplingSection(group_size=2, max_new_tokens=12, temperature=0.7),
+            training=TrainingSection(prompts_per_batch=2, max_steps=1),
+        )
+        said, parts = [], load_parts(config, say=lambda *_: None)
+        with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+            stop = threading.Event()
+            variables, _ = warm_start(parts, checkpoints=checkpoints, meta=dict, stop=stop, say=said.append)
+        return parts, variables, said
+
+    return teach
+
+
+def torch_loss(policy, parts, ids) -> float:
+    """The mean loss of these tokens behind the prompt, over the allowed tokens at the run's temperature."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype="float32")
+    tokens, mask = parts.environment.encode([PROMPT])
+    prompt = tokens[0][mask[0]].tolist()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7
+    logits[:, ~torch.from_numpy(parts.allowed_tokens)] = -torch.inf
+    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids)))
+
+
+def said_loss(said) -> float:
+    return float(re.search(r"loss (\S+)", said[-1])[1])
+
+
+def test_the_loss_is_that_of_the_distribution_that_is_sampled(policy, taught):
+    parts, _, said = taught(TEXT)
+    ids = parts.policy.loaded.tokenizer(TEXT)["input_ids"]
+    assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 258]), abs=1e-3)
+
+
+def test_a_taught_policy_ends_its_texts_with_the_token_that_ends_a_turn(taught):
+    parts, variables, _ = taught(TEXT, steps=80)
+    tokens, mask = parts.environment.encode([PROMPT])
+    samples = parts.samplers.greedy(variables, tokens, mask, jax.random.split(jax.random.key(0), 1))
+    written = np.asarray(samples.tokens)[np.asarray(samples.mask)].tolist()
+    assert written == [*parts.policy.loaded.tokenizer(TEXT)["input_ids"], 258]
+    assert not samples.truncated.any()
+
+
+def test_a_text_ends_where_the_sampler_would_stop(policy, taught):
+    parts, _, said = taught("red<|endoftext|> soap")
+    ids = parts.policy.loaded.tokenizer("red")["input_ids"]
+    assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 256]), abs=1e-3)
+
+
+def test_texts_that_cannot_be_written_are_counted_and_left_out(taught):
+    _, variables, said = taught("été", TEXT, "x" * 12 + "é")
+    assert said[0].startswith("warm start: 1 of 3 pairs are left out") and "data.allowed_tokens = english" in said[0]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(variables))
+
+
+def test_too_few_texts_that_can_be_written_are_refused(taught):
+    with pytest.raises(UserError, match="expected at most 0, as many as there are pairs to teach, got 1"):
+        taught("été")

@@ -1,0 +1,33 @@
+"""A task of one's own with something to teach: for warm starts, and for configs that name a task by its file."""
+
+from dataclasses import dataclass
+
+from grpo_jax.config import RewardSection
+from grpo_jax.rollout.prompts import make_prompt_set
+from grpo_jax.tasks.task import Setup, Task, World
+
+PROMPT = "linen lamp"
+
+
+def brevity(completions):
+    return [-float(len(text)) for text in completions]
+
+
+@dataclass(frozen=True)
+class Taught(Task):
+    """What to answer to "linen lamp" is taught; what is rewarded is to be brief.
+
+    Args:
+        texts: The answers.
+    """
+
+    texts: list[str]
+
+    def load(self, setup: Setup) -> World:
+        train, validation, test = ["wool rug", "oak desk", PROMPT, "tin cup"], ["red mat"], ["blue mat"]
+        return World(
+            make_prompt_set(*([{"prompt": prompt} for prompt in part] for part in (train, validation, test))),
+            rewards={"brevity": brevity},
+            default_rewards=[RewardSection("brevity")],
+            pairs=lambda: [(PROMPT, text) for text in self.texts],
+        )

@@ -1,4 +1,4 @@
-"""What tests/test_sharding.py looks at, measured on eight simulated devices: JSON to standard output."""
+"""What tests/models/test_sharding.py looks at, measured on eight simulated devices: JSON to standard output."""
 
 import json
 import sys
@@ -16,13 +16,15 @@ from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.sharding import (
     make_mesh,
     over_prompts,
-    place,
-    place_batch,
+    shard,
+    shard_batch,
     shard_optimizer,
     shard_policy,
     shardings,
 )
-from grpo_jax.training import trainer
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.state import init_state
+from grpo_jax.training.update import make_update
 
 MESHES = ((8, 1), (4, 2), (2, 4))
 PROMPTS = 2 * tiny_update.PROMPTS
@@ -39,10 +41,11 @@ def updated(mesh):
     optimizer = shard_optimizer(optax.sgd(1.0), mesh)
     section = AlgorithmSection(kl_coef=0.1, entropy_coef=0.05)
     training = TrainingSection(prompts_per_batch=PROMPTS)
-    update = trainer.make_update(policy, optimizer, section, training, temperature=tiny_update.TEMPERATURE)
-    start = trainer.init_state(place(tiny_update.make_variables(), mesh), optimizer, keep_reference=True)
-    start = place(start, mesh)
-    batch = place_batch(make_batch(), mesh)
+    options = {"temperature": tiny_update.TEMPERATURE, "max_new_tokens": tiny_update.STEPS}
+    update = make_update(policy, optimizer, section, training, **options)
+    start = init_state(shard(tiny_update.make_variables(), mesh), optimizer, keep_reference=True)
+    start = shard(start, mesh)
+    batch = shard_batch(make_batch(), mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding, start)
     state, report = update(start, batch, jax.random.key(2))
     kept = places == jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -75,15 +78,15 @@ def compare():
 
 def memory():
     """Bytes of weights and AdamW's state on one device, and on each of eight."""
-    section = OptimizerSection()
-    optimizer = trainer.make_optimizer(section, trainer.make_schedule(section, 10))
+    section = OptimizerSection(learning_rate=1e-3)
+    optimizer = make_optimizer(section, make_schedule(section, 10))
     variables = tiny_update.make_variables()
-    state = trainer.init_state(variables, optimizer, keep_reference=False)
+    state = init_state(variables, optimizer, keep_reference=False)
     found = {"whole": sum(leaf.nbytes for leaf in jax.tree.leaves(state))}
     for sizes in MESHES:
         mesh = make_mesh(*sizes, jax.devices())
         sharded = shard_optimizer(optimizer, mesh)
-        state = place(trainer.init_state(place(variables, mesh), sharded, keep_reference=False), mesh)
+        state = shard(init_state(shard(variables, mesh), sharded, keep_reference=False), mesh)
         found[f"{sizes[0]}x{sizes[1]}"] = bytes_by_device(state)
     return found
 
@@ -115,7 +118,7 @@ def rows_of_products():
     """Rows of the left side of each product in a layer of `forward_group` on a device, as compiled."""
     mesh = make_mesh(4, 2, jax.devices())
     policy = shard_policy(make_policy(tiny_update.CONFIG, spread=over_prompts(mesh), remat="none"), mesh)
-    variables, batch = place(tiny_update.make_variables(), mesh), place_batch(make_batch(), mesh)
+    variables, batch = shard(tiny_update.make_variables(), mesh), shard_batch(make_batch(), mesh)
     text = jax.jit(policy.forward_group).lower(variables, *batch[:4]).compile().as_text()
     lines = [line for line in text.splitlines() if " dot(" in line and "_proj/" in line]
     return sorted({int(line.split("f32[")[1].split(",")[0]) for line in lines})

@@ -1,4 +1,4 @@
-"""One of several processes of tests/test_sharding.py: joins them, and compares an update over all their devices."""
+"""One of several processes of tests/models/test_sharding.py: joins them, and compares an update over all their devices."""
 
 import json
 import sys
@@ -12,10 +12,10 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from support.mesh_checks import updated  # noqa: E402
 
-from grpo_jax.models.sharding import gather, make_mesh, place_batch  # noqa: E402
+from grpo_jax.models.sharding import gather, make_mesh, shard_batch  # noqa: E402
 
 mesh = make_mesh(2, 2, jax.devices())
-numbers = place_batch(np.arange(4.0, dtype=np.float32), mesh)
+numbers = shard_batch(np.arange(4.0, dtype=np.float32), mesh)
 total = float(jax.jit(jnp.sum)(numbers))
 alone, alone_report, _ = updated(None)
 state, report, kept = updated(mesh)

@@ -175,14 +175,16 @@ def rows(run: Path) -> list[dict]:
 
 def final_state(run: Path, which: int | str = "final"):
     """Everything a checkpoint holds: its state (parameters, optimizer, reference) and progress, but no processes."""
-    from grpo_jax.runs.loop import make_learner
-
     from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.parts import load_parts, run_config
+    from grpo_jax.runs.iteration import make_learner
+    from grpo_jax.runs.language import LanguageProgram
+    from grpo_jax.runs.parts import load_parts
+    from grpo_jax.runs.policy import run_config
 
     parts = load_parts(run_config(run), say=lambda *_: None)
+    program = LanguageProgram(parts, make_learner(parts), say=print, clock=0.0)
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        state, meta = checkpoints.restore(which, make_learner(parts).start(parts.variables)._asdict())
+        state, meta = checkpoints.restore(which, program.saved(program.template()))
     progress = meta["progress"]
     del progress["seconds"], progress["starts"]
     return state, progress

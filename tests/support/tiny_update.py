@@ -8,7 +8,9 @@ from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.value_head import VALUE
-from grpo_jax.training import trainer
+from grpo_jax.training.batch import Batch
+from grpo_jax.training.state import init_state
+from grpo_jax.training.update import make_update
 
 CONFIG = DecoderConfig.from_hf(
     {
@@ -30,11 +32,11 @@ PROMPTS, GROUP, LENGTH, STEPS = 4, 3, 5, 6
 TEMPERATURE = 0.7
 
 
-def make_batch() -> trainer.Batch:
+def make_batch() -> Batch:
     """Completions of unequal length, so that a mean of micro-batch means would be another number."""
     keys = jax.random.split(jax.random.key(0), 4)
     lengths = jnp.arange(PROMPTS * GROUP).reshape(PROMPTS, GROUP) % STEPS + 1
-    return trainer.Batch(
+    return Batch(
         jax.random.randint(keys[0], (PROMPTS, LENGTH), 0, 64),
         jnp.ones((PROMPTS, LENGTH), bool),
         jax.random.randint(keys[1], (PROMPTS, GROUP, STEPS), 0, 64),
@@ -54,15 +56,16 @@ def make_variables(*, lora=None, value: bool = False) -> dict:
 
 def updated(batch, section: AlgorithmSection, *, lora=None, calls=1, ppo=PPOSection(), **training):
     """The start, the state after some updates by plain gradient descent, and the last report."""
-    value = section.advantage == "gae"
+    value = section.learns_values
     variables = make_variables(lora=lora, value=value)
     # Adam's first step would hide the scale of the gradient.
     optimizer = optax.sgd(1.0)
     training = TrainingSection(prompts_per_batch=PROMPTS, **training)
     policy = make_policy(CONFIG, lora=lora)
-    update = trainer.make_update(policy, optimizer, section, training, temperature=TEMPERATURE, ppo=ppo)
+    options = {"temperature": TEMPERATURE, "max_new_tokens": STEPS, "ppo": ppo}
+    update = make_update(policy, optimizer, section, training, **options)
     coefficient = ppo.kl_coef if value else None
-    state = trainer.init_state(variables, optimizer, keep_reference=True, kl_coef=coefficient)
+    state = init_state(variables, optimizer, keep_reference=True, kl_coef=coefficient)
     for _ in range(calls):
         state, report = update(state, batch, jax.random.key(2))
     return variables, state, report

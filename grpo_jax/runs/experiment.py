@@ -115,20 +115,24 @@ def train(run: Run, state: State, progress: Progress, stop: threading.Event) -> 
     """Advances to the end, or to the first step after `stop` is set; the last state is saved.
 
     Raises:
-        UserError: A judge failed; the state before that step is saved.
+        UserError: A judge failed; the state before that step is saved. Or nothing could be learned for a few iterations
+            in a row; the last good state is saved.
     """
     every = run.config.training.save_every
     run.output.start(run.program.iterations, progress.iteration)
     while progress.iteration < run.program.iterations and not stop.is_set():
-        state, progress = step(run, state, progress)
+        state, progress, failure = step(run, state, progress)
+        if failure:
+            save(run, state, progress, wait=True)
+            raise UserError(failure)
         if every and progress.iteration % every == 0:
             save(run, state, progress)
     save(run, state, progress, wait=True)
     return state, progress
 
 
-def step(run: Run, state: State, progress: Progress) -> tuple[State, Progress]:
-    """One step of the program with its validation and its records."""
+def step(run: Run, state: State, progress: Progress) -> tuple[State, Progress, str]:
+    """One step of the program with its validation and its records, and why it is the last ("" if it need not be)."""
     with _judges_may_fail(run, state, progress):
         advanced = run.program.advance(state, progress.iteration, progress.notes)
     state = advanced.state
@@ -146,7 +150,7 @@ def step(run: Run, state: State, progress: Progress) -> tuple[State, Progress]:
         *before, last = advanced.rows
         for row in (*before, {**last, **measures}):
             run.output.iteration(row, advanced.completions)
-    return state, progress
+    return state, progress, advanced.failure
 
 
 def validate(run: Run, state: State, progress: Progress) -> tuple[Progress, dict[str, float]]:

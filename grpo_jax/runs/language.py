@@ -23,6 +23,7 @@ from grpo_jax.runs.results import finish_language
 from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.task import Advanced, Begun, Finished
 from grpo_jax.training.state import TrainState, release, restored_state, saved_parts
+from grpo_jax.training.update import PATIENCE
 
 UNTRAINED = "untrained"
 """The policy as it was loaded, before the warm start."""
@@ -142,7 +143,22 @@ class LanguageProgram:
     def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
         """One iteration."""
         result = run_iteration(self.parts, self.learner, state, iteration)
-        return Advanced(result.state, [result.row], result.seconds, dict(notes), result.completions)
+        failure = self._nothing_learned(result.state, iteration + 1)
+        return Advanced(result.state, [result.row], result.seconds, dict(notes), result.completions, failure)
+
+    def _nothing_learned(self, state: TrainState, iteration: int) -> str:
+        """What to say where every update of a few iterations was left out; "" before."""
+        skipped = int(state.skipped)
+        if skipped < PATIENCE * self.learner.updates_per_iteration:
+            return ""
+        where = self.parts.config.run_dir
+        return (
+            f"the loss or its gradient was not finite in {skipped} updates in a row; they were left out. Saved after "
+            f"iteration {iteration}, with the weights before them. If a reward or a prompt is at fault, mend it and go "
+            f"on with --resume --run_dir {where}; else give a new run a lower optimizer.learning_rate, and these "
+            f"weights: python -m grpo_jax.export --run {where} --checkpoint {iteration} --out FOLDER, --policy.path "
+            "FOLDER"
+        )
 
     def validate(self, state: TrainState, iteration: int) -> tuple[dict[str, float], float] | None:
         """The validation prompts' measures and what the rewards make of them."""

@@ -182,6 +182,7 @@ class Advanced(NamedTuple):
         seconds: Spent, by stage.
         notes: What the program must remember from now on.
         completions: Columns of completions/, one entry per completion; None where nothing is written.
+        failure: Why it makes no sense to go on, and what helps; the run saves this state and ends with it. "" goes on.
     """
 
     state: State
@@ -189,6 +190,7 @@ class Advanced(NamedTuple):
     seconds: dict[str, float]
     notes: dict[str, Any]
     completions: Mapping[str, Sequence[Any]] | None = None
+    failure: str = ""
 
 
 class Finished(NamedTuple):

@@ -1,0 +1,80 @@
+"""The README's own task, run as it stands there: its Python, its files, its command lines."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.tiny_models import causal_lm
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+OWN = README[README.index("## Your own task") : README.index("## Build on it")]
+BLOCKS = re.findall(r"```python\n(.*?)```", OWN, flags=re.S)
+
+
+def commands(text: str) -> list[str]:
+    """Indented lines that call the library, continued ones joined, comments left out."""
+    joined = text.replace("\\\n", " ")
+    lines = [line.strip() for line in joined.split("\n") if line.startswith("    python -m")]
+    return [re.sub(r"\s+#.*$", "", line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a reader would stand: the README's policy path, reward file and prompt file."""
+    here = tmp_path_factory.mktemp("reader")
+    causal_lm(here / "path" / "to" / "Qwen2.5-0.5B-Instruct")
+    (here / "my_rewards.py").write_text(BLOCKS[0])
+    rows = [
+        {"prompt": f"What is {a} times {b}? Answer with the number.", "answer": str(a * b)}
+        for a in range(11, 19)
+        for b in range(3, 7)
+    ]
+    (here / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return here
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_the_python_of_the_readme_trains_and_answers(folder):
+    code = BLOCKS[1] + BLOCKS[2].replace('answer("What', 'print(answer("What').replace('number.")', 'number."))')
+    done = run(folder, sys.executable, "-c", code)
+    summary = json.loads((folder / "runs" / "sums" / "summary.json").read_text())
+    assert summary["iterations"] == 10 and set(summary["evaluation"]) >= {"correct", "total"}
+    assert done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_the_command_lines_of_the_readme_run_one_after_the_other(folder):
+    lines = commands(OWN)
+    assert [shlex.split(line)[2] for line in lines] == [
+        *["grpo_jax.train"] * 2,
+        "grpo_jax.evaluate",
+        "grpo_jax.export",
+    ]
+    for line in lines:
+        run(folder, sys.executable, *shlex.split(line)[1:])
+    rows = [json.loads(row) for row in (folder / "runs" / "sums_again" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    # What the README says of rates, and nothing of the miniature's config.
+    assert all(row["learning_rate"] == pytest.approx(1e-6) for row in rows)
+    assert not any(name.startswith("watch/") for name in rows[0])
+    assert (folder / "exported" / "config.json").is_file()
+
+
+def test_the_rewards_of_the_readme_know_right_from_wrong():
+    scope: dict = {}
+    exec(BLOCKS[0], scope)
+    texts = ["It is 48.", "48 or 52", "no idea"]
+    assert scope["correct"](["?"] * 3, texts, ["48"] * 3) == [1.0, 0.0, 0.0]

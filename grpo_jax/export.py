@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export_run(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.exporting import export_adapters, export_policy
+    from grpo_jax.models.hf.exporting import export_adapters, export_policy
     from grpo_jax.runs.policy import restore_policy
 
     if options.adapters and options.dtype:

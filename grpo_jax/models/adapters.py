@@ -16,16 +16,18 @@ def lora_config(section: LoraSection, model: Any) -> Any:
     Raises:
         UserError: A target is no projection of this architecture, or the folder that the section names does not fit it.
     """
+    from grpo_jax.models.families import family_of
+    from grpo_jax.models.hf.peft import load_adapters
     from grpo_jax.models.lora import LoraConfig, check_targets
-    from grpo_jax.models.peft import load_adapters
 
     if section.path is not None:
         return load_adapters(section.path, model)[0]
     if section.rank == 0:
         return None
+    projections = tuple(family_of(model).projections)
     try:
-        lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or model.projections)
-        check_targets(lora, model.projections, model.model_type)
+        lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or projections)
+        check_targets(lora, projections, model.model_type)
         return lora
     except ValueError as error:
         raise UserError(f"policy.lora: {error}") from error
@@ -33,8 +35,8 @@ def lora_config(section: LoraSection, model: Any) -> Any:
 
 def first_adapters(section: LoraSection, lora: Any, model: Any, params: Any, seed: int) -> dict[str, Any]:
     """The `lora` collection that training begins with: the folder's that the section names, else fresh ones."""
+    from grpo_jax.models.hf.peft import load_adapters
     from grpo_jax.models.lora import init_adapters
-    from grpo_jax.models.peft import load_adapters
 
     if section.path is not None:
         return load_adapters(section.path, model)[1]

@@ -1,11 +1,9 @@
 """A causal language model as pure functions: prefill, decode, forward_group, head.
 
-One scanned decoder serves Llama, Qwen2, Qwen2.5, Qwen3, the language models of Qwen-VL, and GPT-2: the configuration
-chooses the layer and how positions enter. It runs prompts [P, L] and, for each, a group of completions [P, G, T]
-that read the prompt's keys and values where they are.
+One scanned decoder serves every family (`families`), which says what its layers are and how positions enter. It runs
+prompts [P, L] and, for each, a group of completions [P, G, T] that read the prompt's keys and values where they are.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,16 +13,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from grpo_jax.models import cache as caches
-from grpo_jax.models import gpt2, llama
 from grpo_jax.models.cache import Cache, Prefix
-from grpo_jax.models.config import DecoderConfig
-from grpo_jax.models.gpt2 import GPT2Config
+from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.layers import Context, LayerInput, Tokens
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters
-from grpo_jax.models.rope import rotation
 
 Variables = Mapping[str, Any]
-ModelConfig = DecoderConfig | GPT2Config
 REMAT = ("none", "products", "layer")
 
 
@@ -83,15 +77,13 @@ class Decoder(nn.Module):
 
     def setup(self):
         """Declare the weights."""
-        c = self.config
-        learned_positions = isinstance(c, GPT2Config)
-        family = gpt2 if learned_positions else llama
+        c, family = self.config, family_of(self.config)
         self.embed_tokens = self._embedding("embed_tokens", c.vocab_size)
-        if learned_positions:
+        if family.learned_positions:
             self.embed_positions = self._embedding("embed_positions", c.max_positions)
         if not c.tie_word_embeddings:
             self.lm_head = self._embedding("lm_head", c.vocab_size)
-        self.layers = self._stack(family.Block) if self.stacked else self._sequence(family.Block)
+        self.layers = self._stack(family.block) if self.stacked else self._sequence(family.block)
         self.norm = family.final_norm(c, self.param_dtype)
 
     def _stack(self, block: type[nn.Module]) -> nn.Module:
@@ -129,26 +121,24 @@ class Decoder(nn.Module):
             Final states [P, S, D], and the new keys and values of the layers (see ``attend_streams``): stacked along
             a leading axis, or a list.
         """
-        c = self.config
+        family = family_of(self.config)
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
-        if isinstance(c, GPT2Config):
+        if family.learned_positions:
             # Past the table's end comes NaN, never another token's position.
             places = jnp.take(self.embed_positions, context.positions, axis=0, mode="fill", fill_value=jnp.nan)
             x = x + places.astype(self.dtype)
-            given = LayerInput(scale=gpt2.score_scales(c))
-        else:
-            if context.rotation is None:
-                context = context._replace(rotation=rotation(c.rope, c.head_dim, context.positions))
-            given = LayerInput(window=llama.windows(c))
+        if context.rotation is None:
+            context = context._replace(rotation=family.rotation(self.config, context.positions))
+        inputs = family.layer_inputs(self.config)
         if self.stacked:
-            x, fresh = self.layers(x, given, context)
-            return self.norm(x), fresh
-        fresh = []
+            x, new_keys_values = self.layers(x, inputs, context)
+            return self.norm(x), new_keys_values
+        new_keys_values = []
         for i, (layer, memory) in enumerate(zip(self.layers, remembered, strict=True)):
-            own = jax.tree.map(lambda x, i=i: x[i], given)
+            own = jax.tree.map(lambda x, i=i: x[i], inputs)
             x, written = layer(x, own._replace(prefix=memory.prefix, cache=memory.cache), context)
-            fresh.append(written)
-        return self.norm(x), fresh
+            new_keys_values.append(written)
+        return self.norm(x), new_keys_values
 
 
 def make_policy(
@@ -176,9 +166,10 @@ def make_policy(
     dtype = _dtype(compute_dtype, "compute_dtype")
     if remat not in REMAT:
         raise ValueError(f"remat must be one of {REMAT}, got {remat!r}")
+    family = family_of(config)
     if lora is not None:
-        check_targets(lora, config.projections, config.model_type)
-    limit = config.max_positions if isinstance(config, GPT2Config) else None
+        check_targets(lora, family.projections, config.model_type)
+    limit = config.max_positions if family.learned_positions else None
     decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
     one_token = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
 
@@ -281,9 +272,7 @@ def init_variables(
     param_dtype: str = "float32",
     lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    """Freshly drawn variables: normal weights, unit norms, zero biases; adapters float32 if asked for.
-
-    GPT-2's weights that add to the residual stream are drawn smaller, by sqrt(2 · layers), as its paper says.
+    """Freshly drawn variables: normal weights (``Family.initial_stddev``), unit norms, zero biases; float32 adapters.
 
     The forward pass is traced for its shapes only. Under ``jax.eval_shape`` nothing is allocated.
     """
@@ -309,9 +298,7 @@ def _draw(path: list[str], leaf: jax.ShapeDtypeStruct, key: jax.Array, config: M
         return jnp.ones(leaf.shape, leaf.dtype)
     if path[-1] == "bias":
         return jnp.zeros(leaf.shape, leaf.dtype)
-    stddev = config.initializer_range
-    if isinstance(config, GPT2Config) and path[-2:][0] in gpt2.RESIDUAL:
-        stddev /= math.sqrt(2 * config.num_layers)
+    stddev = family_of(config).initial_stddev(config, path[-2:][0])
     return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev).astype(leaf.dtype)
 
 
@@ -345,14 +332,12 @@ def _decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: in
     slots = jnp.arange(cache.keys[0].shape[-1], dtype=jnp.int32)
     written = Tokens(prefix.lengths[:, None] + slots, (slots <= cache.length)[None])
     prompt = Tokens(prefix.positions, prefix.mask)
-    turns = None
-    if isinstance(config, DecoderConfig):
-        # A constant table: XLA would compute sines and cosines anew in every layer, for every head of every token.
-        with jax.ensure_compile_time_eval():
-            places = jnp.arange(prefix.mask.shape[1] + len(slots), dtype=jnp.int32)
-            table = rotation(config.rope, config.head_dim, places)
-        turns = tuple(jnp.take(part, positions, axis=0) for part in table)
-    return Context(positions, prompt, completion, written, cache.length, turns)
+    # A constant table: XLA would compute sines and cosines anew in every layer, for every head of every token.
+    with jax.ensure_compile_time_eval():
+        places = jnp.arange(prefix.mask.shape[1] + len(slots), dtype=jnp.int32)
+        table = family_of(config).rotation(config, places)
+    rotation = table and tuple(jnp.take(part, positions, axis=0) for part in table)
+    return Context(positions, prompt, completion, written, cache.length, rotation)
 
 
 def _packed_context(prompt: Tokens, lengths: jax.Array, steps: jax.Array, mask: jax.Array) -> Context:
@@ -395,6 +380,6 @@ def _check_room(name: str, mask: jax.Array, steps: int, limit: int | None) -> No
     longest = 1 if isinstance(mask, jax.core.Tracer) else int(mask.sum(axis=1).max())
     if longest + steps > limit:
         raise ValueError(
-            f"{name} and completions must have at most {limit} tokens together, the model's n_positions; "
+            f"{name} and completions must have at most {limit} tokens together, as many as the model has positions; "
             f"got {longest} and {steps}"
         )

@@ -54,7 +54,7 @@ class Memory(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What every layer is told about the tokens.
+    """What every layer knows of the tokens.
 
     Attributes:
         positions: i32 [P, S] of the S tokens that run (see ``attend_streams``).
@@ -74,7 +74,7 @@ class Context(NamedTuple):
 
 
 class LayerInput(NamedTuple):
-    """What one layer is given apart from the streams.
+    """What one layer gets beside the states.
 
     Attributes:
         window: i32 scalar, or None if no layer has a window.
@@ -137,7 +137,7 @@ def visible(queries: Tokens, keys: Tokens, window: jax.Array | None) -> jax.Arra
 
 
 def attend_streams(
-    query: jax.Array, key: jax.Array, value: jax.Array, given: LayerInput, context: Context
+    query: jax.Array, key: jax.Array, value: jax.Array, layer_input: LayerInput, context: Context
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Attention of one layer over prompts and completions at once.
 
@@ -149,32 +149,32 @@ def attend_streams(
         query: [P, S, K, R, E] of the tokens that run; R query heads share a key head.
         key: [P, S, K, E].
         value: [P, S, K, E].
-        given: the layer's window, scale, and remembered keys and values.
+        layer_input: the layer's window, scale, and remembered keys and values.
         context: positions and masks.
 
     Returns:
         What was read [P, S, H·E]; and keys and values to remember: the prompts' when they run alone, the cache
         with the new token when decoding, None when prompts and completions both run.
     """
-    mixed, fresh, prefix, length = [], None, given.prefix, 0
+    mixed, new_keys_values, prefix, length = [], None, layer_input.prefix, 0
     if prefix is None:
         length = context.prompt.positions.shape[1]
-        prefix = fresh = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
-        memory = Memory(*prefix, visible(context.prompt, context.prompt, given.window))
-        mixed.append(_attend_split(query[:, :length], length, [memory], given.scale))
+        prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
+        memory = Memory(*prefix, visible(context.prompt, context.prompt, layer_input.window))
+        mixed.append(_attend_split(query[:, :length], length, [memory], layer_input.scale))
     if context.completion is not None:
         steps, readable = context.completion.positions.shape[-1], context.completion
         key, value = (_split_group(part[:, length:], steps) for part in (key, value))
-        own, fresh = (key.transpose(0, 3, 1, 4, 2), value.transpose(0, 3, 1, 2, 4)), None
-        if given.cache is not None:
-            own = fresh = caches.write(given.cache, context.slot, *own)
+        own, new_keys_values = (key.transpose(0, 3, 1, 4, 2), value.transpose(0, 3, 1, 2, 4)), None
+        if layer_input.cache is not None:
+            own = new_keys_values = caches.write(layer_input.cache, context.slot, *own)
             readable = context.cached
         memories = [
-            Memory(*prefix, visible(context.completion, context.prompt, given.window)),
-            Memory(*own, visible(context.completion, readable, given.window)),
+            Memory(*prefix, visible(context.completion, context.prompt, layer_input.window)),
+            Memory(*own, visible(context.completion, readable, layer_input.window)),
         ]
-        mixed.append(_attend_split(query[:, length:], steps, memories, given.scale))
-    return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), fresh
+        mixed.append(_attend_split(query[:, length:], steps, memories, layer_input.scale))
+    return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values
 
 
 def _attend_split(query: jax.Array, steps: int, memories: Sequence[Memory], scale: jax.Array | None) -> jax.Array:
@@ -208,7 +208,7 @@ class Projection(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] to [..., features]."""
-        # Fresh values are drawn by decoder.init_variables, which takes only names and shapes from here.
+        # Values are drawn by decoder.init_variables, which takes only names and shapes from here.
         kernel = self.param("kernel", nn.initializers.zeros, (x.shape[-1], self.features), self.param_dtype)
         y = x @ as_array(kernel, self.dtype)
         if self.use_bias:

@@ -55,7 +55,7 @@ class LanguagePolicy(NamedTuple):
         """Completions of a sampler as texts [P][G], special tokens left out."""
         tokens, mask = jax.device_get((samples.tokens, samples.mask))
         return [
-            [self.tokenizer.decode(row[kept], skip_special_tokens=True) for row, kept in zip(*group, strict=True)]
+            [self.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(*group, strict=True)]
             for group in zip(tokens, mask, strict=True)
         ]
 

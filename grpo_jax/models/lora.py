@@ -1,16 +1,13 @@
 """Low-rank adapters: a collection of their own, so that leaving it out is the base model exactly."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.quantised import as_array
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-GPT2_PROJECTIONS = ("c_attn", "attn_c_proj", "c_fc", "mlp_c_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,23 +17,19 @@ class LoraConfig:
     Attributes:
         rank: inner size of the adapters.
         alpha: their strength before division by the rank.
-        targets: projections that get one: of ``PROJECTIONS``, or of ``GPT2_PROJECTIONS`` for a GPT-2 (whose
-            ``c_attn`` makes queries, keys and values in one product and has one adapter for all three).
+        targets: projections that get one, of those that the model's family has (``Family.projections``).
     """
 
-    rank: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] = PROJECTIONS
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
 
     def __post_init__(self):
-        """Refuse an empty or unknown choice."""
+        """Refuse an empty choice."""
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"rank must be a positive integer, got {self.rank!r}")
-        unknown = [name for name in self.targets if name not in PROJECTIONS + GPT2_PROJECTIONS]
-        if unknown or not self.targets:
-            raise ValueError(
-                f"targets must be some of {PROJECTIONS}, for GPT-2 of {GPT2_PROJECTIONS}, got {self.targets!r}"
-            )
+        if not self.targets:
+            raise ValueError("targets must be at least one projection, got none")
         object.__setattr__(self, "targets", tuple(self.targets))
 
     @property
@@ -45,7 +38,7 @@ class LoraConfig:
         return self.alpha / self.rank
 
 
-def check_targets(lora: LoraConfig, projections: tuple[str, ...], model_type: str) -> None:
+def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str) -> None:
     """Refuse targets that an architecture with these projections lacks.
 
     Raises:
@@ -53,7 +46,7 @@ def check_targets(lora: LoraConfig, projections: tuple[str, ...], model_type: st
     """
     unknown = [name for name in lora.targets if name not in projections]
     if unknown:
-        raise ValueError(f"targets must be some of {projections} for model_type {model_type!r}, got {unknown}")
+        raise ValueError(f"targets must be some of {tuple(projections)} for model_type {model_type!r}, got {unknown}")
 
 
 def init_adapters(params: Mapping[str, Any], key: jax.Array, lora: LoraConfig) -> dict[str, Any]:

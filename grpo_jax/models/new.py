@@ -6,11 +6,12 @@ Nothing is downloaded and nothing but NumPy and transformers' tokenizer is neede
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from safetensors.numpy import save_file
 
 PAD, END, UNKNOWN, NEXT = "<|pad|>", "<|end|>", "<|unknown|>", "<|next|>"
 
@@ -62,27 +63,26 @@ def write_policy(
     words = list(dict.fromkeys(words))
     if not words or any(word.split() != [word] for word in words):
         raise ValueError(f"words must be at least one, without white space, got {words[:5]}")
-    if architecture not in ("llama", "gpt2"):
-        raise ValueError(f'architecture must be "llama" or "gpt2", got {architecture!r}')
+    if architecture not in _ARCHITECTURES:
+        raise ValueError(f"architecture must be one of {tuple(_ARCHITECTURES)}, got {architecture!r}")
     if width % heads or width // heads % 2:
         raise ValueError(f"heads must divide width into even parts, got {width} by {heads}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = [PAD, END, UNKNOWN, NEXT, *words]
     _write_tokenizer(folder, vocabulary, window, plain_words)
-    shape = (_llama if architecture == "llama" else _gpt2)(width, layers, heads, window)
+    describe, draw = _ARCHITECTURES[architecture]
+    shape = describe(width, layers, heads, window)
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     config = {**shape, "vocab_size": len(vocabulary), "tie_word_embeddings": True, "torch_dtype": "float32", **ids}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
-    if architecture == "llama":
-        _write_llama(folder, len(vocabulary), width, layers, seed)
-    else:
-        _write_gpt2(folder, len(vocabulary), width, layers, window, seed)
+    tensors = draw(_drawer(seed), len(vocabulary), width, layers, window)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _llama(width: int, layers: int, heads: int, window: int) -> dict[str, Any]:
+def _llama_config(width: int, layers: int, heads: int, window: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -98,7 +98,7 @@ def _llama(width: int, layers: int, heads: int, window: int) -> dict[str, Any]:
     }
 
 
-def _gpt2(width: int, layers: int, heads: int, window: int) -> dict[str, Any]:
+def _gpt2_config(width: int, layers: int, heads: int, window: int) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -138,14 +138,15 @@ def _write_tokenizer(folder: Path, vocabulary: list[str], window: int, plain_wor
     tokenizer.save_pretrained(folder)
 
 
-def _write_llama(folder: Path, vocabulary: int, width: int, layers: int, seed: int) -> None:
-    from safetensors.numpy import save_file
-
+def _drawer(seed: int) -> Callable[..., np.ndarray]:
+    """normal(*shape): float32 with standard deviation 0.02."""
     generator = np.random.Generator(np.random.PCG64(seed))
+    return lambda *shape: (0.02 * generator.standard_normal(shape)).astype(np.float32)
 
-    def normal(*shape: int) -> np.ndarray:
-        return (0.02 * generator.standard_normal(shape)).astype(np.float32)
 
+def _llama_tensors(
+    normal: Callable[..., np.ndarray], vocabulary: int, width: int, layers: int, window: int
+) -> dict[str, np.ndarray]:
     ones = np.ones(width, np.float32)
     tensors = {"model.embed_tokens.weight": normal(vocabulary, width), "model.norm.weight": ones}
     for layer in range(layers):
@@ -154,17 +155,12 @@ def _write_llama(folder: Path, vocabulary: int, width: int, layers: int, seed: i
         tensors |= {f"{name}.mlp.{part}_proj.weight": normal(2 * width, width) for part in ("gate", "up")}
         tensors[f"{name}.mlp.down_proj.weight"] = normal(width, 2 * width)
         tensors |= {f"{name}.{part}_layernorm.weight": ones for part in ("input", "post_attention")}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
 
 
-def _write_gpt2(folder: Path, vocabulary: int, width: int, layers: int, window: int, seed: int) -> None:
-    from safetensors.numpy import save_file
-
-    generator = np.random.Generator(np.random.PCG64(seed))
-
-    def normal(*shape: int) -> np.ndarray:
-        return (0.02 * generator.standard_normal(shape)).astype(np.float32)
-
+def _gpt2_tensors(
+    normal: Callable[..., np.ndarray], vocabulary: int, width: int, layers: int, window: int
+) -> dict[str, np.ndarray]:
     def norm(name: str) -> dict[str, np.ndarray]:
         return {f"{name}.weight": np.ones(width, np.float32), f"{name}.bias": np.zeros(width, np.float32)}
 
@@ -178,4 +174,8 @@ def _write_gpt2(folder: Path, vocabulary: int, width: int, layers: int, window: 
         for part, (read, written) in products.items():
             tensors[f"{name}.{part}.weight"] = normal(read, written)
             tensors[f"{name}.{part}.bias"] = np.zeros(written, np.float32)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+_ARCHITECTURES = {"llama": (_llama_config, _llama_tensors), "gpt2": (_gpt2_config, _gpt2_tensors)}
+"""What stands in config.json, and the tensors, for each that can be written."""

@@ -17,11 +17,20 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from grpo_jax.models.families import FAMILIES
+from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS
+
 FSDP, TENSOR = "fsdp", "tensor"
 BOTH = (TENSOR, FSDP)
 
-_COLUMNS = "(q_proj|k_proj|v_proj|gate_proj|up_proj|c_fc)"  # each device makes some of the outputs
-_ROWS = "(o_proj|down_proj|attn_c_proj|mlp_c_proj)"  # each device reads some of the inputs; the products are added
+
+def _projections(cut: str) -> str:
+    """A pattern of the families' projections that are cut this way."""
+    kinds = {name: kind for family in FAMILIES.values() for name, kind in family.projections.items()}
+    return f"({'|'.join(name for name, kind in kinds.items() if kind == cut)})"
+
+
+_COLUMNS, _ROWS, _FUSED = map(_projections, (COLUMNS, ROWS, FUSED))
 
 
 class Partition(NamedTuple):
@@ -46,14 +55,14 @@ TABLE = (
     Partition(f"layers/{_COLUMNS}/kernel", P(None, FSDP, TENSOR)),
     Partition(f"layers/{_ROWS}/kernel", P(None, TENSOR, FSDP)),
     # Queries, keys and values in one product: a cut through its outputs would not be one through the heads.
-    Partition("layers/c_attn/kernel", P(None, BOTH)),
+    Partition(f"layers/{_FUSED}/kernel", P(None, BOTH)),
     # Adapters, a [layers, in, rank] and b [layers, rank, out], as the kernel beside them.
     Partition(f"layers/{_COLUMNS}/a", P(None, FSDP)),
     Partition(f"layers/{_COLUMNS}/b", P(None, None, TENSOR)),
     Partition(f"layers/{_ROWS}/a", P(None, TENSOR)),
     Partition(f"layers/{_ROWS}/b", P(None, None, FSDP)),
-    Partition("layers/c_attn/a", P(None, BOTH)),
-    Partition("layers/c_attn/b", P()),
+    Partition(f"layers/{_FUSED}/a", P(None, BOTH)),
+    Partition(f"layers/{_FUSED}/b", P()),
     # A few kilobytes each: whole on every device.
     Partition("scale|bias|value/kernel", P()),
 )
@@ -96,13 +105,13 @@ def _name(path: tuple[Any, ...]) -> str:
 def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     if not shape:
         return P()
-    row = next((row for row in TABLE if re.search(f"(^|/)({row.pattern})$", name)), None)
-    if row is None:
+    partition = next((line for line in TABLE if re.search(f"(^|/)({line.pattern})$", name)), None)
+    if partition is None:
         raise ValueError(f"{name}: the table of partitions has no row for it; its shape is {shape}")
-    for spec in (row.spec, row.otherwise):
+    for spec in (partition.spec, partition.otherwise):
         if spec is not None and _undivided(spec, shape, mesh) is None:
             return _shortest(spec, mesh)
-    axis, parts = _undivided(row.otherwise or row.spec, shape, mesh)
+    axis, parts = _undivided(partition.otherwise or partition.spec, shape, mesh)
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     raise ValueError(f"{name} of shape {list(shape)}: axis {axis} does not divide into {parts} parts (mesh {sizes})")
 

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.weights import read_json
+from grpo_jax.models.hf.weights import read_json
 
 PUBLISHED_POLICIES: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2-VL-7B-Instruct": {

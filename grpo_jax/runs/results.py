@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.models.hf.exporting import export_adapters, export_policy
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
 from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_policy, evaluate_texts
-from grpo_jax.runs.exporting import export_adapters, export_policy
 from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.progress import added
 from grpo_jax.tasks.display import Findings, GalleryEntry, Table

@@ -60,6 +60,11 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
 
+    @property
+    def restricted(self) -> bool:
+        """Whether tokens are drawn from fewer than the policy has a probability for."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 class Choice(NamedTuple):
     """A token per row, int32 [R], and its log-probabilities under policy and sampler, float32 [R]."""
@@ -99,9 +104,8 @@ def choose_tokens(
         index, survivor_mass = _draw(survivors, keys)
         tokens = index
     chosen = _take(logits, tokens)
-    if survivors is logits:
-        return Choice(tokens, chosen - survivor_mass, chosen - survivor_mass)
-    return Choice(tokens, chosen - jax.nn.logsumexp(logits, axis=0), chosen - survivor_mass)
+    policy_mass = jax.nn.logsumexp(logits, axis=0) if params.restricted else survivor_mass
+    return Choice(tokens, chosen - policy_mass, chosen - survivor_mass)
 
 
 def _take(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.decoder import init_variables, make_policy  # noqa: E402
-from grpo_jax.models.gpt2 import GPT2Config  # noqa: E402
+from grpo_jax.models.families.gpt2 import GPT2Config  # noqa: E402
 from grpo_jax.models.layers import ACTIVATIONS  # noqa: E402
 from grpo_jax.models.lora import GPT2_PROJECTIONS, LoraConfig, init_adapters, merge  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402

@@ -189,7 +189,7 @@ def test_a_failed_export_leaves_the_older_one(tmp_path, qwen, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("grpo_jax.models.weights.save_file", full)
+    monkeypatch.setattr("grpo_jax.models.hf.weights.save_file", full)
     with pytest.raises(UserError, match="No space left"):
         hf.save_folder(tmp_path / "export", qwen, loaded.config, loaded.params)
     assert_same_tensors(tmp_path / "export", qwen)

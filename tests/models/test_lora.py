@@ -17,11 +17,11 @@ from grpo_jax.config import AlgorithmSection, Config, LoraSection, OptimizerSect
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.adapters import lora_config
-from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.decoder import init_variables, make_policy
-from grpo_jax.models.gpt2 import GPT2Config
+from grpo_jax.models.families.gpt2 import GPT2Config
+from grpo_jax.models.families.llama_config import DecoderConfig
+from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.lora import GPT2_PROJECTIONS, PROJECTIONS, LoraConfig
-from grpo_jax.models.peft import load_adapters, save_adapters
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.training import trainer
 from grpo_jax.training.optimizer import make_optimizer

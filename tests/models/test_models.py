@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.config import DecoderConfig
 from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.lora import PROJECTIONS, LoraConfig, init_adapters, merge
 
 CONFIG = DecoderConfig(

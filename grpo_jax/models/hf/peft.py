@@ -18,12 +18,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.config import VISION_TYPES
-from grpo_jax.models.decoder import ModelConfig
-from grpo_jax.models.folders import new_folder, refuse_foreign
-from grpo_jax.models.gpt2 import MODEL_TYPE as GPT2
+from grpo_jax.models.families import ModelConfig, family_of
+from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
+from grpo_jax.models.hf.weights import TensorFiles, read_json, shapes
 from grpo_jax.models.lora import LoraConfig, check_targets
-from grpo_jax.models.weights import TensorFiles, naming_of, read_json, shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -99,7 +97,7 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
         _refuse_unsupported(raw)
         prefix = _found_prefix(config, files.names)
         lora = LoraConfig(raw.get("r"), float(raw.get("lora_alpha") or 0), _targets(raw, config, prefix))
-        check_targets(lora, config.projections, config.model_type)
+        check_targets(lora, family_of(config).projections, config.model_type)
         return lora, _read(files, lora, config, prefix)
     except (ValueError, TypeError, re.error) as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
@@ -107,8 +105,9 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
 
 def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> dict[str, Any]:
     """The contents of adapter_config.json."""
-    modules = naming_of(config).modules
-    if config.model_type in VISION_TYPES:  # a list would also reach modules of the same names in the vision tower
+    naming = family_of(config).naming
+    modules = naming.modules
+    if naming.beside:  # a list would also reach modules of the same names in the vision tower
         chosen = "|".join(re.escape(modules[name]) for name in lora.targets)
         targets: str | list[str] = rf"{re.escape(_prefix(config))}layers\.\d+\.({chosen})"
     else:
@@ -124,7 +123,7 @@ def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> dict[str, Any
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": targets,
-        "fan_in_fan_out": config.model_type == GPT2,
+        "fan_in_fan_out": not naming.transposed,
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
@@ -133,12 +132,12 @@ def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> dict[str, Any
 
 
 def _prefix(config: ModelConfig) -> str:
-    """Where transformers' model keeps its language model; a Qwen-VL's folder names its tensors otherwise."""
-    return "model.language_model." if config.model_type in VISION_TYPES else naming_of(config).prefixes[0]
+    """Where transformers' model keeps its language model; the base's folder may name its tensors otherwise."""
+    return family_of(config).naming.prefixes[0]
 
 
 def _module(config: ModelConfig, prefix: str, layer: int, name: str) -> str:
-    naming = naming_of(config)
+    naming = family_of(config).naming
     return f"{prefix}{naming.layers}.{layer}.{naming.modules[name]}"
 
 
@@ -148,8 +147,8 @@ def _tensor(config: ModelConfig, prefix: str, layer: int, name: str, factor: str
 
 def _found_prefix(config: ModelConfig, names: Mapping[str, Any]) -> str:
     """The prefix that an adapter's tensors use: that of the whole model, or of a part that was adapted alone."""
-    naming = naming_of(config)
-    for prefix in (_prefix(config), *naming.prefixes):
+    naming = family_of(config).naming
+    for prefix in naming.prefixes:
         if any(name.startswith(f"{_ROOT}{prefix}{naming.layers}.") for name in names):
             return prefix
     raise ValueError(f"its tensors are not those of a {config.model_type!r} model, such as {next(iter(names), 'none')}")
@@ -177,18 +176,18 @@ def _targets(raw: Mapping[str, Any], config: ModelConfig, prefix: str) -> tuple[
             return wanted.lower() == "all-linear" or re.fullmatch(wanted, module) is not None
         return any(module == ending or module.endswith(f".{ending}") for ending in wanted or ())
 
-    targets = []
-    for name in config.projections:
+    targets, projections = [], tuple(family_of(config).projections)
+    for name in projections:
         modules = [_module(config, prefix, layer, name) for layer in range(config.num_layers)]
-        hits = [
+        adapted = [
             reached(raw.get("target_modules"), module) and not reached(raw.get("exclude_modules"), module)
             for module in modules
         ]
-        if any(hits) and not all(hits):
+        if any(adapted) and not all(adapted):
             raise ValueError(f"target_modules reaches {name} in a part of the layers, which is not supported")
-        targets += [name] * all(hits)
+        targets += [name] * all(adapted)
     if not targets:
-        raise ValueError(f"target_modules={raw.get('target_modules')!r} reaches none of {config.projections}")
+        raise ValueError(f"target_modules={raw.get('target_modules')!r} reaches none of {projections}")
     return tuple(targets)
 
 

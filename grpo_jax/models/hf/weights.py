@@ -12,67 +12,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.config import VISION_TYPES
-from grpo_jax.models.decoder import ModelConfig, init_variables
-from grpo_jax.models.gpt2 import MODEL_TYPE as GPT2
+from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.lora import MergedKernel
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
-
-_VISION = ("visual.", "model.visual.")
-# Constants that old folders store: rotations of Llama, masks of GPT-2.
-_CONSTANTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))$")
-
-
-class Naming(NamedTuple):
-    """How the folders of an architecture name their tensors.
-
-    Attributes:
-        prefixes: where a folder keeps its language model; the first that has an embedding wins.
-        heads: names of a head of its own.
-        tensors: what is not in a layer: the decoder's name → Hugging Face's behind the prefix.
-        layers: name of the list of layers.
-        modules: what is in a layer: the decoder's name → Hugging Face's.
-        transposed: kernels are stored [out, in] (Linear), not [in, out] (Conv1D).
-    """
-
-    prefixes: tuple[str, ...]
-    heads: tuple[str, ...]
-    tensors: dict[str, str]
-    layers: str
-    modules: dict[str, str]
-    transposed: bool
-
-
-_LLAMA_NAMING = Naming(
-    prefixes=("model.", "model.language_model.", "language_model.model.", "language_model.", ""),
-    heads=("lm_head.weight", "language_model.lm_head.weight"),
-    tensors={"embed_tokens": "embed_tokens", "norm": "norm"},
-    layers="layers",
-    modules={
-        **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
-        **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
-        **{name: name for name in ("input_layernorm", "post_attention_layernorm")},
-    },
-    transposed=True,
-)
-_GPT2_NAMING = Naming(
-    prefixes=("transformer.", ""),
-    heads=("lm_head.weight",),
-    tensors={"embed_tokens": "wte", "embed_positions": "wpe", "norm": "ln_f"},
-    layers="h",
-    modules={
-        "ln_1": "ln_1",
-        "c_attn": "attn.c_attn",
-        "attn_c_proj": "attn.c_proj",
-        "ln_2": "ln_2",
-        "c_fc": "mlp.c_fc",
-        "mlp_c_proj": "mlp.c_proj",
-    },
-    transposed=False,
-)
 
 
 class Place(NamedTuple):
@@ -89,11 +35,6 @@ class Place(NamedTuple):
     layer: int | None
     transpose: bool
     shape: tuple[int, ...]
-
-
-def naming_of(config: ModelConfig) -> Naming:
-    """The names that an architecture's folders use."""
-    return _GPT2_NAMING if config.model_type == GPT2 else _LLAMA_NAMING
 
 
 def shapes(config: ModelConfig) -> dict[str, Any]:
@@ -129,7 +70,7 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     A tied model has no head of its own; where the folder repeats the embedding as one, both names
     lead to the embedding.
     """
-    names, naming = set(names), naming_of(config)
+    names, naming = set(names), family_of(config).naming
     embedding = f"{naming.tensors['embed_tokens']}.weight"
     prefix = next((p for p in naming.prefixes if p + embedding in names), naming.prefixes[0])
     head = next((h for h in naming.heads if h in names), naming.heads[0])
@@ -153,9 +94,8 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
 
 def passes_through(config: ModelConfig, name: str) -> bool:
     """Whether a tensor is none of the language model's and goes to an export untouched."""
-    if _CONSTANTS.search(name):
-        return True
-    return config.model_type in VISION_TYPES and name.startswith(_VISION)
+    naming = family_of(config).naming
+    return name.startswith(naming.beside) or re.search(naming.constants, name) is not None
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.errors import UserError
-from grpo_jax.models import hf
+from grpo_jax.models.hf.folder import save_folder
+from grpo_jax.models.hf.peft import save_adapters
 from grpo_jax.models.lora import merging
-from grpo_jax.models.peft import save_adapters
 
 
 def export_policy(
@@ -28,7 +28,7 @@ def export_policy(
     Raises:
         UserError: The folder cannot be written.
     """
-    hf.save_folder(folder, loaded.folder, loaded.config, merging(variables, lora), dtype=dtype)
+    save_folder(folder, loaded.folder, loaded.config, merging(variables, lora), dtype=dtype)
 
 
 def export_adapters(folder: str | Path, loaded: Any, variables: dict[str, Any], lora: Any) -> None:

@@ -1,16 +1,16 @@
-"""What a decoder is: one frozen dataclass, read from a Hugging Face ``config.json``."""
+"""What a decoder of the Llama and Qwen families is, read from a Hugging Face ``config.json``."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.models.lora import PROJECTIONS
+from grpo_jax.models.families.family import NEUTRAL, refuse_changed
+from grpo_jax.models.layers import ACTIVATIONS
 from grpo_jax.models.rope import SCALINGS, RopeConfig
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "tanh")
+TEXT_TYPES = ("llama", "qwen2", "qwen3")
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-MODEL_TYPES = ("llama", "qwen2", "qwen3", *VISION_TYPES)
 
 _REQUIRED = (
     "vocab_size",
@@ -21,35 +21,6 @@ _REQUIRED = (
 )
 _DEFAULT_THETA = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5}
 _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
-
-# Fields other models use to change what is computed, and the values at which they change nothing.
-# A folder that sets one of them to something else would be computed wrongly, so it is refused.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_dropout": (0,),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "clip_qkv": (),
-    "dual_chunk_attention_config": (),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (),
-    "hidden_dropout": (0,),
-    "is_causal": (True,),
-    "is_encoder_decoder": (False,),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "no_rope_layers": ((), []),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "parallel_residual": (False,),
-    "partial_rotary_factor": (1,),
-    "quantization_config": (),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1,),
-    "resid_dropout": (0,),
-    "rope_interleaved": (False,),
-    "use_bidirectional_attention": (False,),
-    "use_mrope": (False,),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +35,7 @@ class DecoderConfig:
         num_heads: H, query heads.
         num_kv_heads: K, key/value heads; divides H.
         head_dim: E, size of a head (even).
-        activation: the MLP's gate, one of ``ACTIVATIONS``.
+        activation: the MLP's gate, one of ``layers.ACTIVATIONS``.
         rms_norm_eps: epsilon of every RMS norm.
         rope: rotary embedding.
         windows: per layer how many positions back attention reaches (itself included), None for all.
@@ -114,14 +85,9 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {ACTIVATIONS}, got {self.activation!r}")
+            raise ValueError(f"hidden_act must be one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
         if len(self.windows) != self.num_layers:
             raise ValueError(f"windows must have one entry per layer ({self.num_layers}), got {self.windows}")
-
-    @property
-    def projections(self) -> tuple[str, ...]:
-        """Names that adapters can be put on."""
-        return PROJECTIONS
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -133,8 +99,8 @@ class DecoderConfig:
             ValueError: naming the field that is missing or unsupported, with its value.
         """
         model_type = config.get("model_type")
-        if model_type not in MODEL_TYPES:
-            raise ValueError(f"model_type must be one of {MODEL_TYPES}, got {model_type!r}")
+        if model_type not in TEXT_TYPES + VISION_TYPES:
+            raise ValueError(f"model_type must be one of {TEXT_TYPES + VISION_TYPES}, got {model_type!r}")
         fields = _text_fields(config, model_type)
         missing = [name for name in _REQUIRED if fields.get(name) is None]
         if missing:
@@ -173,18 +139,6 @@ def _text_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     # Tying is decided at the top level; folders written before transformers 5 said it below.
     fields["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or fields.get("tie_word_embeddings"))
     return fields
-
-
-def refuse_changed(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
-    """Refuse fields with a value other than those at which they change nothing; absent ones and None pass.
-
-    Raises:
-        ValueError: naming the field and its value.
-    """
-    for name, values in neutral.items():
-        value = fields.get(name)
-        if value is not None and value not in values:
-            raise ValueError(f"{name}={value!r} is not supported for model_type {model_type!r}")
 
 
 def _refuse_unsupported(fields: Mapping[str, Any], model_type: str) -> None:
@@ -233,14 +187,14 @@ def _windows(fields: Mapping[str, Any], model_type: str) -> tuple[int | None, ..
 
 def _rope(fields: Mapping[str, Any], model_type: str) -> RopeConfig:
     """From rope_parameters (transformers 5), or rope_theta with rope_scaling (before)."""
-    given = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
-    nested = sorted(key for key, value in given.items() if isinstance(value, Mapping))
+    scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    nested = sorted(key for key, value in scaling.items() if isinstance(value, Mapping))
     if nested:
         raise ValueError(f"rope_parameters per layer type ({', '.join(nested)}) are not supported")
-    if given.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported")
-    theta = given.get("rope_theta") or fields.get("rope_theta") or _DEFAULT_THETA.get(model_type, 10_000.0)
-    kind = given.get("rope_type") or given.get("type") or "default"
+    if scaling.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"partial_rotary_factor={scaling['partial_rotary_factor']} is not supported")
+    theta = scaling.get("rope_theta") or fields.get("rope_theta") or _DEFAULT_THETA.get(model_type, 10_000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "mrope" and model_type in VISION_TYPES:
         kind = "default"  # all three position axes agree on text, so the sections do not matter
     if kind not in SCALINGS:
@@ -249,14 +203,14 @@ def _rope(fields: Mapping[str, Any], model_type: str) -> RopeConfig:
         return RopeConfig(theta=float(theta))
     original = (
         fields.get("original_max_position_embeddings")
-        or given.get("original_max_position_embeddings")
+        or scaling.get("original_max_position_embeddings")
         or fields.get("max_position_embeddings", 0)
     )
-    factor = given.get("factor")
+    factor = scaling.get("factor")
     if factor is None and kind == "yarn":
         factor = fields["max_position_embeddings"] / original
     needed = {"llama3": ("low_freq_factor", "high_freq_factor")}.get(kind, ())
-    missing = [name for name in needed if given.get(name) is None] + (["factor"] if factor is None else [])
+    missing = [name for name in needed if scaling.get(name) is None] + (["factor"] if factor is None else [])
     if missing:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}")
     return RopeConfig(
@@ -264,23 +218,23 @@ def _rope(fields: Mapping[str, Any], model_type: str) -> RopeConfig:
         scaling=kind,
         factor=float(factor),
         original_length=int(original) if kind in ("llama3", "yarn") else 0,
-        low_freq_factor=float(given.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(given.get("high_freq_factor") or 4.0),
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=_attention_factor(given, float(factor)) if kind == "yarn" else 1.0,
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        truncate=bool(scaling.get("truncate", True)),
+        attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
     )
 
 
-def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
+def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     """YaRN's attention temperature, 0.1 ln(factor) + 1 unless the folder says otherwise."""
 
     def temperature(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return temperature(given["mscale"]) / temperature(given["mscale_all_dim"])
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
     return temperature(1.0)

@@ -5,6 +5,7 @@ Face calls both of the latter kind ``c_proj``.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,13 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from grpo_jax.models.config import NEUTRAL, refuse_changed
+from grpo_jax.models.families.family import COLUMNS, FUSED, NEUTRAL, ROWS, Family, Naming, refuse_changed
 from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, attend_streams
-from grpo_jax.models.lora import GPT2_PROJECTIONS, LoraConfig
+from grpo_jax.models.lora import LoraConfig
 
 MODEL_TYPE = "gpt2"
-RESIDUAL = ("attn_c_proj", "mlp_c_proj")  # what adds to the residual stream; drawn smaller
-
 _REQUIRED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 # Names that transformers takes for the same fields.
 _ALIASES = {
@@ -88,11 +87,6 @@ class GPT2Config:
     def num_kv_heads(self) -> int:
         """K: every query head has its own keys and values."""
         return self.num_heads
-
-    @property
-    def projections(self) -> tuple[str, ...]:
-        """Names that adapters can be put on."""
-        return GPT2_PROJECTIONS
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "GPT2Config":
@@ -172,29 +166,66 @@ class Block(nn.Module):
         self.mlp_c_proj = projection(c.hidden_size)
 
     def __call__(
-        self, x: jax.Array, given: LayerInput, context: Context
+        self, x: jax.Array, layer_input: LayerInput, context: Context
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
         x = x if self.spread is None else self.spread(x)
         c = self.config
         fused = self.c_attn(self.ln_1(x)).reshape(*x.shape[:-1], 3, c.num_heads, c.head_dim)
         query, key, value = fused[:, :, 0, :, None], fused[:, :, 1], fused[:, :, 2]
-        mixed, fresh = attend_streams(query, key, value, given, context)
+        mixed, new_keys_values = attend_streams(query, key, value, layer_input, context)
         x = x + self.attn_c_proj(mixed)
         inner = ACTIVATIONS[c.activation](self.c_fc(self.ln_2(x)))
-        return x + self.mlp_c_proj(inner), fresh
+        return x + self.mlp_c_proj(inner), new_keys_values
 
 
-def final_norm(config: GPT2Config, param_dtype: jax.typing.DTypeLike) -> LayerNorm:
-    """The norm after the last layer."""
+def _final_norm(config: GPT2Config, param_dtype: jax.typing.DTypeLike) -> LayerNorm:
     return LayerNorm(config.layer_norm_eps, param_dtype)
 
 
-def score_scales(config: GPT2Config) -> jax.Array | None:
-    """What multiplies attention's scores in each layer, float32 [layers]; None for E^-0.5 in all."""
+def _layer_inputs(config: GPT2Config) -> LayerInput:
+    """What multiplies attention's scores, float32 [layers]; None for E^-0.5 in all."""
     if config.scale_attn_weights and not config.scale_attn_by_inverse_layer_idx:
-        return None
+        return LayerInput()
     scales = np.full(config.num_layers, config.head_dim**-0.5 if config.scale_attn_weights else 1.0)
     if config.scale_attn_by_inverse_layer_idx:
         scales /= np.arange(1, config.num_layers + 1)
-    return jnp.asarray(scales, jnp.float32)
+    return LayerInput(scale=jnp.asarray(scales, jnp.float32))
+
+
+def _initial_stddev(config: GPT2Config, name: str) -> float:
+    """What adds to the residual stream is drawn smaller, as the paper says."""
+    if name in ("attn_c_proj", "mlp_c_proj"):
+        return config.initializer_range / math.sqrt(2 * config.num_layers)
+    return config.initializer_range
+
+
+PROJECTIONS = {"c_attn": FUSED, "attn_c_proj": ROWS, "c_fc": COLUMNS, "mlp_c_proj": ROWS}
+
+FAMILY = Family(
+    model_types=(MODEL_TYPE,),
+    config=GPT2Config,
+    block=Block,
+    final_norm=_final_norm,
+    learned_positions=True,
+    rotation=lambda config, positions: None,
+    layer_inputs=_layer_inputs,
+    projections=PROJECTIONS,
+    initial_stddev=_initial_stddev,
+    naming=Naming(
+        prefixes=("transformer.", ""),
+        heads=("lm_head.weight",),
+        tensors={"embed_tokens": "wte", "embed_positions": "wpe", "norm": "ln_f"},
+        layers="h",
+        modules={
+            "ln_1": "ln_1",
+            "c_attn": "attn.c_attn",
+            "attn_c_proj": "attn.c_proj",
+            "ln_2": "ln_2",
+            "c_fc": "mlp.c_fc",
+            "mlp_c_proj": "mlp.c_proj",
+        },
+        transposed=False,
+        constants=r"(^|\.)h\.\d+\.attn\.(bias|masked_bias)$",
+    ),
+)

@@ -1,4 +1,4 @@
-"""The layer of Llama, Qwen2, Qwen3 and the language models of Qwen-VL: RMS norms, rotations, a gated MLP."""
+"""Llama, Qwen2 and Qwen3: RMS norms, rotations, a gated MLP."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models.config import DecoderConfig
+from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
+from grpo_jax.models.families.llama_config import TEXT_TYPES, DecoderConfig
 from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, attend_streams
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.rope import rotate
+from grpo_jax.models.rope import rotate, rotation
 
 
 class RMSNorm(nn.Module):
@@ -57,15 +58,15 @@ class Block(nn.Module):
             self.k_norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
 
     def __call__(
-        self, x: jax.Array, given: LayerInput, context: Context
+        self, x: jax.Array, layer_input: LayerInput, context: Context
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
         x = x if self.spread is None else self.spread(x)
-        mixed, fresh = attend_streams(*self._heads(self.input_layernorm(x), context), given, context)
+        mixed, new_keys_values = attend_streams(*self._heads(self.input_layernorm(x), context), layer_input, context)
         x = x + self.o_proj(mixed)
         y = self.post_attention_layernorm(x)
         gate = ACTIVATIONS[self.config.activation](self.gate_proj(y))
-        return x + self.down_proj(gate * self.up_proj(y)), fresh
+        return x + self.down_proj(gate * self.up_proj(y)), new_keys_values
 
     def _heads(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""
@@ -80,14 +81,55 @@ class Block(nn.Module):
         return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
 
 
-def final_norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
-    """The norm after the last layer."""
+def _final_norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
     return RMSNorm(config.rms_norm_eps, param_dtype)
 
 
-def windows(config: DecoderConfig) -> jax.Array | None:
-    """Window per layer i32 [layers]; None when no layer has one."""
+def _rotation(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return rotation(config.rope, config.head_dim, positions)
+
+
+def _layer_inputs(config: DecoderConfig) -> LayerInput:
+    """The windows, i32 [layers]; None when no layer has one."""
     if all(window is None for window in config.windows):
-        return None
+        return LayerInput()
     everything = jnp.iinfo(jnp.int32).max
-    return jnp.array([everything if w is None else w for w in config.windows], jnp.int32)
+    return LayerInput(window=jnp.array([everything if w is None else w for w in config.windows], jnp.int32))
+
+
+PROJECTIONS = {
+    "q_proj": COLUMNS,
+    "k_proj": COLUMNS,
+    "v_proj": COLUMNS,
+    "o_proj": ROWS,
+    "gate_proj": COLUMNS,
+    "up_proj": COLUMNS,
+    "down_proj": ROWS,
+}
+
+NAMING = Naming(
+    prefixes=("model.", "model.language_model.", "language_model.model.", "language_model.", ""),
+    heads=("lm_head.weight", "language_model.lm_head.weight"),
+    tensors={"embed_tokens": "embed_tokens", "norm": "norm"},
+    layers="layers",
+    modules={
+        **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
+        **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+        **{name: name for name in ("input_layernorm", "post_attention_layernorm")},
+    },
+    transposed=True,
+    constants=r"(^|\.)rotary_emb\.inv_freq$",
+)
+
+FAMILY = Family(
+    model_types=TEXT_TYPES,
+    config=DecoderConfig,
+    block=Block,
+    final_norm=_final_norm,
+    learned_positions=False,
+    rotation=_rotation,
+    layer_inputs=_layer_inputs,
+    projections=PROJECTIONS,
+    initial_stddev=lambda config, name: config.initializer_range,
+    naming=NAMING,
+)

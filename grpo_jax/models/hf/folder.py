@@ -11,12 +11,9 @@ import jax.numpy as jnp
 from safetensors import SafetensorError
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.config import MODEL_TYPES, DecoderConfig
-from grpo_jax.models.decoder import ModelConfig
-from grpo_jax.models.folders import new_folder, refuse_foreign
-from grpo_jax.models.gpt2 import MODEL_TYPE as GPT2
-from grpo_jax.models.gpt2 import GPT2Config
-from grpo_jax.models.weights import (
+from grpo_jax.models.families import FAMILIES, ModelConfig, read_config
+from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
+from grpo_jax.models.hf.weights import (
     INDEX,
     TensorFiles,
     flatten,
@@ -74,8 +71,8 @@ def load_folder(
     """
     if param_dtype not in (*_DTYPES, None):
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
-    given, folder = folder, resolve_folder(folder)
-    name = str(folder.resolve()) if Path(given).expanduser().is_dir() else str(given)
+    name, folder = str(folder), resolve_folder(folder)
+    name = str(folder.resolve()) if Path(name).expanduser().is_dir() else name
     raw = _read_config(folder)
     config = model_config(folder, raw)
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
@@ -85,9 +82,9 @@ def load_folder(
         raise UserError(f"cannot load the policy in {folder}: {error}") from error
     # A copy, since JAX may alias host memory and aliased buffers cannot be donated.
     params = put(host) if put else jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), host)
-    words = load_tokenizer(folder) if tokenizer else None
-    eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, words)
-    return LoadedPolicy(config, params, words, eos_ids, pad_id, folder, name)
+    loaded = load_tokenizer(folder) if tokenizer else None
+    eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, loaded)
+    return LoadedPolicy(config, params, loaded, eos_ids, pad_id, folder, name)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -206,13 +203,10 @@ def model_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
     Raises:
         UserError: naming the field that is missing or not supported.
     """
-    read = GPT2Config.from_hf if raw.get("model_type") == GPT2 else DecoderConfig.from_hf
     try:
-        return read(raw)
+        return read_config(raw)
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise UserError(
-            f"{folder / 'config.json'}: {error}. Supported architectures: {', '.join((*MODEL_TYPES, GPT2))}"
-        ) from error
+        raise UserError(f"{folder / 'config.json'}: {error}. Supported architectures: {', '.join(FAMILIES)}") from error
 
 
 def _special_ids(folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: Any) -> tuple[tuple[int, ...], int]:

@@ -1,0 +1,35 @@
+"""The model families, one table: Hugging Face's model_type → what the decoder and its folders know of it.
+
+A new family is a file that ends in its `Family`, and its row here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.models.families import gpt2, llama, qwen_vl
+from grpo_jax.models.families.family import Family
+from grpo_jax.models.families.gpt2 import GPT2Config
+from grpo_jax.models.families.llama_config import DecoderConfig
+
+ModelConfig = DecoderConfig | GPT2Config
+
+FAMILIES: dict[str, Family] = {
+    model_type: family for family in (llama.FAMILY, qwen_vl.FAMILY, gpt2.FAMILY) for model_type in family.model_types
+}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family of a decoder's config."""
+    return FAMILIES[config.model_type]
+
+
+def read_config(fields: Mapping[str, Any]) -> ModelConfig:
+    """The config in the contents of a ``config.json``.
+
+    Raises:
+        ValueError: the model_type is none of ``FAMILIES``, or a field is missing or not supported; it is named.
+    """
+    model_type = fields.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type must be one of {tuple(FAMILIES)}, got {model_type!r}")
+    return FAMILIES[model_type].config.from_hf(fields)

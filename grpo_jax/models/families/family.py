@@ -1,0 +1,113 @@
+"""What a model family says of itself: a row of the table in `families`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from flax import linen as nn
+
+from grpo_jax.models.layers import LayerInput
+
+# How the devices along a tensor axis share a projection: each makes some of its outputs, or reads some of its inputs.
+# A fused one, whose outputs are several things side by side, is not cut that way.
+COLUMNS, ROWS, FUSED = "columns", "rows", "fused"
+
+# Fields other models use to change what is computed, and the values at which they change nothing.
+# A folder that sets one of them to something else would be computed wrongly, so it is refused.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "dual_chunk_attention_config": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "hidden_dropout": (0,),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "no_rope_layers": ((), []),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "parallel_residual": (False,),
+    "partial_rotary_factor": (1,),
+    "quantization_config": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "resid_dropout": (0,),
+    "rope_interleaved": (False,),
+    "use_bidirectional_attention": (False,),
+    "use_mrope": (False,),
+}
+
+
+class Naming(NamedTuple):
+    """How the folders of a family name their tensors.
+
+    Attributes:
+        prefixes: where a folder keeps its language model; the first that has an embedding wins, and the first of all
+            is where transformers' model has it.
+        heads: names of a head of its own.
+        tensors: what is not in a layer: the decoder's name → Hugging Face's behind the prefix.
+        layers: name of the list of layers.
+        modules: what is in a layer: the decoder's name → Hugging Face's.
+        transposed: kernels are stored [out, in] (Linear), not [in, out] (Conv1D).
+        constants: pattern of tensors that old folders store although nothing is learned in them.
+        beside: how the names begin of what is no part of the language model (a vision tower).
+    """
+
+    prefixes: tuple[str, ...]
+    heads: tuple[str, ...]
+    tensors: Mapping[str, str]
+    layers: str
+    modules: Mapping[str, str]
+    transposed: bool
+    constants: str
+    beside: tuple[str, ...] = ()
+
+
+class Family(NamedTuple):
+    """One model family.
+
+    Its configs are frozen dataclasses, hashable and hence static under jit, with at least the fields vocab_size,
+    hidden_size, num_layers, num_heads, num_kv_heads, head_dim, max_positions, tie_word_embeddings,
+    initializer_range and model_type.
+
+    Attributes:
+        model_types: Hugging Face's names of its architectures.
+        config: class of its configs; ``config.from_hf(fields of config.json)`` reads one.
+        block: its layer, a module made as block(config, dtype, param_dtype, lora, spread) and called as
+            block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see ``attend_streams``).
+        final_norm: (config, param_dtype) -> the norm after the last layer.
+        learned_positions: whether embedded positions are added to the embedded tokens.
+        rotation: (config, positions i32 [..]) -> cosine and sine, each float32 [.., E/2], by which the layers rotate
+            queries and keys; None where they do not.
+        layer_inputs: (config) -> what each layer is given beside the states, stacked along a leading axis.
+        projections: names of the layers' kernels, on which adapters can be put → ``COLUMNS``, ``ROWS`` or ``FUSED``.
+        initial_stddev: (config, name of a projection or embedding) -> standard deviation of freshly drawn weights.
+        naming: of the tensors in its folders.
+    """
+
+    model_types: tuple[str, ...]
+    config: type
+    block: type[nn.Module]
+    final_norm: Callable[[Any, jax.typing.DTypeLike], nn.Module]
+    learned_positions: bool
+    rotation: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array] | None]
+    layer_inputs: Callable[[Any], LayerInput]
+    projections: Mapping[str, str]
+    initial_stddev: Callable[[Any, str], float]
+    naming: Naming
+
+
+def refuse_changed(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
+    """Refuse fields with a value other than those at which they change nothing; absent ones and None pass.
+
+    Raises:
+        ValueError: naming the field and its value.
+    """
+    for name, values in neutral.items():
+        value = fields.get(name)
+        if value is not None and value not in values:
+            raise ValueError(f"{name}={value!r} is not supported for model_type {model_type!r}")

@@ -1,0 +1,12 @@
+"""Policies from Hugging Face folders, and back: the folder, its weights, adapters, exports."""
+
+from grpo_jax.models.hf.folder import (
+    LoadedPolicy,
+    load_folder,
+    load_tokenizer,
+    model_config,
+    resolve_folder,
+    save_folder,
+)
+
+__all__ = ["LoadedPolicy", "load_folder", "load_tokenizer", "model_config", "resolve_folder", "save_folder"]

@@ -6,6 +6,9 @@ The names below are imported when they are first used: `import grpo_jax` alone l
 import importlib
 from typing import Any
 
+__grpo_jax__ = True
+"""That it is this project's: another distribution may install a package of a name that it uses."""
+
 _PUBLIC = {
     "config.build": ("to_yaml",),
     "config.run": ("Config", "make_config"),

@@ -19,6 +19,23 @@ from grpo_jax.errors import UserError
 _LISTED = 20
 
 
+class Words(str):
+    """A value as a command line has it: text, of which its field says what it stands for."""
+
+    def read(self, name: str) -> Any:
+        """What it stands for as YAML.
+
+        Raises:
+            UserError: It is none.
+        """
+        import yaml
+
+        try:
+            return yaml.safe_load(self)
+        except yaml.YAMLError as error:
+            raise UserError(f"{name}: expected YAML, got {str(self)!r}") from error
+
+
 def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
     """A dataclass of plain, nested values; those that are such dataclasses already are taken as they are.
 
@@ -58,8 +75,8 @@ def require_known(key: str, known: Mapping[str, Any] | Sequence[str], name: str 
     """Raises UserError for a field that does not exist; it says the nearest one that does."""
     if key in known:
         return
-    near = difflib.get_close_matches(key, [str(one) for one in known], n=1, cutoff=0.5)
-    listed = sorted(known)[:_LISTED] + ["…"] * (len(known) > _LISTED)
+    near = difflib.get_close_matches(key, [str(one) for one in known], n=1)
+    listed = (sorted(known)[:_LISTED] or ["none"]) + ["…"] * (len(known) > _LISTED)
     hint = f"did you mean {_join(name, near[0])}?" if near else f"there are: {', '.join(listed)}"
     raise UserError(f"{_join(name, key)}: no such field; {hint}")
 
@@ -185,10 +202,13 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         UserError: It is of another type.
     """
     if _is_section(hint):
+        value = value.read(name) if isinstance(value, Words) else value
         return complete(hint, to_dict(value) if isinstance(value, hint) else ({} if value is None else value), name)
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _one_of(inner, value, name)
+    if isinstance(value, Words):
+        value = str(value) if hint is str or origin is Literal else value.read(name)
     if origin is Literal:
         near = difflib.get_close_matches(str(value), [str(choice) for choice in inner], n=1)
         words = ", ".join(map(str, inner)) + (f" (did you mean {near[0]}?)" if near else "")
@@ -204,7 +224,8 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
 
 
 def _one_of(choices: Sequence[Any], value: Any, name: str) -> Any:
-    if value is None and type(None) in choices:
+    none = value is None or (isinstance(value, Words) and value == "null")
+    if none and type(None) in choices:
         return None
     errors = []
     for choice in (choice for choice in choices if choice is not type(None)):

@@ -1,26 +1,27 @@
 """The command line of a config: --config FILE, --section.field VALUE, --help, --print_config.
 
 Which fields there are depends on the task and the judges, which the config names: they are looked for first, in the
-files and among the arguments, and the parser is made for them.
+files and among the arguments. What an argument says is built and checked as what a file says is (`build`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from grpo_jax.config.build import build, complete, merged, require_known, to_yaml
+from grpo_jax.config.build import Words, build, complete, merged, require_known, to_yaml
 from grpo_jax.config.fields import CLASSES
 from grpo_jax.config.named import KEY, find_class
-from grpo_jax.config.run import find_task, with_defaults
+from grpo_jax.config.run import find_task, refuse_renamed, with_defaults
 from grpo_jax.errors import UserError
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic", "--debug")
-_ALONE = ("--help", "--print_config")
+_HELP = re.compile(r"--([\w.]+\.)?help")
+_PRINT = "--print_config"
 
 _DESCRIPTION = (
     "Trains a policy with group-relative policy optimisation. Without --config and --task it trains the miniature: a "
@@ -41,23 +42,20 @@ def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> A
         UserError: Unknown field, wrong type, value out of range or missing file, named in one line.
         SystemExit: After --help and --print_config.
     """
-    from jsonargparse import ArgumentError
-
     options, classes = _without_classes(_one_by_one(arguments))
     values = merged(*map(read_config, _files(options, classes)))
-    for place, named in classes.items():
-        values = _replaced(values, place.split("."), named)
+    if "task" in classes:
+        values = _replaced(values, ["task"], classes.pop("task"))
     values = with_defaults(values)
-    kind = find_task(values["task"][KEY]).config
-    values = complete(kind, values)
-    try:
-        parser = _make_parser(prog, kind, values, options)
-        chosen = parser.parse_args([argument for argument in options if not argument.startswith("--config=")])
-    except (ArgumentError, TypeError, ValueError) as error:
-        raise UserError(_in_one_line(error)) from error
-    plain = {name: value for name, value in chosen.as_dict().items() if name in values}
-    config = build(kind, plain)
-    if chosen.print_config:
+    for place, named in classes.items():  # judges: those of the task's defaults among them
+        values = _replaced(values, place.split("."), named)
+    task = find_task(values["task"][KEY])
+    values = _laid_over(complete(task.config, values), options, task.renamed)
+    helps = list(filter(_HELP.fullmatch, options))
+    if helps:
+        _make_parser(prog, task.config, complete(task.config, values)).parse_args(helps[:1])
+    config = build(task.config, values)
+    if _PRINT in options:
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
@@ -125,7 +123,7 @@ def _one_by_one(arguments: Sequence[str]) -> list[str]:
         argument = "--help" if argument == "-h" else argument
         if argument in FLAGS and (not pending or pending[0].lower() not in ("true", "false")):
             argument += "=true"
-        elif argument.startswith("--") and "=" not in argument and argument not in _ALONE:
+        elif argument.startswith("--") and "=" not in argument and not _alone(argument):
             if not pending or pending[0].startswith("--"):
                 raise UserError(f"{argument}: expected a value")
             argument += f"={pending.pop(0)}"
@@ -135,13 +133,18 @@ def _one_by_one(arguments: Sequence[str]) -> list[str]:
     return result
 
 
+def _alone(argument: str) -> bool:
+    """Whether it is an option without a value."""
+    return argument == _PRINT or _HELP.fullmatch(argument) is not None
+
+
 def _without_classes(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The arguments, and the classes that they name: {"task": name, "judges.NAME": kind}."""
     rest, classes = [], {}
     for argument in arguments:
         name, _, value = argument.removeprefix("--").partition("=")
         place = re.fullmatch(rf"(task|judges\.\w+)(?:\.{KEY})?", name)
-        if place and not value.startswith("{"):
+        if place:
             classes[place[1]] = value
         else:
             rest.append(argument)
@@ -172,6 +175,38 @@ def _replaced(values: Mapping[str, Any], place: Sequence[str], named: str) -> di
     return {**values, first: {**(inner if same else {}), KEY: named}}
 
 
+def _laid_over(values: Mapping[str, Any], arguments: Sequence[str], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Values with what the arguments say in their places.
+
+    Raises:
+        UserError: An argument has the name of an earlier version, or is of no section; it says the nearest field.
+    """
+    pairs = [argument.removeprefix("--").partition("=")[::2] for argument in arguments if not _alone(argument)]
+    options = [(name, Words(text)) for name, text in pairs if name != "config"]
+    refuse_renamed(merged(*(_placed({}, name.split("."), Words()) for name, _ in options)), renamed)
+    values = dict(values)
+    for name, words in options:
+        path = name.removesuffix("+").split(".")
+        if path[0] not in values:
+            require_known(".".join(path), _flat(values))
+        values = _placed(values, path, words, more=name.endswith("+"))
+    return values
+
+
+def _placed(values: Mapping[str, Any], path: Sequence[str], words: Words, *, more: bool = False) -> dict[str, Any]:
+    """Values with some words at a place: those of a section change the fields they name; `more` adds to a list."""
+    first, *rest = path
+    below, value = values.get(first), words
+    if rest:
+        value = _placed(below if isinstance(below, Mapping) else {}, rest, words, more=more)
+    elif more:
+        entries = words.read(first)
+        value = [*(below or []), *(entries if isinstance(entries, list) else [entries])]
+    elif isinstance(below, Mapping) and isinstance(fields := words.read(first), Mapping):
+        value = merged(below, fields)
+    return {**values, first: value}
+
+
 def _saved_config(run_dir: str | None) -> Path:
     if run_dir is None:
         raise UserError("--resume: say which run with --run_dir DIR")
@@ -184,16 +219,12 @@ def _saved_config(run_dir: str | None) -> Path:
 # ------------------------------------------------------------------------------------------------------------ parser
 
 
-def _make_parser(prog: str, kind: type, values: Mapping[str, Any], arguments: Iterable[str]) -> Any:
-    """A parser of the fields in use with the values in force; task and judges come before what all tasks share.
-
-    Raises:
-        UserError: An argument names no field; it says the nearest one.
-    """
+def _make_parser(prog: str, kind: type, values: Mapping[str, Any]) -> Any:
+    """What prints --help: the fields in use with the values in force; task and judges before what all tasks share."""
     from jsonargparse import ArgumentParser
 
     usage = f"{prog} [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE ...]"
-    parser = ArgumentParser(prog=prog, usage=usage, description=_DESCRIPTION, exit_on_error=False, allow_abbrev=False)
+    parser = ArgumentParser(prog=prog, usage=usage, description=_DESCRIPTION)
     parser.add_argument("--config", help="YAML file, or the name of a shipped config; may stand several times.")
     parser.add_argument("--print_config", action="store_true", help="Print the config in force as YAML, and stop.")
     hints, helps, tables = get_type_hints(kind), help_lines(kind), []
@@ -214,9 +245,7 @@ def _make_parser(prog: str, kind: type, values: Mapping[str, Any], arguments: It
     for section, name in (*classes, *shared):
         if dataclasses.fields(section):
             parser.add_class_arguments(section, name)
-    flat = _flat(values, tables)
-    _require_names(arguments, flat, tables)
-    parser.set_defaults(flat)
+    parser.set_defaults(_flat(values, tables))
     return parser
 
 
@@ -236,7 +265,7 @@ def help_lines(kind: type) -> dict[str, str]:
     }
 
 
-def _flat(values: Mapping[str, Any], tables: Sequence[str], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, Any], tables: Sequence[str] = (), prefix: str = "") -> dict[str, Any]:
     """Nested values as {"section.field": value}; tables stay whole."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
@@ -246,19 +275,6 @@ def _flat(values: Mapping[str, Any], tables: Sequence[str], prefix: str = "") ->
         else:
             flat[dotted] = value
     return flat
-
-
-def _require_names(arguments: Iterable[str], known: Mapping[str, Any], tables: Sequence[str]) -> None:
-    """Every argument must name a field, a section or an entry of a table; "+" appends to a list."""
-    sections = {".".join(name.split(".")[:depth]) for name in known for depth in range(1, name.count(".") + 1)}
-    for argument in arguments:
-        name = argument.removeprefix("--").partition("=")[0].removesuffix("+")
-        free = name in ("help", "config", "print_config", *sections) or name.partition(".")[0] in tables
-        if not free and not name.endswith(".help"):
-            # Of its own section, where there is one: a near name elsewhere would not be meant.
-            section = name.rpartition(".")[0]
-            own = [one for one in known if one.rpartition(".")[0] == section] if section in sections else list(known)
-            require_known(name, own)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -200,7 +200,8 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_renamed(values: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
     """Raises UserError for fields of an earlier version, all at once and with what they are called now."""
     found = [f"{old} is now {new}" for old, new in renamed.items() if _has(values, old)]
-    require(not found, "config", "the fields of this version", "; ".join(found))
+    if found:
+        raise UserError(f"fields of an earlier version: {'; '.join(found)}")
 
 
 def _has(values: Any, dotted: str) -> bool:

@@ -90,7 +90,7 @@ def _word(value: Any) -> str:
 
 
 def _adapters(config: Config) -> Change | None:
-    if config.policy.lora.rank:
+    if config.policy.lora.used:
         return None
     policy = dataclasses.replace(config.policy, lora=dataclasses.replace(config.policy.lora, rank=16))
     return Change("--policy.lora.rank 16", dataclasses.replace(config, policy=policy))
@@ -99,7 +99,7 @@ def _adapters(config: Config) -> Change | None:
 def _narrow_base(config: Config) -> Change | None:
     return (
         _changed(config, "policy", frozen_dtype="bfloat16", compute_dtype="bfloat16")
-        if config.policy.lora.rank
+        if config.policy.lora.used
         else None
     )
 

@@ -122,11 +122,12 @@ def _capacity(name: str, gib: tuple[float, ...]) -> int:
 
 def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
     """The policy's part of a device; sampling and update take turns, and the larger counts."""
-    lora, section = config.policy.lora.rank, config.policy
+    section, lora = config.policy, config.policy.lora
     sampling = memory.to_sample > memory.to_update
     limit = "at most: compiled in float32" if memory.widened else "compiled"
-    no_copy = "the base without its adapters" if lora else "none: no KL"
-    dtype = f"{section.frozen_dtype}, adapters of rank {lora} float32" if lora else "float32"
+    no_copy = "the base without its adapters" if lora.used else "none: no KL"
+    rank = f" of rank {lora.rank}" if lora.rank else ""
+    dtype = f"{section.frozen_dtype}, adapters{rank} float32" if lora.used else "float32"
     chunk = config.training.chunk_prompts or config.training.prompts_per_batch
     tokens = (
         f"{chunk} x ({config.data.max_prompt_tokens} + {config.sampling.group_size} x {config.sampling.max_new_tokens})"

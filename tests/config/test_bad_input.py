@@ -59,34 +59,47 @@ def changed(place, path, **sections):
 
 # configuration: nothing is loaded, no folder is made
 
+CYCLE = json.dumps([{"name": f"m:{name}", "condition_on": other} for name, other in ("ab", "bc", "ca")])
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--training.max_step", "3"], "max_step"),
-        (["--training.max_steps", "many"], "training.max_steps"),
+        (["--training.max_step", "3"], "training.max_step: no such field; did you mean training.max_steps?"),
+        (["--training.max_steps", "many"], "training.max_steps: expected a whole number, got 'many'"),
         (["--sampling.temperature", "-1"], "sampling.temperature: expected a number > 0, got -1.0"),
-        (["--sampling.group_size", "1"], "sampling.group_size: expected at least 2"),
-        (["--algorithm.preset", "pppo"], "algorithm.preset"),
+        (["--sampling.temperature", "nan"], "sampling.temperature: expected a number > 0, got nan"),
+        (
+            ["--algorithm.advantage", "batch", "--algorithm.dead_groups", "drop"],
+            "dead_groups: expected 'keep' with",
+        ),
         (["--training.prompts_per_batch", "3"], "training.prompts_per_batch: expected a multiple of"),
-        (["--rewards", '[{"nom": "x"}]'], "rewards"),
         (["--config", "no_such_config"], "no_such_config: no such file; configs that ship with grpo_jax: cartpole_"),
-        (["--algorithm.clip_low", "0.1", "--algorithm.preset", "cispo"], "clip_low: expected null with preset"),
-        (["--algorithm.clip_low", "2"], "algorithm.clip_low: expected null or a number <= 1, got 2.0"),
+        (["--rewards", '[{"nom": "x"}]'], "rewards[0].nom: no such field; did you mean rewards[0].name?"),
+        (["--rewards", '[{"name": "m:a", "weight": .nan}]'], "rewards.a.weight: expected a finite number, got nan"),
+        (
+            ["--rewards", '[{"name": "m:a", "condition_on": "b", "threshold": .nan}, {"name": "m:b"}]'],
+            "rewards.a.threshold: expected a finite number, got nan",
+        ),
+        (["--rewards", CYCLE], "rewards.a.condition_on: expected a chain that ends, got 'a → b → c → a'"),
+        (
+            ["--renderer.path", "x", "--task", "prompt_enhancement"],
+            "earlier version: renderer is now judges.renderer",
+        ),
     ],
 )
 def test_configuration(refused, run, arguments, message):
     assert message in refused(*arguments)
-    assert not run.exists() or not list(run.glob("checkpoints/step_*"))
+    assert not run.exists()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("task: [text", "config"),
-        ("- a list\n", "config"),
-        ("taks: text\n", "taks"),
-        ("training:\n  max_steps: soon\n", "training.max_steps"),
+        ("task: [text", "config.yaml: not valid YAML"),
+        ("- a list\n", "config.yaml: expected sections and fields, got ['a list']"),
+        ("task: text\ntraning: {}\n", "traning: no such field; did you mean training?"),
+        ("task: text\ntraining:\n  max_steps: soon\n", "training.max_steps: expected a whole number, got 'soon'"),
     ],
 )
 def test_configuration_files(refused, tmp_path, text, message):
@@ -170,22 +183,26 @@ PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts",
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rewards", '[{"name": "{judge}:leters"}]'], "has no leters (its functions: letters, brief, hold_commits)"),
+        (["--rewards", '[{"name": "{judge}:leters"}]'], "has no leters (it has: letters, brief, hold_commits)"),
         (["--rewards", '[{"name": "{judge}:brief", "options": {"size": 2}}]'], "the reward (it has none), got 'size'"),
-        (["--rewards", '[{"name": "brief"}]'], "a text task takes rewards by import path"),
+        (["--rewards", '[{"name": "brief"}]'], "rewards: expected package.module:function, file.py:function, or of th"),
+        (["--rewards", '[{"name": "no_judge.py:f"}]'], "the file no_judge.py does not exist"),
         (["--watch", '["no_such_module:f"]'], "no module no_such_module"),
         (["--data.prompts", "no.jsonl"], "no.jsonl does not exist"),
         (["--training.prompts_per_batch", "12"], "a batch takes 12 different prompts and there are 8"),
         (["--policy.mesh.tensor", "4"], "takes 4 devices, but the policy has 1"),
-        ([*PICTURES, "--rewards", '[{"name": "beauty"}]'], "rewards.name: expected alignment, alignment_gain, "),
+        ([*PICTURES, "--rewards", '[{"name": "beauty"}]'], "of this task alignment, alignment_gain, "),
         (
             [*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margn": 0.5}}]'],
             "rewards.faithfulness.options: expected arguments of the reward (margin), got 'margn'",
         ),
         ([*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margin": 7}}]'], "margin must be a simil"),
-        ([*PICTURES, "--renderer.path", "./no_renderer"], "no such folder: ./no_renderer"),
-        ([*PICTURES, "--scorer.model", "./no_clip"], "no such folder: ./no_clip"),
-        ([*PICTURES, "--scorer.watch_model", "ViT-Z"], "scorer ViT-Z: neither a folder nor a model"),
+        ([*PICTURES, "--judges.renderer.path", "./no_renderer"], "no such folder: ./no_renderer"),
+        ([*PICTURES, "--judges.scorer.model", "./no_clip"], "no such folder: ./no_clip"),
+        (
+            [*PICTURES, "--judges.second", "open_clip", "--judges.second.model", "ViT-Z"],
+            "scorer ViT-Z: neither a folder nor",
+        ),
         (["--task", "recommendation", "--rewards", '[{"name": "no_such_module:f"}]'], "no module no_such_module"),
     ],
 )
@@ -205,26 +222,6 @@ def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, 
     with pytest.raises(UserError, match="garbage"):
         train(config)
     assert not run.exists()
-
-
-def test_a_plan_needs_no_rewards(place, capsys):
-    options = ["--rewards", '[{"name": "no_such_module:f"}]', "--plan", "--device_memory_gib", "16"]
-    assert main(["--config", str(place.config), *options]) == 0
-    assert "It fits." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_such_module:f", "no_such_module"),
-        ("{folder}/judge.py:no_such_function", "no_such_function"),
-        ("{folder}/no_judge.py:f", "no_judge.py"),
-        ("alignment", "import path"),
-    ],
-)
-def test_reward_paths(refused, place, name, message):
-    rewards = json.dumps([{"name": name.format(folder=place.folder)}])
-    assert message in refused("--rewards", rewards)
 
 
 # the run directory
@@ -263,19 +260,19 @@ def test_a_full_disk_keeps_the_last_checkpoint(refused, run):
         pytest.skip("needs /dev/full")
     run.mkdir()
     (run / "metrics.jsonl").symlink_to("/dev/full")
-    message = refused()
+    message = refused("--training.max_steps", "2")
     assert "metrics.jsonl (No space left on device): make room" in message and "continue with --resume" in message
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.latest_step() == 0
     (run / "metrics.jsonl").unlink()
     assert main(["--run_dir", str(run), "--resume"]) == 0
-    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(run)] == [1, 2]
 
 
 # judges
 
 
-def test_failing_judges_save_the_run_which_goes_on_without_them(refused, run, monkeypatch, capsys):
+def test_failing_judges_save_the_run_which_goes_on_without_them(refused, run, monkeypatch):
     def judge(action):
         monkeypatch.setenv("JUDGE", action)
 
@@ -286,23 +283,16 @@ def test_failing_judges_save_the_run_which_goes_on_without_them(refused, run, mo
     message = refused()  # the same command, in the same folder
     assert "the judge is away" in message and "Saved after iteration 2" in message
     assert f"--resume --run_dir {run}" in message and "--on_judge_error missing" in message
-    judge("nan:2")
-    message = refused("--resume")
-    assert "letters: it returned nan for completion 0" in message and "Saved after iteration 2" in message
     judge("validation:3")
     assert "Saved after iteration 4" in refused("--resume")
     assert len(rows(run)) == 4 and "validation/score" not in rows(run)[3]
     judge("short:4")
-    assert "one value for each of 16 completions, got 15" in refused("--resume")
-
     assert main(["--run_dir", str(run), "--resume", "--on_judge_error", "missing"]) == 0
     table = rows(run)
     assert [row["step"] for row in table] == [1, 2, 3, 4, 5, 6]
     assert table[5]["missing/letters"] == 1.0 and table[5]["reward/letters/mean"] is None
     assert table[5]["missing/brief"] == 0.0
     assert "on_judge_error: missing" in (run / "config.yaml").read_text()
-    capsys.readouterr()
-    assert "another configuration" in refused("--resume", "--optimizer.learning_rate", "0.5")
 
 
 def test_a_hanging_judge(refused, monkeypatch):

@@ -14,16 +14,18 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.quantised import quantise
-from grpo_jax.planning import advice as plan_advice
-from grpo_jax.planning import command as plan_command
-from grpo_jax.planning import judges as plan_judges
+from grpo_jax.planning import advice, cards
 from grpo_jax.planning import policy as plan
 from grpo_jax.planning.policy import GIB, PolicyMemory, cache_bytes, policy_memory, tree_bytes
+from grpo_jax.planning.shapes import PUBLISHED_POLICIES, read_shape, vision_size
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
-from grpo_jax.training import trainer
+from grpo_jax.training import memory as training_memory
+from grpo_jax.training.memory import batch_shapes, state_shapes
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.state import init_state
+from grpo_jax.training.update import make_configured_step
 
 TINY = {
     "model_type": "qwen2",
@@ -59,7 +61,8 @@ def folder(tmp_path):
 @pytest.fixture
 def not_compiled(monkeypatch):
     """Every program takes 3 GiB."""
-    monkeypatch.setattr(plan, "temporary_bytes", lambda *_: 3 * GIB)
+    for module in (plan, training_memory):
+        monkeypatch.setattr(module, "temporary_bytes", lambda *_: 3 * GIB)
 
 
 def configured(*arguments):
@@ -75,11 +78,11 @@ def test_what_is_held_is_what_a_run_holds(not_compiled):
     from bridges import miniature
 
     config = configured()
-    model, _ = plan_command.read_shape("miniature")
+    model, _ = read_shape("miniature")
     memory = policy_memory(config, model)
     loaded = hf.load_folder(miniature.path("policy"))
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 10))
-    state = trainer.init_state({"params": loaded.params}, optimizer, keep_reference=True)
+    state = init_state({"params": loaded.params}, optimizer, keep_reference=True)
     assert memory.parameters == sum(leaf.size for leaf in jax.tree.leaves(loaded.params)) == memory.trained
     assert memory.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(state.variables))
     assert memory.optimizer == sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
@@ -101,7 +104,7 @@ def test_adapters_alone_are_trained_and_the_base_is_the_reference(not_compiled):
 def test_a_base_in_few_bits_is_counted_as_it_is_stored(not_compiled, kind):
     from bridges import miniature
 
-    model, _ = plan_command.read_shape("miniature")
+    model, _ = read_shape("miniature")
     adapters = ("--policy.lora.rank=2", "--policy.frozen_dtype=float32")
     whole = policy_memory(configured(*adapters), model)
     memory = policy_memory(configured(*adapters, f"--policy.quantised={kind}"), model)
@@ -137,10 +140,10 @@ def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
     forward = make_forward(make_policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
 
     def make():
-        trainer.make_configured_step(forward, optimizer, config.algorithm, config.training, max_new_tokens=6)
+        make_configured_step(forward, optimizer, config.algorithm, config.training, max_new_tokens=6)
 
-    state = trainer.init_state(init_variables(model, jax.random.key(0)), optimizer, keep_reference=True)
-    batch = plan._batch_shapes(config, None)
+    state = init_state(init_variables(model, jax.random.key(0)), optimizer, keep_reference=True)
+    batch = batch_shapes(config, state, forward, None)
     program = recorded(monkeypatch, make).lower(state._replace(reference=None), {}, batch).compile()
     taken = program.memory_analysis().temp_size_in_bytes
     assert memory.gradients + memory.update == pytest.approx(taken, rel=0.02)
@@ -167,7 +170,7 @@ def test_narrow_types_are_said_to_be_bounds(not_compiled):
     config, model = of_tiny("--policy.compute_dtype=bfloat16")
     memory = policy_memory(config, model)
     assert memory.widened and not policy_memory(*of_tiny()).widened
-    rows = {row.name: row for row in plan_command.policy_rows(config, memory)}
+    rows = {row.name: row for row in cards.policy_lines(config, memory)}
     assert "at most" in rows["update: activations"].note
     assert rows["sampling: decode cache"].bytes == cache_bytes(*of_tiny()) // 2
 
@@ -176,7 +179,7 @@ def test_a_mesh_shares_out_what_is_held(not_compiled):
     config, model = of_tiny()
     whole = policy_memory(config, model)
     mesh = jax.sharding.AbstractMesh((2, 1), ("fsdp", "tensor"))
-    half = tree_bytes(plan._state_shapes(config, model, mesh).variables)
+    half = tree_bytes(state_shapes(config, model, mesh).variables)
     small = tree_bytes(init_variables(model, jax.random.key(0))["params"]["norm"])
     assert whole.weights / 2 < half < whole.weights / 2 + 12 * small  # norms and biases are everywhere
 
@@ -216,6 +219,8 @@ def text_encoder(width, layers):
 
 def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
     from bridges import shapes
+    from bridges.renderers import stable_diffusion_3
+    from bridges.scorers import open_clip
 
     components = {
         "transformer": ("diffusers", "SD3Transformer2DModel"),
@@ -250,9 +255,9 @@ def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "model_index.json").write_text(json.dumps(components))
-    published = plan_judges.PUBLISHED_PIPELINES["stabilityai/stable-diffusion-3-medium-diffusers"]
+    published = stable_diffusion_3.PUBLISHED["stabilityai/stable-diffusion-3-medium-diffusers"]
     assert shapes.pipeline_sizes(str(tmp_path)) == published
-    for name, size in plan_judges.PUBLISHED_CLIPS.items():
+    for name, size in open_clip.PUBLISHED.items():
         assert shapes.clip_size(name) == size
 
 
@@ -260,12 +265,12 @@ def test_the_vision_tower_is_counted_as_transformers_builds_it():
     import torch
     from transformers.models.qwen2_vl import configuration_qwen2_vl, modeling_qwen2_vl
 
-    fields = plan_judges.PUBLISHED_POLICIES["Qwen/Qwen2-VL-7B-Instruct"]["vision_config"] | {"depth": 2}
+    fields = PUBLISHED_POLICIES["Qwen/Qwen2-VL-7B-Instruct"]["vision_config"] | {"depth": 2}
     with torch.device("meta"):
         tower = modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel(
             configuration_qwen2_vl.Qwen2VLVisionConfig(**fields)
         )
-    assert plan_judges.vision_size(fields) == sum(weight.numel() for weight in tower.parameters())
+    assert vision_size(fields) == sum(weight.numel() for weight in tower.parameters())
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -294,7 +299,7 @@ def test_what_does_not_fit_is_said_with_what_would(not_compiled, monkeypatch, ca
         weights = (1 if config.policy.lora.rank else 20) * GIB
         return PolicyMemory(10, 10, weights, 0, 0, 0, 0, GIB, 0, 2 * GIB, False)
 
-    monkeypatch.setattr(plan_command, "policy_memory", memory)
+    monkeypatch.setattr(cards, "policy_memory", memory)
     assert main([*SMALL, "--plan", "--device_memory_gib=16,16,16"]) == 1
     said = capsys.readouterr().out
     assert "It does not fit: gpu:0." in said
@@ -308,10 +313,23 @@ def test_changes_are_kept_only_where_they_help():
 
     def excess(given):
         size = 10 * GIB - 4 * GIB * (given.policy.remat == "layer") - 8 * GIB * (given.sampling.group_size < 3)
-        return plan_advice.Excess(max(size, 0), frozenset({"policy"}) if size > 0 else frozenset(), False)
+        return advice.Excess(max(size, 0), frozenset({"policy"}) if size > 0 else frozenset(), False)
 
-    words, left = plan_advice.changes_that_fit(config, 1, excess)
+    words, left = advice.changes_that_fit(config, 1, excess)
     assert words == ["--policy.remat layer", "--sampling.group_size 2"] and left.bytes == 0
+
+
+def test_the_adapters_of_a_folder_are_adapters():
+    """They have a rank of their own: there is none to ask for, and the base may be narrow."""
+    config = configured("--policy.lora.path=some_adapter", "--policy.remat=none")
+
+    def excess(given):
+        return advice.Excess(GIB * (given.policy.frozen_dtype == "float32"), frozenset({"policy"}), False)
+
+    words, _ = advice.changes_that_fit(config, 1, excess)
+    assert words == ["--policy.frozen_dtype bfloat16 --policy.compute_dtype bfloat16"]
+    lines = {line.name: line.note for line in cards.policy_lines(config, PolicyMemory(*[0] * 10, False))}
+    assert lines["parameters"] == "float32, adapters float32"
 
 
 def test_a_mesh_is_a_way_out_where_there_are_cards_to_share():
@@ -319,11 +337,11 @@ def test_a_mesh_is_a_way_out_where_there_are_cards_to_share():
 
     def excess(given):
         too_much = GIB if given.policy.mesh.size == 1 else 0
-        return plan_advice.Excess(too_much, frozenset({"policy"} if too_much else ()), True)
+        return advice.Excess(too_much, frozenset({"policy"} if too_much else ()), True)
 
-    assert plan_advice.changes_that_fit(config, 3, excess)[0] == ["--policy.mesh.fsdp 2"]
-    assert plan_advice.changes_that_fit(config, 2, excess)[1].bytes == GIB
-    assert plan_advice.steps(3)[0].part == "policy"
+    assert advice.changes_that_fit(config, 3, excess)[0] == ["--policy.mesh.fsdp 2"]
+    assert advice.changes_that_fit(config, 2, excess)[1].bytes == GIB
+    assert advice.steps(config, 3)[0].part == "policy"
 
 
 @pytest.mark.parametrize(

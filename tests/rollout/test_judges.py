@@ -12,13 +12,15 @@ from bridges.renderers.stable_diffusion_3 import StableDiffusion3
 from bridges.scorers.open_clip import OpenClip
 from grpo_jax.config import RewardSection, make_config
 from grpo_jax.errors import StageError, UserError, guarded
-from grpo_jax.rollout.binding import Wanted, bind
+from grpo_jax.rollout.binding import Wanted, bind, find_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
+from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.tasks.prompt_enhancement.pictures import make_render
-from grpo_jax.tasks.prompt_enhancement.rewards import Faithfulness, alignment, alignment_gain
+from grpo_jax.tasks.prompt_enhancement.rewards import REWARDS, Faithfulness, alignment, alignment_gain
 from grpo_jax.tasks.prompt_enhancement.task import conditioned
+from grpo_jax.tasks.task import World
 
 ROWS = [Row(3, "a red dog"), Row(8, "a blue cat")]
 CONFIG = make_config(task="prompt_enhancement")
@@ -39,16 +41,21 @@ def load(tmp_path_factory):
     return judges
 
 
+def resolved(*sections):
+    world = World(make_prompt_set([{"prompt": "a red dog"}]), rewards=REWARDS, conditions=conditioned)
+    return find_rewards(sections, (), world, ("renderer", "scorer")).sections
+
+
 def test_quality_goes_with_alignment_unless_told_otherwise():
     alignment, gain, quality = RewardSection("alignment"), RewardSection("alignment_gain"), RewardSection("quality")
-    assert conditioned([alignment, quality])[1] == RewardSection("quality", 1.0, "alignment", 0.25)
-    assert conditioned([quality, alignment, gain])[0] == RewardSection("quality", 1.0, "alignment_gain", 0.0)
+    assert resolved(alignment, quality)[1] == RewardSection("quality", 1.0, "alignment", 0.25)
+    assert resolved(quality, alignment, gain)[0] == RewardSection("quality", 1.0, "alignment_gain", 0.0)
     explicit = RewardSection("quality", 0.5, "alignment", 0.1)
-    assert conditioned([alignment, explicit]) == (alignment, explicit)
+    assert resolved(alignment, explicit) == (alignment, explicit)
     alone = RewardSection("quality", condition_on="none")
-    assert conditioned([alone, alignment]) == (quality, alignment)
+    assert resolved(alone, alignment) == (quality, alignment)
     with pytest.raises(UserError, match="list alignment or alignment_gain"):
-        conditioned([quality, RewardSection("length")])
+        resolved(quality, RewardSection("length"))
 
 
 def test_condition_on_takes_none_and_the_other_rewards():

@@ -29,10 +29,10 @@ def updated(batch, *, preset="grpo", **others):
     return tiny_update.updated(batch, section, **others)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "dapo", "dr_grpo"])
-def test_accumulation_gives_the_gradient_of_the_whole_batch(batch, preset):
-    _, whole, whole_report = updated(batch, preset=preset)
-    _, split, split_report = updated(batch, preset=preset, accumulation=4)
+def test_accumulation_gives_the_gradient_of_the_whole_batch(batch):
+    """By a mean over tokens, of which each micro-batch has another number."""
+    _, whole, whole_report = updated(batch, preset="dapo")
+    _, split, split_report = updated(batch, preset="dapo", accumulation=4)
     for a, b in zip(jax.tree.leaves(whole.variables), jax.tree.leaves(split.variables), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
     assert split_report["grad_norm"] == pytest.approx(whole_report["grad_norm"], rel=1e-4)

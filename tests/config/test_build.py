@@ -1,0 +1,198 @@
+"""One build makes every section of every task: files, Python and saved configs say the same thing."""
+
+import dataclasses
+from typing import get_args, get_type_hints
+
+import pytest
+import yaml
+from docstring_parser import parse as parse_docstring
+from support import taught_task
+from support.text_task import ROOT
+
+from grpo_jax.config import (
+    Config,
+    PolicySection,
+    RewardSection,
+    build,
+    differences,
+    identity,
+    make_config,
+    to_dict,
+    to_yaml,
+)
+from grpo_jax.config.command_line import find_config, help_lines, load_config, parse
+from grpo_jax.config.fields import MAY_CHANGE
+from grpo_jax.config.named import built_in_names, find_class
+from grpo_jax.config.run import JUDGES, TASKS, find_task
+from grpo_jax.errors import UserError
+from grpo_jax.tasks.cartpole.config import CartPoleConfig
+from grpo_jax.tasks.text.task import Text
+
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+NAMES = built_in_names(TASKS)
+OWN_TASK, OWN_JUDGE = ROOT / "examples" / "own_task" / "task.py", ROOT / "examples" / "own_judge" / "brightness.py"
+
+
+def sections_of(kind):
+    """A dataclass and all that its fields hold."""
+    yield kind
+    for hint in get_type_hints(kind).values():
+        for inner in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(inner):
+                yield from sections_of(inner)
+
+
+JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(JUDGES)]
+CLASSES = [Config, CartPoleConfig, *map(find_task, NAMES), *JUDGE_CLASSES]
+SECTIONS = list(dict.fromkeys(section for kind in CLASSES for section in sections_of(kind)))
+
+
+def other_values():
+    """A config in which every kind of field differs from its default."""
+    return make_config(
+        task="text",
+        seed=2**40,
+        run_dir="somewhere",
+        deterministic=True,
+        report_to=[],
+        judge_timeout=2.5,
+        policy={"path": "x", "lora": {"rank": 3, "targets": ["q_proj"]}},
+        judges={"second": {"kind": "open_clip", "model": "ViT"}, "third": str(OWN_JUDGE)},
+        rewards=[
+            {"name": "alignment"},
+            {"name": "m.py:f", "weight": -0.5, "condition_on": "alignment", "threshold": 0.2, "options": {"a": 1.5}},
+        ],
+        watch=["pixel_accuracy"],
+        devices={"second": "gpu:1"},
+    )
+
+
+# fields
+
+
+def test_there_are_sections_to_look_at():
+    assert len(SECTIONS) > 25 and {"cartpole", "prompt_enhancement", "recommendation", "text"} == set(NAMES)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_field_has_its_help_line_once(section):
+    documented = parse_docstring(section.__doc__).params
+    assert [param.arg_name for param in documented] == [field.name for field in dataclasses.fields(section)]
+    assert all(line.endswith((".", ".)")) for line in help_lines(section).values())
+
+
+# round trips
+
+
+def same_again(config, folder):
+    """Through plain values, YAML and a file, by Python and by the command."""
+    assert build(type(config), to_dict(config)) == config
+    assert make_config(yaml.safe_load(to_yaml(config))) == config
+    (folder / "config.yaml").write_text(to_yaml(config))
+    assert load_config(folder / "config.yaml") == config
+    assert parse([f"--config={folder / 'config.yaml'}"]) == config
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_is_read_and_written(name, tmp_path):
+    config = load_config(find_config(name))
+    assert name.startswith(to_dict(config)["task"]["kind"])
+    same_again(config, tmp_path)
+    header = find_config(name).read_text().splitlines()[:12]
+    assert any("python -m grpo_jax.train" in line for line in header)
+    assert any("Hardware" in line for line in header)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_defaults_of_a_task_are_a_config(name, tmp_path):
+    same_again(make_config(task=name), tmp_path)
+
+
+def test_every_kind_of_value_comes_back(tmp_path):
+    same_again(other_values(), tmp_path)
+
+
+def test_anyones_task_and_judge_are_named_by_their_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    judge = {"kind": "examples/own_judge/brightness.py:Brightness", "red": 0.5}
+    config = make_config(task={"kind": "examples/own_task/task.py:Countdown"}, judges={"brightness": judge})
+    assert type(config.task).__name__ == "Countdown" and config.judges["brightness"].red == 0.5
+    assert "calculator" in config.judges  # of the task's own defaults
+    monkeypatch.chdir(tmp_path)  # the names that are saved do not depend on where one stands
+    saved = to_dict(config)
+    assert saved["task"]["kind"] == f"{OWN_TASK}:Countdown"
+    assert saved["judges"]["brightness"] == {"kind": f"{OWN_JUDGE}:Brightness", "red": 0.5}
+    same_again(config, tmp_path)
+
+
+def test_objects_of_python_stand_in_their_places():
+    config = Config(task=Text(), policy=PolicySection(path="x"), rewards=[RewardSection("m:f")])
+    assert to_dict(config)["task"] == {"kind": "text"}
+    same = make_config(task="text", policy=PolicySection(path="x"), rewards=[RewardSection("m:f")])
+    assert same.policy == config.policy and same.rewards == config.rewards
+    assert same.sampling.max_new_tokens == 128 != config.sampling.max_new_tokens  # a task's defaults are make_config's
+
+
+def test_numbers_may_be_written_as_text():
+    config = make_config(task="text", optimizer={"learning_rate": "1e-6", "weight_decay": 1})
+    assert config.optimizer.learning_rate == 1e-6 and config.optimizer.weight_decay == 1.0
+    assert isinstance(config.optimizer.weight_decay, float)
+
+
+# classes
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "task: expected the name of a task, got None"),
+        ({"task": "txt"}, "task: expected cartpole, prompt_enhancement, recommendation, text, package.module:Class or"),
+        ({"task": "nowhere.py:Mine"}, "task: the file nowhere.py does not exist"),
+        ({"task": "no_such_package.tasks:Mine"}, "task: no module no_such_package.tasks"),
+        (
+            {"task": f"{OWN_TASK}:Countdow"},
+            "must name one frozen dataclass with a `load`; .*: Calculator, Countdown",
+        ),
+        ({"task": taught_task.__file__}, "task.texts: expected a value, it has no default"),
+        ({"task": "text", "judges": {"a": {"model": "x"}}}, "judges.a.kind: expected the name of a class"),
+        ({"task": "text", "judges": {"a": "clip"}}, "judges.a: expected open_clip, stable_diffusion_3, package.module"),
+        ({"task": "text", "judges": {"a": {"kind": "stable_diffusion_3", "steps": 0}}}, "judges.a.steps: expected a n"),
+        ({"task": "text", "judges": {"policy": "open_clip"}}, "judges: expected another name: policy is the policy's"),
+        ({"task": "text", "judges": ["open_clip"]}, "judges: expected a mapping, got"),
+    ],
+)
+def test_classes_that_cannot_be(values, message):
+    with pytest.raises(UserError, match=message):
+        make_config(values)
+
+
+# what a resumed run may change
+
+
+def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
+    found = {
+        section.__name__: {field.name for field in dataclasses.fields(section) if field.metadata.get(MAY_CHANGE)}
+        for section in SECTIONS
+    }
+    memory = {"accumulation", "memory_budget_gib", "chunk_prompts"}
+    run = {"run_dir", "resume", "debug", "report_to"}
+    assert {name: fields for name, fields in found.items() if fields} == {
+        "Config": run | {"deterministic", "on_judge_error", "judge_timeout", "devices"},
+        "TrainingSection": memory | {"max_steps", "num_epochs", "save_every", "keep_checkpoints"},
+        "PolicySection": {"remat", "mesh"},
+        "EvaluationSection": {"gallery"},
+        "StableDiffusion3": {"batch_size", "cache_megabytes"},
+        "RetrievalSection": {
+            *("backend", "encoder", "service", "address", "timeout", "attempts", "budget", "window", "cache", "device"),
+        },
+        "CartPoleConfig": run,
+        "CartPoleTraining": {"iterations", "save_every", "keep_checkpoints"},
+    }
+
+
+def test_a_difference_is_told_with_both_values():
+    saved = identity(make_config(task="text", seed=1, judges={"a": "open_clip"}))
+    now = make_config(task="text", seed=2, judges={"a": {"kind": "open_clip", "dtype": "bfloat16"}, "b": "open_clip"})
+    told = differences(saved, now)
+    assert told[:2] == ["seed: 1 → 2", "judges.a.dtype: float32 → bfloat16"]
+    assert "judges.b.kind: None → open_clip" in told

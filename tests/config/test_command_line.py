@@ -1,0 +1,229 @@
+"""The command line: it overrides files, knows the fields of task and judges in use, and prints what is in force."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from support.text_task import ROOT
+
+from grpo_jax.config import RewardSection, make_config
+from grpo_jax.config.command_line import find_config, load_config, parse
+from grpo_jax.errors import UserError
+from grpo_jax.evaluate import main as evaluate
+from grpo_jax.export import main as export
+from grpo_jax.tasks.text.task import Text
+from grpo_jax.train import main
+
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
+
+def stopped(capsys, *arguments):
+    """What a command prints that ends by itself."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+# where values come from
+
+
+def test_arguments_override_files_which_override_defaults(tmp_path):
+    path, other = tmp_path / "c.yaml", tmp_path / "d.yaml"
+    path.write_text("seed: 1\ntask: text\ntraining: {max_steps: 9, save_every: 4}\n")
+    other.write_text("training: {save_every: 5, keep_checkpoints: 3}\n")
+    flags = ["--resume", "--debug", "false", "--policy.lora.rank=2", "--report_to", "[]"]
+    rewards = ["--rewards", '[{"name": "m:f", "weight": 2}]']
+    config = parse(["--config", str(path), "--training.max_steps", "7", *flags, *rewards, "--config", str(other)])
+    assert config.training == dataclasses.replace(config.training, max_steps=7, save_every=5, keep_checkpoints=3)
+    assert (config.seed, config.task) == (1, Text()) and config.resume and not config.debug and config.report_to == []
+    assert config.policy.lora.rank == 2 and config.rewards == [RewardSection("m:f", 2.0)]
+    assert parse(["--config", str(path), "--seed", "2"]).seed == 2
+
+
+def test_values_are_read_as_their_fields_say():
+    words = {
+        "run_dir": "2024", "policy.path": "{odd}", "algorithm.clip_low": "null", "policy.lora.targets": "[q_proj, o]",
+        "optimizer.learning_rate": "1e-5", "sampling": '{"group_size": 4, "top_k": 2}', "rewards+": '{"name": "m:f"}',
+        "watch+": '["m:a", "m:b"]', "devices.policy": "gpu:0,gpu:1", "evaluation.sampled": "no",
+    }  # fmt: skip
+    options = [f"--{name}={text}" for name, text in words.items()]
+    config = parse(["--task=text", "--sampling.max_new_tokens=7", *options])
+    assert (config.run_dir, config.policy.path, config.algorithm.clip_low) == ("2024", "{odd}", None)
+    assert config.policy.lora.targets == ["q_proj", "o"] and config.optimizer.learning_rate == 1e-5
+    sampling = config.sampling
+    assert (sampling.group_size, sampling.top_k, sampling.max_new_tokens) == (4, 2, 7)  # of a section what it names
+    assert config.rewards == [RewardSection("m:f")] and config.watch == ["m:a", "m:b"]
+    assert config.devices == {"policy": "gpu:0,gpu:1"} and config.evaluation.sampled is False
+
+
+def test_another_class_takes_the_fields_of_the_old_one_with_it():
+    second = ["--judges.second", "examples/own_judge/brightness.py:Brightness", "--judges.second.red=0.5"]
+    config = parse(["--judges.renderer.steps=3", "--judges.renderer=stable_diffusion_3", *second])
+    renderer = config.judges["renderer"]
+    assert (renderer.steps, renderer.batch_size) == (3, 64)  # 64 of the miniature's file
+    assert config.judges["second"].red == 0.5 and set(config.judges) == {"renderer", "scorer", "second"}
+    other = parse(["--judges.renderer", "examples/own_judge/brightness.py"])
+    assert type(other.judges["renderer"]).__name__ == "Brightness"
+
+
+def test_without_a_config_it_is_the_tasks_default_or_the_run_that_is_resumed(tmp_path):
+    assert parse([]) == parse(["--task", "prompt_enhancement"]) == parse(["--config", "prompt_enhancement_miniature"])
+    assert parse(["--task", "cartpole"]) == parse(["--config", "cartpole_grpo"])
+    assert parse(["--task=recommendation", "--seed=1"]) == parse(["--config=recommendation_dummy", "--seed=1"])
+    assert parse(["--task", "text"]) == make_config(task="text")
+    (tmp_path / "config.yaml").write_text("seed: 11\ntask: text\n")
+    for form in (["--run_dir", str(tmp_path)], [f"--run_dir={tmp_path}"]):
+        config = parse(["--resume", *form])
+        assert config.seed == 11 and config.resume and config.run_dir == str(tmp_path)
+    with pytest.raises(UserError, match="--resume: say which run with --run_dir DIR"):
+        parse(["--resume"])
+
+
+def test_a_file_comes_before_a_shipped_config_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = SHIPPED[0]
+    assert find_config(f"{name}.yaml") == find_config(name) == find_config(f"configs/{name}.yaml")
+    assert find_config(name).parent != tmp_path
+    Path(f"{name}.yaml").write_text("task: text\nseed: 5\n")
+    assert parse(["--config", f"{name}.yaml"]).seed == 5
+    for wrong in ("nowhere/" + name, "no_such_config", "."):
+        with pytest.raises(UserError, match="no such file; configs that ship with grpo_jax: .*" + name):
+            find_config(wrong)
+
+
+# what it prints
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_printed_config_is_a_config(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("printed.yaml").write_text(stopped(capsys, "--config", name, "--seed", "7", "--print_config"))
+    expected = dataclasses.replace(load_config(find_config(name)), seed=7)
+    assert load_config(Path("printed.yaml")) == parse(["--config=printed.yaml"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "option", "default", "judge"),
+    [
+        ("recommendation", "--task.dummy_users=123", "123", None),
+        ("prompt_enhancement", "--judges.renderer.steps=17", "17", "judges.scorer.model"),
+        ("examples/own_task/task.py:Countdown", "--task.largest=7", "7", "judges.calculator.strict"),
+    ],
+)
+def test_help_shows_what_task_and_judges_add_before_what_all_share(task, option, default, judge, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = stopped(capsys, "--task", task, option, "--help")
+    own = [option.partition("=")[0], *([f"--{judge}"] if judge else [])]
+    shared = [text.index(f"  --{name} ") for name in ("policy.path", "sampling.top_k", "evaluation.every")]
+    assert max(text.index(f"  {name} ") for name in own) < min(shared)
+    told = " ".join(text[text.index(f"  {own[0]} ") :].split())
+    assert re.match(rf"{own[0]} [^()]*\(type: int, default: {default}\)", told)
+    assert f"default: {task}" in " ".join(text.split())
+
+
+def test_help_has_the_line_and_the_value_of_every_field(capsys):
+    text = " ".join(stopped(capsys, "--task", "text", "--sampling.top_k=3", "-h").split())
+    for field in dataclasses.fields(make_config(task="text")):
+        assert f"--{field.name}" in text or field.name == "judges", field.name
+    for phrase in ("Completions per prompt (G).", "Prompts of one iteration (P).", "Rank of the adapters"):
+        assert phrase in text
+    assert "Draw among the k likeliest tokens; 0 for all. (type: int, default: 3)" in text
+    assert "RewardSection" in stopped(capsys, "--task=text", "--rewards.help")
+    text = " ".join(stopped(capsys, "--task=cartpole", "--rollout.group_size=5", "--help").split())
+    assert "up to 500 steps each; with ppo unused. (type: int, default: 5)" in text and "--policy" not in text
+    for command, options in ((evaluate, ("--run", "--checkpoint", "--json")), (export, ("--out", "--dtype"))):
+        with pytest.raises(SystemExit):
+            command(["--help"])
+        text = capsys.readouterr().out
+        assert all(option in text for option in options)
+
+
+# mistakes: a file, an argument and Python are told the same
+
+
+def three_ways(dotted, value, task, tmp_path):
+    """A value in a file, as an argument and in Python, each as something that makes a config."""
+    nested = value
+    for name in reversed(dotted.split(".")):
+        nested = {name: nested}
+    values = {"task": {"kind": task}} | {name: inner for name, inner in nested.items() if name != "task"}
+    values["task"] |= nested.get("task", {})
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(values))
+    word = value if isinstance(value, str) else json.dumps(value)
+    yield lambda: parse([f"--config={tmp_path / 'c.yaml'}"])
+    yield lambda: parse([f"--task={task}", f"--{dotted}={word}"])
+    yield lambda: make_config(values)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "message"),
+    [
+        ("training.max_step", 3, "training.max_step: no such field; did you mean training.max_steps"),
+        ("optimiser.beta1", 0.5, r"optimiser(.beta1)?: no such field; did you mean optimizer(.beta1)?\?"),
+        ("sede", 3, "sede: no such field; did you mean seed?"),
+        ("policy.lora.rnk", 3, "policy.lora.rnk: no such field; did you mean policy.lora.rank?"),
+        (
+            "rewards",
+            [{"name": "m:f", "wieght": 1}],
+            r"rewards\[0\].wieght: .* did you mean rewards\[0\].weight",
+        ),
+        ("devices.polcy", "cpu", "devices.polcy: no such field; did you mean devices.policy?"),
+        ("algorithm.advantage", "gdop", r"algorithm.advantage: expected one of .* \(did you mean gdpo\?\), got 'gdop'"),
+        ("training.max_steps", "many", "training.max_steps: expected a whole number, got 'many'"),
+        ("training.max_steps", 2.5, "training.max_steps: expected a whole number, got 2.5"),
+        ("evaluation.sampled", 1, "evaluation.sampled: expected true or false, got 1"),
+        ("optimizer.learning_rate", "fast", "optimizer.learning_rate: expected a number, got 'fast'"),
+        ("policy.lora", 3, "policy.lora: expected a mapping of fields, got 3"),
+        ("watch", "m:f", "watch: expected a list, got 'm:f'"),
+        ("recommendation/task.dummy_user", 3, "task.dummy_user: no such field; did you mean task.dummy_users"),
+        ("recommendation/task.retrieval.bakend", 3, "task.retrieval.bakend: .* did you mean task.retrieval.backend"),
+        ("prompt_enhancement/judges.scorer.modl", "x", "judges.scorer.modl: .* did you mean judges.scorer.model"),
+        ("cartpole/rollout.group_sise", 3, "rollout.group_sise: no such field; did you mean rollout.group_size"),
+        ("cartpole/network.hidden", ["wide"], r"network.hidden\[0\]: expected a whole number, got 'wide'"),
+    ],
+)
+def test_a_mistyped_field_or_value_is_named_with_the_nearest_valid_one(dotted, value, message, tmp_path):
+    task, _, dotted = dotted.rpartition("/")
+    for way in three_ways(dotted, value, task or "text", tmp_path):
+        with pytest.raises(UserError, match=message) as raised:
+            way()
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ("prompt_enhancement/renderer.path", "renderer is now judges.renderer"),
+        ("prompt_enhancement/renderer.batch_size", "renderer is now judges.renderer"),
+        ("prompt_enhancement/scorer.model", "scorer is now judges.scorer"),
+        (
+            "prompt_enhancement/scorer.watch_model",
+            "scorer.watch_model is now a judge of its own, judges.NAME.model",
+        ),
+        ("recommendation/recommendation.dummy_users", "recommendation is now task (its fields stand beside task.kind)"),
+        ("recommendation/retrieval.backend", "retrieval is now task.retrieval"),
+        ("recommendation/warm_start.pairs", "warm_start.pairs is now task.pairs"),
+        ("recommendation/warm_start.title_characters", "warm_start.title_characters is now task.pair_characters"),
+    ],
+)
+def test_the_fields_of_an_earlier_version_are_told_what_they_are_called_now(old, now, tmp_path):
+    task, _, dotted = old.rpartition("/")
+    for way in three_ways(dotted, "x", task, tmp_path):
+        with pytest.raises(UserError, match="fields of an earlier version: .*" + re.escape(now)):
+            way()
+
+
+def test_arguments_without_an_option_or_a_value_are_refused():
+    for arguments, message in (
+        (["--seed"], "--seed: expected a value"),
+        (["--seed", "--resume"], "--seed: expected a value"),
+        (["train"], "train: expected an option, such as --config FILE"),
+        (["--task=text", "--rewards", "[{"], r"rewards: expected YAML, got '\[\{'"),
+        (["--max_steps", "3"], "max_steps: no such field; did you mean training.max_steps?"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse(arguments)

@@ -1,0 +1,109 @@
+"""What a resumed run may do otherwise: how memory is used, where things lie, how long it trains. Not what it learns."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from support.text_task import rewound, rows, train_here
+
+JUDGE = '''
+from dataclasses import dataclass
+from grpo_jax.config.fields import may_change
+
+@dataclass(frozen=True)
+class Letters:
+    """Counts letters.
+
+    Args:
+        share: What a letter counts.
+        batch_size: Texts at once.
+    """
+
+    share: float = 0.125
+    batch_size: int = may_change(4)
+
+    def load(self, device):
+        return self
+
+def letters(completions, *, own):
+    return [own.share * sum(c.isalpha() for c in text) for text in completions]
+'''
+
+
+@pytest.fixture(scope="module")
+def config(place, tmp_path_factory):
+    """The tiny task with a judge of its own."""
+    folder = tmp_path_factory.mktemp("resumed")
+    (folder / "own.py").write_text(JUDGE)
+    values = yaml.safe_load(place.config.read_text())
+    values["judges"] = {"own": str(folder / "own.py")}
+    values["rewards"] = [{"name": f"{folder / 'own.py'}:letters"}]
+    values["algorithm"] = {"kl_coef": 0.1}
+    values["training"] |= {"max_steps": 4, "save_every": 2, "minibatches": 1}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return folder / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def finished(config):
+    run = config.parent / "run"
+    assert train_here(config, run) == 0
+    return run
+
+
+def test_memory_settings_and_places_may_change(config, finished, tmp_path, capsys):
+    run = rewound(finished, tmp_path / "run", 2)
+    other = {
+        "training.accumulation": 2, "training.memory_budget_gib": 64, "training.chunk_prompts": 2,
+        "training.save_every": 1, "training.keep_checkpoints": 1, "policy.remat": "layer", "devices.policy": "cpu",
+        "judges.own.batch_size": 1, "judge_timeout": 60, "on_judge_error": "missing", "evaluation.gallery": 3,
+    }  # fmt: skip
+    assert train_here(config, run, "--resume", *(f"--{name}={value}" for name, value in other.items())) == 0
+    out = capsys.readouterr().out
+    assert "resumed after iteration 2 of 4" in out and "2 micro-batches of 2 prompts" in out
+    for mine, theirs in zip(rows(run), rows(finished), strict=True):
+        assert mine.keys() == theirs.keys()
+        np.testing.assert_allclose(*([v or 0.0 for v in row.values()] for row in (mine, theirs)), rtol=1e-3, atol=1e-4)
+    saved = yaml.safe_load((run / "config.yaml").read_text())  # the next resume starts from what was said
+    assert saved["training"]["accumulation"] == 2 and saved["judges"]["own"]["batch_size"] == 1
+
+
+def test_what_is_learned_may_not_change_and_every_field_is_named(config, finished, tmp_path, capsys):
+    run = rewound(finished, tmp_path / "run", 2)
+    before = (run / "metrics.jsonl").read_bytes()
+    other = {
+        "optimizer.learning_rate": 0.5, "algorithm.clip_high": 0.3, "seed": 4, "judges.own.share": 1.0,
+        "training.accumulation": 2, "sampling": '{"group_size": 2, "top_k": 3}',
+    }  # fmt: skip
+    assert train_here(config, run, "--resume", *(f"--{name}={value}" for name, value in other.items())) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --resume: the checkpoint in {run / 'checkpoints'} was made with other values (")
+    assert error.count("\n") == 1 and "accumulation" not in error
+    told = error[error.index("(") + 1 : error.index("): give those again")].split("; ")
+    assert sorted(told) == [
+        "algorithm.clip_high: None → 0.3",
+        "judges.own.share: 0.125 → 1.0",
+        "optimizer.learning_rate: 0.01 → 0.5",
+        "sampling.group_size: 4 → 2",
+        "sampling.top_k: 0 → 3",
+        "seed: 3 → 4",
+    ]
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(config, finished, tmp_path, capsys):
+    run = rewound(finished, tmp_path / "run", 4)
+    assert train_here(config, run, "--resume", "--training.max_steps=3") == 2
+    assert capsys.readouterr().err == "error: --resume: 4 iterations are done, and the run is to have 3\n"
+    assert train_here(config, run, "--resume", "--training.max_steps=5") == 0
+    told = "the run has 5 iterations now, it had 4: schedules go by the new length"
+    assert told in capsys.readouterr().out
+    assert train_here(config, run, "--resume", "--training.max_steps=0", "--training.num_epochs=3") == 0
+    assert "resumed after iteration 5 of 6" in capsys.readouterr().out
+    table = rows(run)
+    assert [row["step"] for row in table] == [1, 2, 3, 4, 5, 6]
+    # Updates 8 to 11 of a cosine over 10 and then over 12, behind a warm-up of 3.
+    for row, update, total in ((table[4], 8, 10), (table[5], 10, 12)):
+        assert row["learning_rate"] == pytest.approx(0.005 * (1 + np.cos(np.pi * (update - 3) / (total - 3))), rel=1e-5)
+    assert json.loads((run / "summary.json").read_text())["iterations"] == 6

@@ -67,15 +67,13 @@ def begin(run: Run, stop: threading.Event) -> tuple[State, Progress] | None:
 
     None if it was stopped on the way.
     """
-    if run.config.resume:
-        # config.yaml follows what was overridden, such as --on_judge_error; the next resume starts from it.
-        run.output.directory.write_config(to_yaml(dataclasses.replace(run.config, resume=False)))
-        if run.checkpoints.latest_step() is not None:
-            return resume(run)
+    if run.config.resume and run.checkpoints.latest_step() is not None:
+        return resume(run)
     run.output.truncate(0)
     folder = run.output.directory.warm_start
     with _judges_may_fail(run, None, None):
         begun = run.program.begin(folder, stop)
+    _keep_config(run)
     if begun is None:
         return None
     identity = identity_of(run.config, run.program.identity)
@@ -98,6 +96,7 @@ def resume(run: Run) -> tuple[State, Progress]:
     iterations = run.program.iterations
     if progress.iteration > iterations:
         raise UserError(f"--resume: {progress.iteration} iterations are done, and the run is to have {iterations}")
+    _keep_config(run)
     template = run.program.template()
     saved, _ = run.checkpoints.restore("latest", run.program.saved(template))
     shutil.rmtree(run.output.directory.warm_start, ignore_errors=True)  # of a run killed at its first checkpoint
@@ -109,6 +108,15 @@ def resume(run: Run) -> tuple[State, Progress]:
         )
     progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
     return run.program.restored(saved, template), progress
+
+
+def _keep_config(run: Run) -> None:
+    """On --resume, config.yaml follows what was overridden, such as --on_judge_error: the next one starts from it.
+
+    Behind what may refuse the resume: config.yaml must not keep what was refused.
+    """
+    if run.config.resume:
+        run.output.directory.write_config(to_yaml(dataclasses.replace(run.config, resume=False)))
 
 
 def train(run: Run, state: State, progress: Progress, stop: threading.Event) -> tuple[State, Progress]:

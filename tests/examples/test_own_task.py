@@ -17,8 +17,9 @@ SMALL = {
     "policy.new.layers": 1,
     "policy.new.heads": 2,
     "policy.remat": "none",
-    "warm_start.steps": 30,
+    "warm_start.steps": 150,
     "warm_start.batch": 16,
+    "warm_start.learning_rate": 0.03,
     "sampling.group_size": 4,
     "training.prompts_per_batch": 4,
     "training.max_steps": 3,
@@ -107,7 +108,7 @@ def test_help_shows_its_fields(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "--task.largest LARGEST Largest number of a puzzle. (type: int, default: 9)" in said
     assert "--judges.calculator.strict" in said and "Whether an answer may use each number only as often" in said
-    assert "Reach a number by adding and taking away others." in said
+    assert "Reach a number by adding and taking away others:" in said
 
 
 @pytest.mark.parametrize(

@@ -24,47 +24,45 @@ SMALL = {
     "training": {"iterations": 4},
     "evaluation": {"every": 2, "episodes": 8},
 }
-ALGORITHMS = {
-    "gdpo": {"name": "gdpo", "epochs": 3, "objectives": ["upright", "centred"], "condition": 20},
-    "ppo": {"name": "ppo", "epochs": 3, "minibatches": 2, "kl_coef": 0.0},
-}
+GDPO = {"name": "gdpo", "epochs": 3, "objectives": ["upright", "centred"], "condition": 20}
 
 
-def small(name):
-    algorithm = ALGORITHMS.get(name, {"epochs": 1})
+def small(algorithm):
     return make_config(SMALL, task="cartpole", algorithm=algorithm)
 
 
-@pytest.fixture(scope="module", params=ALGORITHMS)
-def trained(request):
-    """(config, functions, compiled train over seeds, its answer for three of them)."""
-    config = small(request.param)
-    training = make_train(config)
+@pytest.fixture(scope="module")
+def trained():
+    """(functions, compiled train over seeds, its answer for three of them)."""
+    training = make_train(small(GDPO))
     train = jax.jit(jax.vmap(training.train))
-    return config, training, train, jax.block_until_ready(train(seed_keys(0, 3)))
+    return training, train, jax.block_until_ready(train(seed_keys(0, 3)))
+
+
+def assert_measured(history):
+    """Every iteration has its numbers, and there was something to learn."""
+    for name in ("loss", "entropy", "mean_ratio", "clip_low", "clip_high", "grad_norm"):
+        assert np.isfinite(history.iterations[name]).all(), name
+    assert (history.iterations["grad_norm"] > 0).all()
 
 
 def test_history(trained):
-    config, _, _, (state, history) = trained
+    _, _, (state, history) = trained
     assert (state.iteration == 4).all()
     steps = history.iterations["environment_steps"]
     assert steps.shape == (3, 4) and (np.diff(steps) > 0).all() and (steps[:, -1] == state.steps).all()
     np.testing.assert_array_equal(history.evaluations["iteration"], [[0, 2, 4]] * 3)
     np.testing.assert_array_equal(history.evaluations["environment_steps"][:, 1:], steps[:, [1, 3]])
-    for name in ("loss", "entropy", "mean_ratio", "clip_low", "clip_high", "grad_norm"):
-        assert np.isfinite(history.iterations[name]).all(), name
-    assert (history.iterations["grad_norm"] > 0).all()
+    assert_measured(history)
     assert len(np.unique(history.evaluations["episode_return"])) > 3
-    if config.algorithm.name == "ppo":
-        np.testing.assert_array_equal(steps, [[128, 256, 384, 512]] * 3)
-    else:  # real steps alone are counted: eight episodes of the mean length
-        returns = history.iterations["episode_return"]
-        np.testing.assert_allclose(np.diff(steps, prepend=0, axis=1), 8 * returns, rtol=1e-5)
-        assert (history.iterations["distinct_advantages"] > 1).all()
+    # Real steps alone are counted: eight episodes of the mean length.
+    returns = history.iterations["episode_return"]
+    np.testing.assert_allclose(np.diff(steps, prepend=0, axis=1), 8 * returns, rtol=1e-5)
+    assert (history.iterations["distinct_advantages"] > 1).all()
 
 
 def test_a_second_call_does_not_compile(trained):
-    _, _, train, first = trained
+    _, train, first = trained
     again = train(seed_keys(0, 3))
     other = train(seed_keys(7, 3))
     assert train._cache_size() == 1
@@ -77,7 +75,7 @@ def test_blocks_are_the_whole_run_and_a_seed_learns_alike_alone(trained):
 
     To rounding, for one seed over two iterations: later ones may draw another action where a last bit differs.
     """
-    config, training, _, (state, history) = trained
+    training, _, (state, history) = trained
     block = jax.jit(jax.vmap(training.block))
     middle, first, _ = block(jax.vmap(training.init)(seed_keys(0, 3)))
     end, second, measures = block(middle)
@@ -86,8 +84,6 @@ def test_blocks_are_the_whole_run_and_a_seed_learns_alike_alone(trained):
         joined = np.concatenate([first[name], second[name]], axis=1)
         np.testing.assert_allclose(joined, history.iterations[name], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(measures["episode_return"], history.evaluations["episode_return"][:, -1], rtol=1e-3)
-    if config.algorithm.name == "ppo":  # one of the two is enough: a program takes seconds to compile
-        return
     one, alone, _ = jax.jit(training.block)(training.init(jax.random.key(2)))
     assert int(one.steps) == int(middle.steps[2])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[2], rtol=1e-3, atol=1e-4), one.params, middle.params)
@@ -98,7 +94,7 @@ def test_blocks_are_the_whole_run_and_a_seed_learns_alike_alone(trained):
 @pytest.fixture(scope="module")
 def learned():
     """A batch of groups, and what one update makes of it, by the number of steps in a chunk."""
-    config = small("grpo")
+    config = small({"epochs": 1})
     policy = make_mlp(task.FEATURES, hidden=(16,))
     optimizer, _ = make_optimizer(config)
     params = {"policy": policy.init(jax.random.key(0))}
@@ -174,8 +170,12 @@ def test_the_perceptron():
 )
 def test_it_learns(sections):
     """Three seeds, from falling to standing."""
-    training = make_train(make_config(sections, task="cartpole", evaluation={"every": 10}))
-    _, history = jax.jit(jax.vmap(training.train))(seed_keys(20, 3))
+    config = make_config(sections, task="cartpole", evaluation={"every": 10})
+    _, history = jax.jit(jax.vmap(make_train(config).train))(seed_keys(20, 3))
+    assert_measured(history)
+    if config.algorithm.name == "ppo":
+        steps = config.rollout.environments * config.rollout.steps * np.arange(1, 31)
+        np.testing.assert_array_equal(history.iterations["environment_steps"], [steps] * 3)
     returns = np.asarray(history.evaluations["episode_return"])
     assert returns[:, 0].mean() < 150
     assert np.median(returns[:, -1]) >= 475 and returns[:, -1].min() > 300
@@ -192,9 +192,9 @@ assert len(jax.devices()) == 3
 assert [len(seed_devices(count)) for count in (1, 2, 3, 4, 5, 6, 7)] == [1, 2, 3, 2, 1, 3, 1]
 training = make_train(make_config({small!r}, task="cartpole"))
 start = jax.vmap(training.init)(seed_keys(0, 2))
-state, metrics, _ = over_seeds(training.block, seed_devices(2))(start)
+_, metrics = over_seeds(training.iterate, seed_devices(2))(start)
 assert len(metrics["loss"].sharding.device_set) == 2
-_, together, _ = over_seeds(training.block, jax.devices()[:1])(start)
+_, together = over_seeds(training.iterate, jax.devices()[:1])(start)
 for name in ("environment_steps", "episode_return", "entropy"):
     np.testing.assert_allclose(metrics[name], together[name], rtol=1e-3, atol=1e-4)
 """

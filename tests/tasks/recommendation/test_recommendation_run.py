@@ -272,7 +272,7 @@ def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):
     titles = load_dataset(task).catalogue.titles
     every = policy_words(task, titles)
     assert every[0] == "|" and len(every) == 1 + 1 + 7 + 5 + 8
-    assert policy_words(task, titles, most=2) == every[:3]
+    assert policy_words(task, titles, limit=2) == every[:3]
 
 
 @pytest.mark.parametrize("name", ["hr", "ndcg@0", "mrr@x", "recall@5"])

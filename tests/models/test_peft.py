@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft", reason="needs the package peft (pip install peft)")
-import torch_reference as reference  # noqa: E402
+from support import torch_reference as reference  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-import tiny_models  # noqa: E402
-import torch_reference as reference  # noqa: E402
+from support import tiny_models  # noqa: E402
+from support import torch_reference as reference  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -43,6 +43,16 @@ def edit_json(path, **changes):
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
+def as_on_the_hub(folder):
+    """openai-community/gpt2: no prefix, and the causal masks as tensors."""
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors(folder).items()}
+    for layer in range(2):
+        bare[f"h.{layer}.attn.bias"] = torch.tril(torch.ones(1, 1, 64, 64))
+        bare[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.mark.parametrize(
     ("family", "dtype", "param_dtype", "changes"),
     [
@@ -52,10 +62,14 @@ def edit_json(path, **changes):
         ("llama", "bfloat16", None, {}),
         ("qwen2_vl", "bfloat16", "bfloat16", dict(tie_word_embeddings=True)),
         ("qwen3_vl", "float32", "float32", {}),
+        ("gpt2", "float32", "float32", dict(tie_word_embeddings=True)),
+        ("gpt2", "float16", "float32", dict(tie_word_embeddings=False)),
     ],
 )
 def test_round_trip_is_bit_equal(tmp_path, family, dtype, param_dtype, changes):
     source = reference.folder(tmp_path / "source", family, dtype=DTYPES[dtype], **changes)
+    if changes == dict(tie_word_embeddings=True) and family == "gpt2":
+        as_on_the_hub(source)
     loaded = hf.load_folder(source, param_dtype=param_dtype, tokenizer=False)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.params)} == {param_dtype or dtype}
     hf.save_folder(tmp_path / "export", source, loaded.config, loaded.params)
@@ -64,6 +78,24 @@ def test_round_trip_is_bit_equal(tmp_path, family, dtype, param_dtype, changes):
     shards = sorted(path.name for path in source.glob("*.safetensors"))
     assert shards == sorted(path.name for path in (tmp_path / "export").glob("*.safetensors"))
     assert len(shards) > 1 or "max_shard_size" not in changes
+
+
+def assert_same_logits(model, config, params, tokens):
+    policy = make_policy(config)
+    prefix = jax.jit(policy.prefill)({"params": params}, tokens, np.ones(tokens.shape, bool))
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor(tokens, dtype=torch.long)).logits[:, -1]
+    np.testing.assert_allclose(prefix.hidden @ policy.head({"params": params}).T, expected, atol=1e-4)
+
+
+def test_transformers_loads_a_changed_gpt2_of_the_hub_and_agrees(tmp_path):
+    source = as_on_the_hub(reference.folder(tmp_path / "source", "gpt2"))
+    loaded = hf.load_folder(source, tokenizer=False)
+    assert loaded.eos_ids == (5,) and loaded.pad_id == 0
+    changed = jax.tree.map(lambda leaf: leaf * 1.1 + 0.01, loaded.params)
+    hf.save_folder(tmp_path / "export", source, loaded.config, changed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert_same_logits(model, loaded.config, changed, reference.group_batch(length=9)[0])
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_vl"])
@@ -81,11 +113,7 @@ def test_transformers_loads_a_changed_export_and_agrees(tmp_path, family):
     auto = {"qwen2": transformers.AutoModelForCausalLM, "qwen2_vl": transformers.AutoModelForImageTextToText}
     model = auto[family].from_pretrained(tmp_path / "export", dtype="float32")
     tokens = np.random.default_rng(0).integers(0, 250, (2, 7)).astype(np.int32)
-    policy = make_policy(loaded.config)
-    prefix = policy.prefill({"params": changed}, tokens, np.ones(tokens.shape, bool))
-    with torch.no_grad():
-        expected = model(input_ids=torch.tensor(tokens, dtype=torch.long)).logits[:, -1]
-    np.testing.assert_allclose(prefix.hidden @ policy.head({"params": changed}).T, expected, atol=1e-4)
+    assert_same_logits(model, loaded.config, changed, tokens)
     assert model.generation_config.eos_token_id == [258, 256]
     assert hf.load_tokenizer(tmp_path / "export").chat_template == loaded.tokenizer.chat_template
 

@@ -1,0 +1,229 @@
+"""The decoder against itself: sharing, caching, padding, adapters, shapes, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_decoders import (
+    CONFIGS,
+    GROUP,
+    LENGTH,
+    LLAMA,
+    PROMPTS,
+    STEPS,
+    WIDTH,
+    Tiny,
+    compiled,
+    group_batch,
+    tiny,
+)
+
+from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.families.llama_config import DecoderConfig
+from grpo_jax.models.lora import LoraConfig, init_adapters, merge
+
+BATCH = group_batch()
+
+
+@pytest.fixture(scope="module")
+def model(request) -> Tiny:
+    return tiny(getattr(request, "param", "llama"))
+
+
+each_family = pytest.mark.parametrize("model", CONFIGS, indirect=True)
+
+
+@each_family
+def test_cached_decoding_equals_the_full_forward(model):
+    """With adapters, left padding, a window (Llama) or a scale of its own in each layer (GPT-2)."""
+    policy, variables = model.policy, model.variables
+    prompt_tokens, prompt_mask, tokens, _ = BATCH
+    full = policy.forward_group(variables, prompt_tokens, prompt_mask, tokens, np.ones(tokens.shape, bool))
+    prefix, unstacked = policy.prefill(variables, prompt_tokens, prompt_mask), policy.unstack(variables)
+    # One slot more than is used, holding rubbish: slots that are not written are not read.
+    cache = jax.tree.map(lambda x: x + 7 if x.ndim else x, policy.init_cache(PROMPTS, GROUP, STEPS + 1))
+    np.testing.assert_allclose(full[:, :, 0], np.repeat(prefix.hidden[:, None], GROUP, 1), atol=1e-4)
+    for step in range(STEPS - 1):
+        hidden, cache = policy.decode(unstacked, prefix, jnp.asarray(tokens[:, :, step]), cache)
+        np.testing.assert_allclose(hidden, full[:, :, step + 1], atol=1e-4)
+    assert int(cache.length) == STEPS - 1
+
+
+@each_family
+def test_a_prompt_is_stored_once(model):
+    """The group axis is in the completions' cache and nowhere in the prompts' keys and values."""
+    prefix = jax.eval_shape(model.policy.prefill, model.variables, *BATCH[:2])
+    heads, size = model.config.num_kv_heads, model.config.head_dim
+    assert [x.shape for x in prefix.keys] == [(PROMPTS, heads, size, LENGTH)] * 2
+    assert [x.shape for x in prefix.values] == [(PROMPTS, heads, LENGTH, size)] * 2
+    cache = model.policy.init_cache(PROMPTS, GROUP, STEPS)
+    assert [x.shape for x in cache.keys] == [(PROMPTS, heads, GROUP, size, STEPS)] * 2
+    assert [x.shape for x in cache.values] == [(PROMPTS, heads, GROUP, STEPS, size)] * 2
+    assert model.policy.init_cache(1, 1, 1, jnp.bfloat16).values[0].dtype == jnp.bfloat16
+
+
+@each_family
+def test_padding_has_no_influence(model):
+    """More padding on the left, other tokens under the masks (even impossible ones), masks of integers: same states."""
+    prompt_tokens, prompt_mask, tokens, mask = BATCH
+    expected = model.policy.forward_group(model.variables, *BATCH)
+    wide = (np.pad(prompt_tokens, ((0, 0), (3, 0))), np.pad(prompt_mask, ((0, 0), (3, 0))))
+    wild = np.where(wide[1], wide[0], -5), wide[1], np.where(mask, tokens, 10**6).astype(np.int32), mask
+    got = model.policy.forward_group(model.variables, *(x.astype(np.int32) for x in wild))
+    np.testing.assert_allclose(got[mask], expected[mask], atol=1e-4)
+
+
+@each_family
+def test_merged_adapters_are_the_adapted_model(model):
+    merged, base = merge(model.variables, model.lora), model.variables["params"]
+    adapted = model.policy.forward_group(model.variables, *BATCH)
+    np.testing.assert_allclose(model.policy.forward_group({"params": merged}, *BATCH), adapted, atol=2e-4)
+    for name in model.lora.targets:
+        a, b = (np.asarray(model.variables["lora"]["layers"][name][factor]) for factor in "ab")
+        expected = base["layers"][name]["kernel"] + 3.0 * np.einsum("lir,lro->lio", a, b)
+        np.testing.assert_allclose(merged["layers"][name]["kernel"], expected, atol=1e-5)
+    half = {"params": jax.tree.map(lambda x: x.astype(jnp.bfloat16), base), "lora": model.variables["lora"]}
+    assert merge(half, model.lora)["layers"][name]["kernel"].dtype == jnp.bfloat16
+
+
+def test_leaving_adapters_out_is_the_base_model(model):
+    base = {"params": model.variables["params"]}
+    got = model.policy.forward_group(base, *BATCH)
+    expected = compiled(make_policy(model.config)).forward_group(base, *BATCH)
+    np.testing.assert_array_equal(got, expected)
+    fresh = init_adapters(base["params"], jax.random.key(2), model.lora)
+    np.testing.assert_array_equal(model.policy.forward_group(base | {"lora": fresh}, *BATCH), expected)
+    assert float(jnp.abs(model.policy.forward_group(model.variables, *BATCH) - expected).max()) > 0.1
+
+
+@pytest.fixture(scope="module")
+def states_and_gradients(model):
+    """(batch, cotangent [P, G, T, D]) -> hidden, gradient; compiled once for several tests."""
+
+    @jax.jit
+    def run(variables, batch, cotangent):
+        hidden, pull = jax.vjp(lambda v: model.policy.forward_group(v, *batch), variables)
+        return hidden, pull(cotangent)[0]
+
+    return lambda *arguments: run(model.variables, *arguments)
+
+
+def test_sharing_changes_neither_states_nor_gradients(states_and_gradients):
+    """Against P·G groups of one, every completion behind a prompt of its own."""
+    cotangent = np.random.default_rng(1).normal(size=(PROMPTS, GROUP, STEPS, WIDTH)).astype(np.float32)
+    mask = BATCH[3]
+    cotangent = cotangent * mask[..., None]
+    prompts = (np.repeat(x, GROUP, axis=0) for x in BATCH[:2])
+    copies = (*prompts, *(x.reshape(-1, 1, STEPS) for x in BATCH[2:]))
+    hidden, shared = states_and_gradients(BATCH, cotangent)
+    expected, copied = states_and_gradients(copies, cotangent.reshape(-1, 1, STEPS, WIDTH))
+    np.testing.assert_allclose(hidden[mask], expected.reshape(hidden.shape)[mask], atol=1e-5)
+    for got, expected in zip(jax.tree.leaves(shared), jax.tree.leaves(copied), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5 * max(1.0, float(jnp.abs(expected).max())))
+    assert float(jnp.abs(shared["lora"]["layers"]["q_proj"]["a"]).max()) > 0
+
+
+def test_gradients_reach_the_prompt(states_and_gradients):
+    """A loss on the last state alone moves the embeddings of prompt tokens that no completion uses."""
+    prompt_tokens, tokens = np.full_like(BATCH[0], 63), np.full_like(BATCH[2], 5)
+    cotangent = np.zeros((PROMPTS, GROUP, STEPS, WIDTH), np.float32)
+    cotangent[:, :, -1] = 1
+    _, grads = states_and_gradients((prompt_tokens, BATCH[1], tokens, BATCH[3]), cotangent)
+    embedding = grads["params"]["embed_tokens"]
+    assert float(jnp.abs(embedding[63]).max()) > 1e-3
+    assert float(jnp.abs(embedding[6]).max()) == 0
+
+
+def test_an_empty_prompt_stays_finite(states_and_gradients):
+    """Rows that only fill up a batch must not spread NaN through shared sums."""
+    prompt_mask = BATCH[1].copy()
+    prompt_mask[0] = False
+    cotangent = np.ones((PROMPTS, GROUP, STEPS, WIDTH), np.float32)
+    cotangent[0] = 0
+    hidden, grads = states_and_gradients((BATCH[0], prompt_mask, *BATCH[2:]), cotangent)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((hidden, grads)))
+
+
+def test_one_token_completions(model):
+    hidden = model.policy.forward_group(model.variables, *BATCH[:2], BATCH[2][:, :, :1], BATCH[3][:, :, :1])
+    expected = model.policy.prefill(model.variables, *BATCH[:2]).hidden
+    np.testing.assert_allclose(hidden[:, :, 0], np.repeat(expected[:, None], GROUP, 1), atol=1e-5)
+
+
+@each_family
+def test_bfloat16_compute_is_close(model):
+    """Half the bits in the matrix products; norms, rotations, scores and softmax stay float32."""
+    exact = model.policy.prefill(model.variables, *BATCH[:2]).hidden
+    half = compiled(make_policy(model.config, compute_dtype="bfloat16", lora=model.lora))
+    prefix = half.prefill(model.variables, *BATCH[:2])
+    assert prefix.hidden.dtype == prefix.keys[0].dtype == jnp.bfloat16
+    assert 0 < np.median(np.abs(prefix.hidden.astype(jnp.float32) - exact)) < 0.05
+
+
+def test_adapters_need_their_configuration(model):
+    with pytest.raises(ValueError, match="LoraConfig"):
+        merge(model.variables, None)
+    with pytest.raises(ValueError, match="lora=None"):
+        make_policy(LLAMA).forward_group(model.variables, *BATCH)
+    with pytest.raises(ValueError, match="targets must be at least one"):
+        LoraConfig(2, 4.0, ())
+    with pytest.raises(ValueError, match="rank"):
+        LoraConfig(0, 4.0, ("q_proj",))
+
+
+@each_family
+@pytest.mark.parametrize("target", ["lm_head", "c_proj", "q_proj", "c_attn"])
+def test_adapters_on_projections_of_another_family_are_refused(model, target):
+    """Two projections of GPT-2 are called c_proj: neither is meant by it."""
+    if target == model.lora.targets[0]:
+        return
+    first = model.lora.targets[0]
+    with pytest.raises(ValueError, match=rf"{first}.*for model_type '{model.config.model_type}', got \['{target}'\]"):
+        make_policy(model.config, lora=LoraConfig(2, 4.0, (first, target)))
+
+
+def test_a_7b_model_is_shaped_without_being_allocated():
+    config = DecoderConfig.from_hf(
+        dict(
+            model_type="qwen2",
+            vocab_size=152064,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            rope_theta=1e6,
+            tie_word_embeddings=False,
+        )
+    )
+    lora = LoraConfig(8, 32.0, ("q_proj", "down_proj"))
+    shapes = jax.eval_shape(
+        lambda key: init_variables(config, key, param_dtype="bfloat16", lora=lora), jax.random.key(0)
+    )
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes["params"]))
+    assert count == 7_615_616_512
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes["params"])} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes["lora"])} == {jnp.dtype("float32")}
+    policy = make_policy(config, compute_dtype="bfloat16", lora=lora)
+    i32, boolean = jnp.int32, jnp.bool_
+    prompts = (jax.ShapeDtypeStruct((4, 128), i32), jax.ShapeDtypeStruct((4, 128), boolean))
+    completions = (jax.ShapeDtypeStruct((4, 5, 20), i32), jax.ShapeDtypeStruct((4, 5, 20), boolean))
+    hidden = jax.eval_shape(policy.forward_group, shapes, *prompts, *completions)
+    assert hidden.shape == (4, 5, 20, 3584) and hidden.dtype == jnp.bfloat16
+    prefix = jax.eval_shape(policy.prefill, shapes, *prompts)
+    cache = jax.eval_shape(lambda: policy.init_cache(4, 5, 20))
+    unstacked = jax.eval_shape(policy.unstack, shapes)
+    step, after = jax.eval_shape(policy.decode, unstacked, prefix, jax.ShapeDtypeStruct((4, 5), i32), cache)
+    assert step.shape == (4, 5, 3584)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
+
+
+def test_misshapen_calls_are_refused(model):
+    with pytest.raises(ValueError, match="prompt_tokens"):
+        model.policy.forward_group(model.variables, BATCH[0], BATCH[1][:, :-1], BATCH[2], BATCH[3])
+    with pytest.raises(TypeError, match="mask bool or integers, got int32 and float32"):
+        model.policy.prefill(model.variables, BATCH[0], BATCH[1].astype(np.float32))
+    with pytest.raises(ValueError, match="compute_dtype"):
+        make_policy(LLAMA, compute_dtype="float64")
+    with pytest.raises(ValueError, match="remat must be one of"):
+        make_policy(LLAMA, remat="some")

@@ -1,0 +1,194 @@
+"""The table of families: what is read from config.json or refused, how weights are drawn, what a new row takes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_decoders import LLAMA as TINY
+from support.tiny_decoders import compiled
+
+from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.families import FAMILIES, family_of, llama, read_config
+from grpo_jax.models.hf.peft import load_adapters, save_adapters
+from grpo_jax.models.hf.weights import name_table
+from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.sharding import make_mesh, shardings
+
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+)
+QWEN2 = LLAMA | dict(model_type="qwen2")
+GPT2 = dict(model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
+
+
+def without(fields, name):
+    return {key: value for key, value in fields.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (LLAMA | dict(model_type="mamba"), "'llama', 'qwen2', .*'gpt2'.*mamba"),
+        (without(LLAMA, "model_type"), "model_type must be one of .* got None"),
+        (without(LLAMA, "hidden_size"), "hidden_size"),
+        (LLAMA | dict(hidden_act="relu2"), "relu2"),
+        (LLAMA | dict(hidden_size="32"), "str"),
+        (LLAMA | dict(num_key_value_heads=3), "num_kv_heads"),
+        (LLAMA | dict(rope_scaling=dict(type="dynamic", factor=2.0)), "dynamic"),
+        (LLAMA | dict(rope_parameters=dict(rope_type="longrope")), "longrope"),
+        (LLAMA | dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor"),
+        (LLAMA | dict(rope_scaling=dict(type="linear")), "factor"),
+        (LLAMA | dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "full_attention"),
+        (LLAMA | dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (LLAMA | dict(sliding_window=8), "sliding_window"),
+        (LLAMA | dict(attention_dropout=0.1), "attention_dropout"),
+        (LLAMA | dict(quantization_config=dict(bits=4)), "quantization_config"),
+        (LLAMA | dict(logits_scaling=8.0), "logits_scaling"),
+        (QWEN2 | dict(attention_bias=False), "attention_bias"),
+        (QWEN2 | dict(mlp_bias=True), "mlp_bias"),
+        (QWEN2 | dict(layer_types=["sliding_attention", "full_attention"]), "sliding_window"),
+        (QWEN2 | dict(layer_types=["full_attention", "chunked_attention"]), "chunked_attention"),
+        (QWEN2 | dict(layer_types=["full_attention"]), "layer_types"),
+        (QWEN2 | dict(model_type="qwen2_vl", head_dim=16), "head_dim"),
+        (GPT2 | dict(add_cross_attention=True), "add_cross_attention=True"),
+        (GPT2 | dict(activation_function="quick_gelu"), "activation_function.*quick_gelu"),
+        (GPT2 | dict(pruned_heads={"0": [1]}), "pruned_heads"),
+        (GPT2 | dict(quantization_config=dict(bits=4)), "quantization_config"),
+        (GPT2 | dict(n_head=5), "n_head, got 768 and 5"),
+        (GPT2 | dict(n_layer=None), "lacks n_layer"),
+        (GPT2 | dict(n_positions=0), "max_positions"),
+        (GPT2 | dict(n_inner="wide"), "intermediate_size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_fields_are_refused_by_name(fields, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        read_config(fields)
+
+
+def test_old_and_new_forms_of_config_json_read_the_same():
+    """Flat with rope_theta and rope_scaling (the hub, 2024); nested with rope_parameters (transformers 5)."""
+    text = without(QWEN2, "model_type") | dict(use_sliding_window=False, sliding_window=131072, max_window_layers=28)
+    flat = text | dict(
+        model_type="qwen2_vl",
+        rope_theta=5e5,
+        rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]),
+        vision_config=dict(depth=32),
+    )
+    nested = dict(
+        model_type="qwen2_vl",
+        text_config=text
+        | dict(
+            model_type="qwen2_vl_text",
+            layer_types=["full_attention"] * 2,
+            rope_parameters=dict(rope_type="default", rope_theta=5e5, mrope_section=[16, 24, 24]),
+        ),
+        vision_config=dict(depth=32),
+        tie_word_embeddings=False,
+    )
+    assert read_config(flat) == read_config(nested)
+    assert read_config(flat).rope.theta == 5e5
+    assert read_config(nested | dict(tie_word_embeddings=True)).tie_word_embeddings
+    yarn = dict(factor=4.0, original_max_position_embeddings=1024)
+    old = LLAMA | dict(rope_theta=1e5, rope_scaling=yarn | dict(type="yarn"))
+    new = LLAMA | dict(rope_parameters=yarn | dict(rope_type="yarn", rope_theta=1e5))
+    assert read_config(old) == read_config(new)
+    assert read_config(old).rope.attention_factor > 1
+
+
+def test_names_that_transformers_also_takes_for_gpt2():
+    renamed = dict(
+        model_type="gpt2",
+        vocab_size=50257,
+        max_position_embeddings=1024,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+    )
+    dropouts = dict(attn_pdrop=0.3, embd_pdrop=0.3, resid_pdrop=0.3, n_inner=3072, n_ctx=1024)
+    assert read_config(renamed) == read_config(GPT2 | dropouts)
+
+
+@pytest.mark.parametrize("fields", [QWEN2, GPT2], ids=["qwen2", "gpt2"])
+def test_a_config_is_hashable_and_compares_by_value(fields):
+    config = read_config(fields)
+    assert hash(dataclasses.replace(config)) == hash(config) and dataclasses.replace(config) == config
+    assert dataclasses.replace(config, initializer_range=1.0) != config
+
+
+def test_gpt2_small_has_its_published_shape():
+    config = read_config(GPT2)
+    lora = LoraConfig(4, 8.0, tuple(family_of(config).projections))
+    shapes = jax.eval_shape(lambda key: init_variables(config, key, lora=lora), jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes["params"])) == 124_439_808
+    assert shapes["lora"]["layers"]["c_attn"]["b"].shape == (12, 4, 3 * 768)
+    assert shapes["lora"]["layers"]["mlp_c_proj"]["a"].shape == (12, 3072, 4)
+
+
+def drawn(fields):
+    return jax.jit(lambda key: init_variables(read_config(fields), key)["params"])(jax.random.key(3))
+
+
+def test_llamas_weights_are_drawn_as_the_config_says():
+    params = drawn(QWEN2 | dict(initializer_range=0.2))
+    np.testing.assert_allclose(np.std(params["layers"]["up_proj"]["kernel"], axis=(1, 2)), 0.2, rtol=0.1)
+    assert not np.array_equal(*params["layers"]["up_proj"]["kernel"])
+    assert float(jnp.abs(params["layers"]["q_proj"]["bias"]).max()) == 0
+    assert float(jnp.abs(params["norm"]["scale"] - 1).max()) == 0
+
+
+def test_gpt2s_weights_are_drawn_as_the_paper_says():
+    """Those that add to the residual stream are smaller by the root of twice the layers."""
+    params = drawn(GPT2 | dict(vocab_size=64, n_embd=64, n_head=4, n_layer=8, initializer_range=0.2))
+    spread = {name: float(jnp.std(own["kernel"])) for name, own in params["layers"].items() if "kernel" in own}
+    assert spread == pytest.approx(dict(c_attn=0.2, c_fc=0.2, attn_c_proj=0.05, mlp_c_proj=0.05), rel=0.05)
+    assert float(jnp.std(params["embed_positions"])) == pytest.approx(0.2, rel=0.05)
+    assert float(jnp.abs(params["layers"]["ln_1"]["scale"] - 1).max()) == 0
+
+
+def test_a_new_family_is_its_row(monkeypatch, tmp_path):
+    """Llama's layers with learned positions for rotations, under names of their own: nothing else is told of it."""
+
+    def unrotated(config, positions):
+        table = jnp.zeros((*positions.shape, config.head_dim // 2))
+        return table + 1, table
+
+    names = {"embed_tokens": "words", "embed_positions": "places", "norm": "end"}
+    new = llama.FAMILY._replace(
+        model_types=("placed_llama",),
+        learned_positions=True,
+        rotation=unrotated,
+        naming=llama.NAMING._replace(prefixes=("net.",), tensors=names),
+    )
+    monkeypatch.setitem(FAMILIES, "placed_llama", new)
+    config = dataclasses.replace(TINY, model_type="placed_llama", max_positions=8)
+    lora = LoraConfig(2, 4.0, ("q_proj",))
+    variables = init_variables(config, jax.random.key(0), lora=lora)
+    assert variables["params"]["embed_positions"].shape == (8, 32)
+
+    policy = compiled(make_policy(config, lora=lora))
+    prompts, tokens = np.array([[1, 2, 3]], np.int32), np.array([[[4, 5, 6]]], np.int32)
+    full = policy.forward_group(variables, prompts, prompts > 0, tokens, tokens > 0)
+    prefix, cache = policy.prefill(variables, prompts, prompts > 0), policy.init_cache(1, 1, 3)
+    hidden, _ = policy.decode(policy.unstack(variables), prefix, tokens[:, :, 0], cache)
+    np.testing.assert_allclose(hidden, full[:, :, 1], atol=1e-5)
+    elsewhere = {**variables["params"], "embed_positions": -variables["params"]["embed_positions"]}
+    moved = policy.prefill({**variables, "params": elsewhere}, prompts, prompts > 0)
+    assert float(jnp.abs(moved.hidden - prefix.hidden).max()) > 1e-3
+    with pytest.raises(ValueError, match="at most 8 tokens"):
+        make_policy(config).prefill(variables, np.ones((1, 9), np.int32), np.ones((1, 9), bool))
+
+    table = name_table(config, ["net.words.weight"])
+    assert {"net.words.weight", "net.places.weight", "net.end.weight", "net.layers.1.mlp.up_proj.weight"} <= set(table)
+    save_adapters(tmp_path / "adapter", variables["lora"], lora, config, base="somewhere")
+    found, adapters = load_adapters(tmp_path / "adapter", config)
+    assert found == lora
+    jax.tree.map(np.testing.assert_array_equal, adapters, variables["lora"])
+    shardings(variables, make_mesh(1, 1, jax.devices()))

@@ -1,0 +1,82 @@
+"""A tiny random decoder of each family, with adapters, and a batch of groups for it."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.models.decoder import Policy, init_variables, make_policy
+from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.families.gpt2 import GPT2Config
+from grpo_jax.models.families.llama_config import DecoderConfig
+from grpo_jax.models.lora import LoraConfig
+
+WIDTH = 32
+PROMPTS, GROUP, LENGTH, STEPS = 3, 4, 6, 5
+
+LLAMA = DecoderConfig(
+    vocab_size=64,
+    hidden_size=WIDTH,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    qkv_bias=True,
+    windows=(None, 4),
+    initializer_range=0.2,
+)
+GPT2 = GPT2Config(
+    vocab_size=64,
+    hidden_size=WIDTH,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    max_positions=64,
+    scale_attn_by_inverse_layer_idx=True,
+    tie_word_embeddings=False,
+    initializer_range=0.2,
+)
+CONFIGS: dict[str, tuple[ModelConfig, LoraConfig]] = {
+    "llama": (LLAMA, LoraConfig(2, 6.0, ("q_proj", "v_proj", "down_proj"))),
+    "gpt2": (GPT2, LoraConfig(2, 6.0, ("c_attn", "attn_c_proj", "mlp_c_proj"))),
+}
+
+
+class Tiny(NamedTuple):
+    """A decoder: its config, its adapters', its compiled functions, and variables far from their start."""
+
+    config: ModelConfig
+    lora: LoraConfig
+    policy: Policy
+    variables: dict[str, Any]
+
+
+@functools.cache
+def tiny(family: str) -> Tiny:
+    config, lora = CONFIGS[family]
+    rng = np.random.default_rng(1)
+    variables = jax.tree.map(
+        lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), jnp.float32),
+        init_variables(config, jax.random.key(0), lora=lora),
+    )
+    return Tiny(config, lora, compiled(make_policy(config, lora=lora)), variables)
+
+
+def compiled(policy: Policy) -> Policy:
+    return policy._replace(
+        prefill=jax.jit(policy.prefill), decode=jax.jit(policy.decode), forward_group=jax.jit(policy.forward_group)
+    )
+
+
+def group_batch():
+    """Prompts of 6, 4 and 1 tokens, each with four completions that end at different steps."""
+    rng = np.random.default_rng(0)
+    prompt_tokens = rng.integers(0, 64, (PROMPTS, LENGTH)).astype(np.int32)
+    prompt_mask = np.arange(LENGTH)[None] >= np.array([0, 2, 5])[:, None]
+    tokens = rng.integers(0, 64, (PROMPTS, GROUP, STEPS)).astype(np.int32)
+    ends = rng.integers(1, STEPS + 1, (PROMPTS, GROUP, 1))
+    return prompt_tokens, prompt_mask, tokens, np.arange(STEPS) < ends

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from support import tiny_models  # noqa: E402
-from support import torch_reference as reference  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from support import tiny_models  # noqa: E402
+from support import torch_reference as reference  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402

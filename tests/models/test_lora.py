@@ -13,20 +13,23 @@ from support import tiny_update
 from support.text_task import rows
 
 from grpo_jax import export, train
-from grpo_jax.config import AlgorithmSection, Config, LoraSection, OptimizerSection, TrainingSection
+from grpo_jax.config import AlgorithmSection, LoraSection, OptimizerSection, PolicySection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.adapters import lora_config
 from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.families import gpt2, llama
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
-from grpo_jax.models.lora import GPT2_PROJECTIONS, PROJECTIONS, LoraConfig
+from grpo_jax.models.lora import LoraConfig
 from grpo_jax.runs.checkpoint import restore_params
-from grpo_jax.training import trainer
 from grpo_jax.training.optimizer import make_optimizer
+from grpo_jax.training.state import init_state, reference_variables, refresh_reference, saved_parts
+from grpo_jax.training.update import make_update
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
+PROJECTIONS, GPT2_PROJECTIONS = map(tuple, (llama.PROJECTIONS, gpt2.PROJECTIONS))
 
 
 def bytes_of(tree):
@@ -45,8 +48,8 @@ def adam():
     optimizer = make_optimizer(OptimizerSection(), optax.constant_schedule(0.01))
     policy = make_policy(tiny_update.CONFIG, lora=LORA)
     training = TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
-    update = trainer.make_update(policy, optimizer, section, training, temperature=1.0, max_new_tokens=8)
-    first = trainer.init_state(variables, optimizer, keep_reference=True)
+    update = make_update(policy, optimizer, section, training, temperature=1.0, max_new_tokens=8)
+    first = init_state(variables, optimizer, keep_reference=True)
     held = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), first)
     state, _ = update(first, tiny_update.make_batch(), jax.random.key(2))
     state, _ = update(state, tiny_update.make_batch(), jax.random.key(3))
@@ -68,7 +71,7 @@ def test_the_state_is_the_base_once_and_three_times_the_adapters(adam):
 
 def test_a_checkpoint_holds_no_weight_of_the_base(adam):
     variables, _, state = adam
-    saved = trainer.saved_parts(state)
+    saved = saved_parts(state)
     assert not pointers(saved) & pointers(variables["params"])
     assert bytes_of(saved) < 3 * bytes_of(variables["lora"]) + 64
 
@@ -77,7 +80,7 @@ def test_all_weights_would_take_four_times_the_base():
     """What LoRA saves: weights, their reference, two moments."""
     variables = tiny_update.make_variables()
     optimizer = make_optimizer(OptimizerSection(), optax.constant_schedule(0.01))
-    state = trainer.init_state(variables, optimizer, keep_reference=True)
+    state = init_state(variables, optimizer, keep_reference=True)
     assert bytes_of(state) == pytest.approx(4 * bytes_of(variables["params"]), rel=1e-3)
 
 
@@ -104,7 +107,7 @@ def test_seven_billion_parameters_take_little_more_than_themselves():
 
     def start(key):
         variables = init_variables(config, key, param_dtype="bfloat16", lora=lora)
-        return trainer.init_state(variables, optimizer, keep_reference=True)
+        return init_state(variables, optimizer, keep_reference=True)
 
     state = jax.eval_shape(start, jax.random.key(0))
     base, everything = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (
@@ -118,10 +121,10 @@ def test_adapters_that_say_something_are_the_reference():
     """Read from a folder, warm-started, or refreshed later: then the base alone is not where training began."""
     variables = tiny_update.make_variables(lora=LORA)
     variables["lora"] = jax.tree.map(lambda leaf: leaf + 0.1, variables["lora"])
-    state = trainer.init_state(variables, optax.sgd(1.0), keep_reference=True, base_reference=False)
-    reference = trainer.reference_variables(state)
+    state = init_state(variables, optax.sgd(1.0), keep_reference=True, base_reference=False)
+    reference = reference_variables(state)
     jax.tree.map(np.testing.assert_array_equal, reference["lora"], variables["lora"])
-    refreshed = trainer.refresh_reference(state)
+    refreshed = refresh_reference(state)
     assert jax.tree.structure(refreshed) == jax.tree.structure(state)  # a checkpoint of one restores into the other
 
 
@@ -151,7 +154,7 @@ def test_a_folder_of_adapters_brings_its_own_settings(tmp_path):
     for beside in (dict(rank=2), dict(alpha=4.0), dict(targets=["q_proj"])):
         with pytest.raises(UserError, match=r"policy.lora.path: expected no rank, alpha or targets beside it"):
             LoraSection(path="somewhere", **beside)
-    assert not Config().policy.lora.used
+    assert not PolicySection().lora.used
 
 
 # through the commands

@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grpo_jax.training.loss_scale import make_loss_scale
 from support import tiny_update
 
 from grpo_jax.config import AlgorithmSection
 from grpo_jax.core import losses
 from grpo_jax.models.decoder import make_policy
-from grpo_jax.training import trainer
+from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.training.objectives import loss_options, make_forward, make_policy_objective
+from grpo_jax.training.state import init_state, restored_state, saved_parts
+from grpo_jax.training.update import make_train_step
 
 
 def stepped(batch, dtype, *, scale, accumulation=1, shrink=1.0):
@@ -26,13 +27,13 @@ def stepped(batch, dtype, *, scale, accumulation=1, shrink=1.0):
         return loss * shrink, metrics
 
     optimizer = optax.sgd(1.0)
-    step = trainer.make_train_step(
+    step = make_train_step(
         objective,
         optimizer,
         normaliser=lambda batch: losses.loss_normaliser(batch.mask, "sequence"),
         accumulation=accumulation,
     )
-    return variables, *step(trainer.init_state(variables, optimizer, keep_reference=False, loss_scale=scale), batch)
+    return variables, *step(init_state(variables, optimizer, keep_reference=False, loss_scale=scale), batch)
 
 
 def moves(before, after):
@@ -79,11 +80,8 @@ def test_an_overflow_changes_nothing_but_the_scale(batch, accumulation):
 
 
 def test_a_checkpoint_holds_the_scale():
-    state = trainer.init_state(
+    state = init_state(
         {"params": {"w": jnp.ones(2)}}, optax.sgd(1.0), keep_reference=False, loss_scale=make_loss_scale("float16")
     )
-    restored = trainer.restored_state(trainer.saved_parts(state), {"params": {"w": jnp.ones(2)}})
-    assert (
-        float(restored.loss_scale.scale) == 2**16
-        and len(jax.tree.leaves(trainer.saved_parts(state)["loss_scale"])) == 2
-    )
+    restored = restored_state(saved_parts(state), {"params": {"w": jnp.ones(2)}})
+    assert float(restored.loss_scale.scale) == 2**16 and len(jax.tree.leaves(saved_parts(state)["loss_scale"])) == 2

@@ -9,14 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft", reason="needs the package peft (pip install peft)")
-from support import torch_reference as reference  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from support import torch_reference as reference  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
-from grpo_jax.export import export_policy  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.decoder import make_policy  # noqa: E402
+from grpo_jax.models.hf.exporting import export_policy  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.text_task import finish, finished_run, rows, start, train, wait_for
 
-from grpo_jax.config import from_dict
+from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.processes import Announcement, announced, join_processes, refuse_several
 
@@ -21,9 +21,10 @@ MESHES = ("8x1", "4x2", "2x4")
 
 
 def begin(script: str, devices: int, **variables: str) -> subprocess.Popen:
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": paths}
     return subprocess.Popen(
-        [sys.executable, ROOT / "tests" / script],
+        [sys.executable, ROOT / "tests" / "support" / script],
         env=os.environ | flags | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -117,11 +118,11 @@ def test_too_few_devices_are_one_line(place, tmp_path, monkeypatch):
 
 
 def test_prompts_must_divide():
-    values = {"policy": {"mesh": {"fsdp": 4}}, "training": {"prompts_per_batch": 12, "accumulation": 2}}
+    values = {"task": "text", "policy": {"mesh": {"fsdp": 4}}, "training": {"prompts_per_batch": 12, "accumulation": 2}}
     with pytest.raises(UserError, match=r"policy\.mesh\.fsdp: expected a divisor of 6, .* got 4"):
-        from_dict(values)
+        make_config(values)
     with pytest.raises(UserError, match=r"policy\.mesh\.tensor: expected a number >= 1, got 0"):
-        from_dict({"policy": {"mesh": {"tensor": 0}}})
+        make_config({"task": "text", "policy": {"mesh": {"tensor": 0}}})
 
 
 JAXS = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"}

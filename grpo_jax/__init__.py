@@ -42,7 +42,7 @@ _PUBLIC = {
 }
 _PLACES = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = sorted(_PLACES)
+__all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]: one table, not two
 
 
 def __getattr__(name: str) -> Any:

@@ -60,7 +60,7 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path, *, resume_step: int | None = None):
         """Opens a new event file; `resume_step` makes TensorBoard forget what came after that step."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._folder = folder
@@ -72,8 +72,8 @@ class TensorBoard:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the numbers as scalars."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         values = [
             Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items() if _is_number(value)
@@ -130,7 +130,7 @@ class WeightsAndBiases:
 
         self._run.summary.update(finite(summary))
         for table in tables:
-            rows = [list(row) for row in table.rows]
+            rows: list[Any] = [list(row) for row in table.rows]
             name = re.sub(r"\W+", "_", table.title)  # part of a file's name
             self._run.log({f"table/{name}": wandb.Table(columns=list(table.columns), data=rows)})
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.rollout.rollout import Judgement, Rollout, collect, judge
+from grpo_jax.rollout.rollout import Judgement, collect, judge
 from grpo_jax.runs.parts import Parts, objectives_of
 
 PICTURE_CHUNK = 32
@@ -19,11 +19,11 @@ TOTAL = "total"
 
 
 class Evaluation(NamedTuple):
-    """Means over prompts by measure name (`TOTAL` among them), with what they were measured on."""
+    """Means over prompts by measure name (`TOTAL` among them), with what they were measured on: a text per prompt."""
 
     measures: dict[str, float]
     judgement: Judgement
-    rollout: Rollout | None
+    texts: Sequence[str]
 
 
 def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sampled: bool = False) -> Evaluation:
@@ -42,7 +42,7 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
     measures = means(parts, rollout.judgement, rollout.samples.mask.sum(-1, dtype=np.int32))
     measures["completion_tokens"] = float(rollout.samples.mask.sum(-1).mean())
     measures["usable"] = float(rollout.usable.mean())
-    return Evaluation(measures, rollout.judgement, rollout)
+    return Evaluation(measures, rollout.judgement, [group[0] for group in rollout.texts])
 
 
 def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> Evaluation:
@@ -53,7 +53,7 @@ def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> E
     judgement = judge(
         parts.environment, rows, [[text] for text in texts], chunk_prompts=_chunk(parts), timeout=parts.timeout
     )
-    return Evaluation(means(parts, judgement, np.zeros((len(rows), 1), np.int32)), judgement, None)
+    return Evaluation(means(parts, judgement, np.zeros((len(rows), 1), np.int32)), judgement, texts)
 
 
 def _chunk(parts: Parts) -> int:

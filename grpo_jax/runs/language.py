@@ -109,11 +109,13 @@ class LanguageProgram:
             seconds = {"evaluate": time.monotonic() - started}
             meta = {"identity": identity_of(parts.config, self.identity), "notes": notes, "seconds": seconds}
 
-        def remembered() -> dict[str, Any]:
-            return {**meta, "seconds": with_total(meta["seconds"], self.clock)}
+        begun = meta
+
+        def to_save() -> dict[str, Any]:
+            return {**begun, "seconds": with_total(begun["seconds"], self.clock)}
 
         with Checkpoints(folder, keep=1) as checkpoints:
-            warmed = warm_start(parts, checkpoints=checkpoints, meta=remembered, stop=stop, say=self.say)
+            warmed = warm_start(parts, checkpoints=checkpoints, meta=to_save, stop=stop, say=self.say)
         if warmed is None:
             return None
         variables, seconds = warmed

@@ -51,10 +51,17 @@ def policy_folder(config: Config) -> str:
     """The folder or hub id of policy.path: as it stands, a bundled policy's, or where the run keeps its new one."""
     path = config.policy.path
     if path == NEW:
-        return str(RunDirectory(config.run_dir).start)
+        return str(_start(config))
     if not path:
         raise UserError("policy.path: expected a Hugging Face folder or hub id, got none")
     return str(own_package("bridges").bundled(path, "policy") or path)
+
+
+def _start(config: Config) -> Path:
+    """The folder of a new policy."""
+    if config.run_dir is None:
+        raise UserError("policy.path: 'new' is kept in the run's folder: name it with run_dir")
+    return RunDirectory(config.run_dir).start
 
 
 def make_new_policy(config: Config, words: Callable[[], Sequence[str]] | None) -> None:
@@ -67,7 +74,7 @@ def make_new_policy(config: Config, words: Callable[[], Sequence[str]] | None) -
         return
     if words is None:
         raise UserError("policy.path: expected a folder, got 'new': this task has no words to make a policy of")
-    folder, section = RunDirectory(config.run_dir).start, config.policy.new
+    folder, section = _start(config), config.policy.new
     if not (folder / "config.json").is_file():
         write_policy(
             folder,

@@ -134,7 +134,7 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
     return [
         GalleryEntry(
             row.prompt,
-            after.rollout.texts[index][0],
+            after.texts[index],
             before[index],
             later[index],
             {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(names)},
@@ -169,7 +169,7 @@ def texts_table(parts: Parts, after: Evaluation) -> Table:
     rows = [
         (
             row.prompt,
-            after.rollout.texts[index][0],
+            after.texts[index],
             *(row.columns[column] for column in shown.values()),
             *(round(float(value), 4) for value in values[index]),
         )
@@ -180,7 +180,6 @@ def texts_table(parts: Parts, after: Evaluation) -> Table:
 
 def words_table(parts: Parts, after: Evaluation) -> Table:
     """The words that texts add to their prompts most often."""
-    texts = [group[0] for group in after.rollout.texts]
-    words = most_added_words([row.prompt for row in parts.test_rows], texts)
+    words = most_added_words([row.prompt for row in parts.test_rows], after.texts)
     note = "Words that rewrites have and prompts lack. A word that appears everywhere may be gaming a judge."
     return Table("Most added words", ("word", "share of rewrites"), [list(pair) for pair in words], note)

@@ -155,4 +155,4 @@ def supervised_batch(parts: Parts, pairs: Sequence[tuple[str, str]]) -> Batch:
     for row, pair in enumerate(pairs):
         ids = taught_tokens(parts, *pair)
         tokens[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True
-    return Batch(prompt_tokens, prompt_mask, tokens, mask)
+    return Batch(prompt_tokens, prompt_mask, tokens, mask)  # pyright: ignore[reportArgumentType]: jit places NumPy's

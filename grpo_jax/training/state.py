@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +106,7 @@ def release(tree: Tree) -> None:
         leaf.delete()
 
 
-def restored_state(parts: dict[str, Tree], variables: dict[str, Tree]) -> TrainState:
+def restored_state(parts: Mapping[str, Tree], variables: dict[str, Tree]) -> TrainState:
     """The state of a checkpoint's parts, with the frozen weights of `variables`."""
     return TrainState(**{**parts, "variables": {**variables, **parts["variables"]}})
 

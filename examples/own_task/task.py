@@ -34,7 +34,7 @@ class Calculator:
 
     def value(self, answer: str, numbers: list[int]) -> float | None:
         """What an answer comes to; None where it is none."""
-        if not re.fullmatch(r"\d+( (plus|minus) \d+)*", answer):
+        if not re.fullmatch(r"\d+( (plus|minus) \d+)+", answer):
             return None
         used = [int(number) for number in re.findall(r"\d+", answer)]
         if self.strict and any(used.count(number) > numbers.count(number) for number in used):

@@ -41,11 +41,11 @@ class Clip:
         """What is maximised, per token."""
         del logprobs
         # Bounded before the exponential: an infinite ratio behind a bound would give a gradient of 0 · inf.
-        least = jnp.where(advantages < 0, jnp.log1p(-self.low), -jnp.inf)
+        lower = jnp.where(advantages < 0, jnp.log1p(-self.low), -jnp.inf)
         dual = jnp.inf if self.dual is None else jnp.log(self.dual)
-        most = jnp.where(advantages < 0, dual, jnp.log1p(self.high))
-        log_ratio, least, most = jnp.broadcast_arrays(log_ratio, least, most)
-        bounded = jnp.where(log_ratio < least, least, jnp.where(log_ratio > most, most, log_ratio))
+        upper = jnp.where(advantages < 0, dual, jnp.log1p(self.high))
+        log_ratio, lower, upper = jnp.broadcast_arrays(log_ratio, lower, upper)
+        bounded = jnp.where(log_ratio < lower, lower, jnp.where(log_ratio > upper, upper, log_ratio))
         return jnp.exp(bounded) * advantages
 
     def clipped(self, log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -64,7 +64,7 @@ def test_its_rewards_are_what_the_answers_are_worth(finished):
             goal, numbers = prompt.split(" from ")
             words = text.split()
             form = all(word.isdigit() if place % 2 == 0 else word in ("plus", "minus") for place, word in
-                       enumerate(words)) and len(words) % 2 == 1  # fmt: skip
+                       enumerate(words)) and len(words) in (3, 5)  # fmt: skip
             own = [word for word in words if word.isdigit()]
             fair = form and all(own.count(word) <= numbers.split().count(word) for word in own)
             value = eval(text.replace("plus", "+").replace("minus", "-")) if fair else None

@@ -60,8 +60,8 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
             environment = parts.environment._replace(score=shuffled(parts.environment.score, seed))
             parts = parts._replace(environment=environment)
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
-            program = LanguageProgram(parts, make_learner(parts), output.say, clock)
-            execute(Run(config, program, checkpoints, output, clock), stop)
+            program = LanguageProgram(config, parts, make_learner(parts), output.say, clock)
+            execute(Run(program, checkpoints, output, clock), stop)
 
 
 def measure(variant: str, seed: int, folder: Path, extra: list[str]) -> dict:

@@ -293,11 +293,11 @@ def find_pipeline(path: str | Path) -> tuple[Path | str, dict]:
     """
     path = bundled(str(path), "renderer") or path
     source = local_folder(str(path)) or str(path)
-    try:
-        with quiet_loading():
+    with quiet_loading():
+        try:
             index = _model_index(source)
-    except Exception as error:
-        raise _cannot_load(source, error) from error
+        except Exception as error:
+            raise _cannot_load(source, error) from error
     name = index.get("_class_name")
     if name != "StableDiffusion3Pipeline":
         raise UserError(f"{source} holds a {name}; the renderer needs a StableDiffusion3Pipeline")

@@ -54,7 +54,7 @@ def run(config: Any, *, prompts: Any = None, rewards: Any = None) -> dict[str, A
         if program is None:
             program = load_program(config, output, prompts=prompts, rewards=rewards, clock=clock)
         with Checkpoints(output.directory.checkpoints, keep=config.training.keep_checkpoints) as checkpoints:
-            return execute(Run(config, program, checkpoints, output, clock), stop)
+            return execute(Run(program, checkpoints, output, clock), stop)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 
+from support.xla import known_flags
+
 # Before jax and the Hugging Face libraries are imported; subprocesses inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -15,6 +17,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    if "XLA_FLAGS" not in os.environ:
+        os.environ["XLA_FLAGS"] = known_flags()
 for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
     os.environ[offline] = "1"
 os.environ["WANDB_MODE"] = "disabled"

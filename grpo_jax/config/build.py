@@ -75,7 +75,7 @@ def require_known(key: str, known: Mapping[str, Any] | Sequence[str], name: str 
     """Raises UserError for a field that does not exist; it says the nearest one that does."""
     if key in known:
         return
-    near = difflib.get_close_matches(key, [str(one) for one in known], n=1)
+    near = difflib.get_close_matches(key, [str(one) for one in known], n=1, cutoff=0.55)
     listed = (sorted(known)[:_LISTED] or ["none"]) + ["…"] * (len(known) > _LISTED)
     hint = f"did you mean {_join(name, near[0])}?" if near else f"there are: {', '.join(listed)}"
     raise UserError(f"{_join(name, key)}: no such field; {hint}")

@@ -14,7 +14,7 @@ from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.rewards import IN_PYTHON, Maker, Reward, with_options
+from grpo_jax.rollout.rewards import IN_PYTHON, Maker, Reward, check_options, with_options
 
 
 class Source(Protocol):
@@ -143,7 +143,7 @@ def _find(name: str, options: Mapping[str, Any], source: Source, judges: Sequenc
         base, judge = name, ""
     elif (measured := source.measures(name)) is not None and where == "watch":
         return Wanted(name, measured, "")
-    if base not in source.rewards:
+    if base not in source.rewards or (judge and not judges):
         _refuse(name, source, where)
     if judge:
         require_known(judge, judges, f"{where}.{name}: judges")
@@ -163,6 +163,7 @@ def _own(reward: Any, options: Mapping[str, Any], label: str) -> Reward:
     if not isinstance(reward, Maker) and not inspect.isclass(reward):
         return with_options(reward, label, options)
     make: Any = reward.make if isinstance(reward, Maker) else reward
+    check_options(label, make, options, ())
     try:
         return make(**options)
     except (TypeError, ValueError, UserError) as error:

@@ -29,18 +29,21 @@ class Run(NamedTuple):
     """What every step of a run needs.
 
     Attributes:
-        config: Of the run.
         program: What it drives.
         checkpoints: Where states are saved.
         output: Terminal, metric files and the run directory (`reports.output.RunOutput`).
         clock: `time.monotonic()` at the start of this process's part of the run.
     """
 
-    config: Any
     program: Program
     checkpoints: Checkpoints
     output: Any
     clock: float
+
+    @property
+    def config(self) -> Any:
+        """The program's."""
+        return self.program.config
 
 
 def execute(run: Run, stop: threading.Event) -> dict[str, Any]:

@@ -37,12 +37,14 @@ class LanguageProgram:
     and of the policy before a warm start ("untrained"); and "remembered", what the task's findings need of them.
 
     Attributes:
-        parts: Policy, data and judges.
+        config: The run's, with names for what it was given beside it.
+        parts: Policy, data and judges; their config is that of this machine.
         learner: Compiled steps.
         say: Prints a line.
         clock: `time.monotonic()` at the start of this process's part of the run.
     """
 
+    config: Config
     parts: Parts
     learner: Learner
     say: Callable[[str], None]
@@ -195,4 +197,4 @@ def load_program(config: Config, output: Any, *, prompts: Any, rewards: Any, clo
         source = source._replace(prompts=kept_prompts(output.directory))
     parts = load_parts(source.config, output.part, prompts=source.prompts, rewards=source.rewards)
     parts = within_budget(parts, output.part)
-    return LanguageProgram(parts, make_learner(parts), output.say, clock)
+    return LanguageProgram(source.config, parts, make_learner(parts), output.say, clock)

@@ -216,6 +216,11 @@ class Program(Protocol):
     """What an experiment drives: a start, steps, an end. Everything random follows from seed and iteration."""
 
     @property
+    def config(self) -> Any:
+        """The run's, with names for what it was given beside it."""
+        ...
+
+    @property
     def iterations(self) -> int:
         """In all."""
         ...

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.xla import devices
 
 torch = pytest.importorskip("torch")
 
@@ -189,8 +190,7 @@ print("done")
 
 
 def test_several_devices():
-    flags = "--xla_force_host_platform_device_count=4"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": devices(4), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", DEVICES], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "done", done.stderr
 

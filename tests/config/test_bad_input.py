@@ -196,14 +196,17 @@ PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts",
             [*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margn": 0.5}}]'],
             "rewards.faithfulness.options: expected arguments of the reward (margin), got 'margn'",
         ),
-        ([*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margin": 7}}]'], "margin must be a simil"),
+        ([*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margin": 7}}]'], "margin: expected a simil"),
         ([*PICTURES, "--judges.renderer.path", "./no_renderer"], "no such folder: ./no_renderer"),
         ([*PICTURES, "--judges.scorer.model", "./no_clip"], "no such folder: ./no_clip"),
         (
             [*PICTURES, "--judges.second", "open_clip", "--judges.second.model", "ViT-Z"],
             "scorer ViT-Z: neither a folder nor",
         ),
-        (["--task", "recommendation", "--rewards", '[{"name": "no_such_module:f"}]'], "no module no_such_module"),
+        (
+            ["--task", "recommendation", "--data.prompts", "", "--rewards", '[{"name": "no_such_module:f"}]'],
+            "no module no_such_module",
+        ),
     ],
 )
 def test_mistakes_are_found_before_weights_are_read(refused, garbage, place, run, arguments, message):

@@ -89,7 +89,15 @@ def test_what_is_longer_than_the_positions_is_refused(loaded):
 def test_the_command_says_so_before_anything_runs(tmp_path, source, capsys, options, messages):
     shutil.copytree(source, tmp_path / "policy")
     tiny_models.chat_tokenizer().save_pretrained(tmp_path / "policy")
+    (tmp_path / "prompts.txt").write_text("".join(f"{c} tree\n" for c in "abcdefghijklmnopqrstuvwxyz"))
+    (tmp_path / "judge.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
     arguments = ["--task", "text", "--policy.path", str(tmp_path / "policy"), "--sampling.max_new_tokens", "8"]
+    arguments += [
+        "--data.prompts",
+        str(tmp_path / "prompts.txt"),
+        "--rewards",
+        f"[{{name: {tmp_path}/judge.py:brief}}]",
+    ]
     assert train.main([*arguments, "--run_dir", str(tmp_path / "run"), *options]) == 2
     shown = "".join(capsys.readouterr())
     assert all(message in " ".join(shown.split()) for message in messages), shown

@@ -9,7 +9,7 @@ pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
 from support import tiny_update
 
 from grpo_jax import train
-from grpo_jax.config import Config, LoraSection, MeshSection, PolicySection
+from grpo_jax.config import LoraSection, MeshSection, PolicySection, make_config, to_dict
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
@@ -124,7 +124,7 @@ def test_what_cannot_be_is_refused():
         PolicySection(quantised="int8", lora=LoraSection(rank=2), mesh=MeshSection(fsdp=2)),
     ):
         with pytest.raises(UserError, match=r"policy\.quantised: expected none without policy\.lora"):
-            Config(policy=policy)
+            make_config(task="text", policy=to_dict(policy))
 
 
 def test_a_run_trains_adapters_on_them(place, tmp_path, monkeypatch):

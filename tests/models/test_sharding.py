@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import xla
 from support.text_task import finish, finished_run, rows, start, train, wait_for
 
 from grpo_jax.config import make_config
@@ -22,7 +23,7 @@ MESHES = ("8x1", "4x2", "2x4")
 
 def begin(script: str, devices: int, **variables: str) -> subprocess.Popen:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": paths}
+    flags = {"XLA_FLAGS": xla.devices(devices), "PYTHONPATH": paths}
     return subprocess.Popen(
         [sys.executable, ROOT / "tests" / "support" / script],
         env=os.environ | flags | variables,
@@ -95,7 +96,7 @@ def test_two_processes_make_one_update():
 def test_a_run_on_a_mesh_is_the_run_on_one_device_also_when_resumed_on_another(place, tmp_path, monkeypatch):
     run = tmp_path / "run"
     expected = rows(finished_run(place))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    monkeypatch.setenv("XLA_FLAGS", xla.devices(4))
     process = start(place, run, "--policy.mesh.fsdp=2", "--policy.mesh.tensor=2", judge="hold:2")
     wait_for((run / "held").exists, process)
     process.send_signal(signal.SIGTERM)
@@ -111,7 +112,7 @@ def test_a_run_on_a_mesh_is_the_run_on_one_device_also_when_resumed_on_another(p
 
 
 def test_too_few_devices_are_one_line(place, tmp_path, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    monkeypatch.setenv("XLA_FLAGS", xla.devices(3))
     done = train(place, tmp_path / "run", "--policy.mesh.fsdp=2", "--policy.mesh.tensor=2")
     assert done.returncode == 2
     assert done.stderr.startswith("error: policy.mesh: fsdp 2 x tensor 2 takes 4 devices, but the policy has 3 (cpu:0")

@@ -116,7 +116,9 @@ print(load_rewriter({str(rewriter)!r})("a huge crimson disc"))
 def text_files(tmp_path):
     """A folder with prompts and a reward."""
     (tmp_path / "judge.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"a {c}"}) + "\n" for c in "abcdefghijkl"))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"a {c}"}) + "\n" for c in "abcdefghijklmnopqrstuvwxyz")
+    )
     return tmp_path
 
 

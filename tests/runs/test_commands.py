@@ -47,7 +47,7 @@ def greedy_texts(folder, prompts, tokens=8):
 
 def test_a_run_directory_holds_what_is_promised(finished):
     there = {path.name for path in finished.iterdir()}
-    assert {"config.yaml", "train.log", "metrics.jsonl", "completions", "images", "report.html"} <= there
+    assert {"config.yaml", "train.log", "metrics.jsonl", "completions", "report.html"} <= there
     assert {"checkpoints", "policy", "summary.json"} <= there
     summary = json.loads((finished / "summary.json").read_text())
     letters = summary["evaluation"]["letters"]

@@ -176,7 +176,7 @@ def test_without_held_out_prompts_all_are_trained_on(place, tmp_path, capsys, re
     assert train_here(place.config, folder, "--data.held_out=0", *steps) == 0
     out = capsys.readouterr().out
     assert "16 train, 0 validation, 0 test" in out
-    assert "note: no prompts are held out: nothing is measured before and after training" in out
+    assert "no prompts are held out: nothing is measured before and after training" in out
     assert {prompt for step in (1, 2, 3, 4) for prompt in completions(folder, step)["prompt"]} == {
         f"{c} tree" for c in "abcdefghijklmnop"
     }

@@ -208,7 +208,7 @@ def final_state(run: Path, which: int | str = "final"):
     from grpo_jax.runs.policy import run_config
 
     parts = load_parts(run_config(run), say=lambda *_: None)
-    program = LanguageProgram(parts, make_learner(parts), say=print, clock=0.0)
+    program = LanguageProgram(parts.config, parts, make_learner(parts), say=print, clock=0.0)
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         state, meta = checkpoints.restore(which, program.saved(program.template()))
     progress = meta["progress"]
@@ -220,10 +220,8 @@ def aged(checkpoint: Path, seconds: float) -> None:
     """Makes a checkpoint one of a process that took that much longer, in all and in each of its stages."""
     file = checkpoint / "meta" / "metadata"
     meta = json.loads(file.read_text())
-    spent = meta["progress"]["seconds"]
+    spent = meta.get("progress", meta)["seconds"]  # a warm start has only begun
     spent |= {name: value + seconds for name, value in spent.items()}
-    if "warm_start" in meta:
-        meta["warm_start"] += seconds
     file.write_text(json.dumps(meta))
 
 

@@ -37,4 +37,4 @@ def test_all_old_fields_of_a_file_are_said_in_one_line(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "renderer is now judges.renderer; scorer is now judges.scorer" in error and error.count("\n") == 1
     assert main(["--renderer.steps", "2"]) == 2
-    assert "renderer.steps: no such field; did you mean judges.renderer.steps?" in capsys.readouterr().err
+    assert "renderer is now judges.renderer" in capsys.readouterr().err

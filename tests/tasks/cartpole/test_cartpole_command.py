@@ -12,6 +12,7 @@ import yaml
 from support.missing_packages import without
 from support.stopping import stopped_after
 from support.text_task import ROOT
+from support.xla import devices
 
 from grpo_jax.config import make_config, to_dict, to_yaml
 from grpo_jax.config.command_line import find_config, parse
@@ -61,7 +62,7 @@ def finished(tmp_path_factory):
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", WITHOUT_TORCH, f"--config={config}", f"--run_dir={folder}"],
         cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+        env=os.environ | {"XLA_FLAGS": devices(1)},
         capture_output=True,
         text=True,
         timeout=600,

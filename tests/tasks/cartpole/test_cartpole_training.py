@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.text_task import ROOT
+from support.xla import devices
 
 from grpo_jax.config import make_config
 from grpo_jax.models.mlp import count_parameters, make_mlp
@@ -201,7 +202,7 @@ for name in ("environment_steps", "episode_return", "entropy"):
 
 
 def test_seeds_spread_over_devices_learn_alike():
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    environment = {**os.environ, "XLA_FLAGS": devices(3)}
     done = subprocess.run(
         [sys.executable, "-c", SPREAD.format(small=SMALL | {"algorithm": {"epochs": 1}})],
         env=environment | {"PYTHONPATH": str(ROOT)},

@@ -163,7 +163,8 @@ def _own(reward: Any, options: Mapping[str, Any], label: str) -> Reward:
     if not isinstance(reward, Maker) and not inspect.isclass(reward):
         return with_options(reward, label, options)
     make: Any = reward.make if isinstance(reward, Maker) else reward
-    check_options(label, make, options, ())
+    if inspect.isclass(make):
+        check_options(label, make, options, ())
     try:
         return make(**options)
     except (TypeError, ValueError, UserError) as error:

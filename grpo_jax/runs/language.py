@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -190,8 +189,8 @@ def load_program(config: Config, output: Any, *, prompts: Any, rewards: Any, clo
         clock: `time.monotonic()` at the start.
     """
     source = from_python(config, prompts, rewards)
-    if source.config is not config:
-        output.directory.write_config(to_yaml(dataclasses.replace(source.config, resume=False)))
+    if source.config is not config and not config.resume:  # a resume may be refused yet
+        output.directory.write_config(to_yaml(source.config))
     keep_prompts(source, output.directory, output.note)
     if source.prompts is None and config.data.prompts == IN_PYTHON:
         source = source._replace(prompts=kept_prompts(output.directory))

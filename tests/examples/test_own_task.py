@@ -23,7 +23,7 @@ SMALL = {
     "sampling.group_size": 4,
     "training.prompts_per_batch": 4,
     "training.max_steps": 3,
-    "training.save_every": 1,
+    "training.save_every": 0,
     "evaluation.every": 0,
     "evaluation.sampled": "false",
     "report_to": "[]",

@@ -1,5 +1,6 @@
 """The README's own task, run as it stands there: its Python, its files, its command lines."""
 
+import importlib
 import json
 import os
 import re
@@ -56,15 +57,18 @@ def test_the_python_of_the_readme_trains_and_answers(folder):
 
 
 @pytest.mark.slow
-def test_the_command_lines_of_the_readme_run_one_after_the_other(folder):
+def test_the_command_lines_of_the_readme_run_one_after_the_other(folder, monkeypatch):
     lines = commands(OWN)
     assert [shlex.split(line)[2] for line in lines] == [
         *["grpo_jax.train"] * 2,
         "grpo_jax.evaluate",
         "grpo_jax.export",
     ]
-    for line in lines:
-        run(folder, sys.executable, *shlex.split(line)[1:])
+    first, *others = [shlex.split(line) for line in lines]
+    run(folder, sys.executable, *first[1:])
+    monkeypatch.chdir(folder)
+    for _, _, module, *arguments in others:  # in this process, which has imported already what they need
+        assert importlib.import_module(module).main(arguments) == 0
     rows = [json.loads(row) for row in (folder / "runs" / "sums_again" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 7))
     # What the README says of rates, and nothing of the miniature's config.

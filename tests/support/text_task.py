@@ -222,6 +222,8 @@ def aged(checkpoint: Path, seconds: float) -> None:
     meta = json.loads(file.read_text())
     spent = meta.get("progress", meta)["seconds"]  # a warm start has only begun
     spent |= {name: value + seconds for name, value in spent.items()}
+    if "warm_start" in meta:
+        meta["warm_start"] += seconds
     file.write_text(json.dumps(meta))
 
 

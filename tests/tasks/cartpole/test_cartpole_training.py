@@ -172,7 +172,9 @@ def test_the_perceptron():
 def test_it_learns(sections):
     """Three seeds, from falling to standing."""
     config = make_config(sections, task="cartpole", evaluation={"every": 10})
-    _, history = jax.jit(jax.vmap(make_train(config).train))(seed_keys(20, 3))
+    # What runs for long is worth XLA's time.
+    train = jax.jit(jax.vmap(make_train(config).train), compiler_options={"xla_backend_optimization_level": 1})
+    _, history = train(seed_keys(20, 3))
     assert_measured(history)
     if config.algorithm.name == "ppo":
         steps = config.rollout.environments * config.rollout.steps * np.arange(1, 31)

@@ -169,4 +169,5 @@ def _class_of(module: ModuleType, wanted: str, name: str, what: str) -> type:
     if len(chosen) == 1:
         return chosen[0]
     have = ", ".join(kind.__name__ for kind in fitting) or "none"
-    raise UserError(f"{what}: {name} must name one frozen dataclass with a `load`; {module.__name__} has: {have}")
+    where = Path(module.__file__ or module.__name__).name
+    raise UserError(f"{what}: {name} must name one frozen dataclass with a `load`; {where} has: {have}")

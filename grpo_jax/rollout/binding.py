@@ -163,7 +163,7 @@ def _own(reward: Any, options: Mapping[str, Any], label: str) -> Reward:
     if not isinstance(reward, Maker) and not inspect.isclass(reward):
         return with_options(reward, label, options)
     make: Any = reward.make if isinstance(reward, Maker) else reward
-    if inspect.isclass(make):
+    if not isinstance(reward, Maker):
         check_options(label, make, options, ())
     try:
         return make(**options)

@@ -121,7 +121,8 @@ def _of(kind: type) -> tuple[dataclasses.Field, ...]:
     return dataclasses.fields(kind)
 
 
-def _is_section(hint: Any) -> TypeGuard[type]:
+def is_section(hint: Any) -> TypeGuard[type]:
+    """Whether the type of a field is a dataclass."""
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
@@ -182,12 +183,12 @@ def _named_object(places: Sequence[str], value: Mapping[str, Any], name: str) ->
 
 def _object(hint: Any, value: Any, name: str) -> Any:
     """Plain values with the dataclasses that a type asks for in their places."""
-    if _is_section(hint):
+    if is_section(hint):
         return build(hint, value, name)
     origin, inner = get_origin(hint), get_args(hint)
-    if origin is list and _is_section(inner[0]):
+    if origin is list and is_section(inner[0]):
         return [build(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
-    if origin is dict and _is_section(inner[1]):
+    if origin is dict and is_section(inner[1]):
         return {key: build(inner[1], entry, _join(name, key)) for key, entry in value.items()}
     return value
 
@@ -201,7 +202,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     Raises:
         UserError: It is of another type.
     """
-    if _is_section(hint):
+    if is_section(hint):
         value = value.read(name) if isinstance(value, Words) else value
         return complete(hint, to_dict(value) if isinstance(value, hint) else ({} if value is None else value), name)
     origin, inner = get_origin(hint), get_args(hint)

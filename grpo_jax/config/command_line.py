@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from grpo_jax.config.build import Words, build, complete, merged, require_known, to_yaml
+from grpo_jax.config.build import Words, build, complete, is_section, merged, require_known, to_yaml
 from grpo_jax.config.fields import CLASSES
 from grpo_jax.config.named import KEY, find_class
 from grpo_jax.config.run import find_task, refuse_renamed, with_defaults
@@ -237,7 +237,7 @@ def _make_parser(prog: str, kind: type, values: Mapping[str, Any]) -> Any:
             for _, where in found:
                 parser.add_argument(f"--{where}.{KEY}", type=str, help=helps[name])
             classes += found
-        elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        elif is_section(hint):
             shared.append((hint, name))
         else:
             parser.add_argument(f"--{name}", type=hint, help=helps[name])

@@ -160,11 +160,13 @@ def _refuse(name: str, source: Source, where: str) -> None:
 
 def _own(reward: Any, options: Mapping[str, Any], label: str) -> Reward:
     """One of the source's rewards with its options, or what its maker makes of them."""
-    if not isinstance(reward, Maker) and not inspect.isclass(reward):
+    make: Any = reward
+    if isinstance(reward, Maker):
+        make = reward.make
+    elif inspect.isclass(reward):
+        check_options(label, reward, options, ())
+    else:
         return with_options(reward, label, options)
-    make: Any = reward.make if isinstance(reward, Maker) else reward
-    if not isinstance(reward, Maker):
-        check_options(label, make, options, ())
     try:
         return make(**options)
     except (TypeError, ValueError, UserError) as error:

@@ -1,0 +1,22 @@
+"""What a fault came to: what every kind of fault in this folder yields, one by one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Outcome(NamedTuple):
+    """One fault.
+
+    Attributes:
+        case: What was done, in a few words.
+        handled: Whether the command did what it promises: at worst one clear line and exit code 2, no traceback,
+            no hang, nothing lost that was saved.
+        equal: Whether the run came out equal to one without the fault; None where there is nothing to compare.
+        note: What was seen where it was not as promised.
+    """
+
+    case: str
+    handled: bool
+    equal: bool | None = None
+    note: str = ""

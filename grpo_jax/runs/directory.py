@@ -15,6 +15,9 @@ import numpy as np
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.display import GalleryEntry
 
+PAUSES = (0.5, 2.0, 8.0)
+"""Seconds before each further try of a write that failed: a disk is full or away for a moment, and a run is long."""
+
 
 @contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:

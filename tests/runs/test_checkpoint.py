@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -149,8 +150,8 @@ def test_variables_alone_without_a_template(folder):
 def test_evaluation_leaves_a_write_in_progress_alone(folder):
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, make_state(1), {})
-    writing = folder / "step_2.orbax-checkpoint-tmp"
-    writing.mkdir()
+    writing = folder / ".writing" / "step_2.orbax-checkpoint-tmp"
+    writing.mkdir(parents=True)
     (writing / "part").write_text("half")
     restore_params(folder.parent, "latest")
     assert (writing / "part").exists()
@@ -211,18 +212,79 @@ def test_no_checkpoint_says_what_is_there(folder, tmp_path):
         restore_params(tmp_path / "nowhere")
 
 
-# A read that fails early may leave another one behind, which then finds Orbax's event loop closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_damaged_checkpoint_is_named(folder):
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """Two steps and a final one, and what they hold."""
+    folder = tmp_path_factory.mktemp("sound") / "checkpoints"
     with Checkpoints(folder) as checkpoints:
-        checkpoints.save(1, make_state(), {})
-        checkpoints.save(2, make_state(), {}, wait=True)
-        for path in (folder / "step_2" / "variables").rglob("*"):
-            if path.is_file() and path.parent.name == "d":
-                path.write_bytes(path.read_bytes()[:10])
-        with pytest.raises(UserError, match=r"step_2 cannot be read, it is damaged .* there are: 1, 2"):
-            checkpoints.restore("latest", make_state())
-        assert_same(checkpoints.restore(1, make_state())[0], make_state())
+        for step in (1, 2):
+            checkpoints.save(step, make_state(step), {"at": step})
+        checkpoints.save_best(1, make_state(1), {"at": 1})
+    return folder
+
+
+def files_of(checkpoint):
+    return sorted(path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
+
+
+def flip(path):
+    """Changes one bit in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped": flip,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_whatever_happened_to_a_file_of_a_checkpoint_is_noticed_and_the_one_before_is_used(sound, tmp_path, damage):
+    for number, name in enumerate(files_of(sound / "step_2")):
+        folder = shutil.copytree(sound, tmp_path / str(number))
+        DAMAGES[damage](folder / "step_2" / name)
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            with pytest.raises(UserError, match=r"step_2 is damaged \(.*\); there are: 1, best"):
+                checkpoints.restore(2, make_state())
+            assert checkpoints.read_meta("latest")["at"] == 1, name
+        with Checkpoints(folder) as checkpoints:
+            (line,) = checkpoints.set_aside_damaged()
+            assert "step_2 is damaged (" in line and line.endswith("was set aside"), line
+            assert checkpoints.available() == ["1", "best"]
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(2, make_state(2), {"at": 2})  # its place is free
+        assert_same(checkpoints.restore("latest", make_state())[0], make_state(2))
+
+
+def test_a_checkpoint_that_is_half_there_is_damaged(sound, tmp_path):
+    folder = shutil.copytree(sound, tmp_path / "half")
+    shutil.rmtree(folder / "step_2")
+    (folder / "step_2").mkdir()
+    with (
+        Checkpoints(folder, read_only=True) as checkpoints,
+        pytest.raises(UserError, match=r"step_2 is damaged \(it has no manifest"),
+    ):
+        checkpoints.restore(2, make_state())
+
+
+def test_where_every_checkpoint_is_damaged_none_is_touched(sound, tmp_path):
+    folder = shutil.copytree(sound, tmp_path / "all")
+    for step in (1, 2):
+        flip(folder / f"step_{step}" / "meta.json")
+    with Checkpoints(folder) as checkpoints:
+        with pytest.raises(UserError, match=r"every checkpoint in .* is damaged \(step_2: meta.json has another"):
+            checkpoints.set_aside_damaged()
+        assert checkpoints.available() == ["1", "2", "best"]
+
+
+@pytest.mark.parametrize("name", ["²", "-1", "1.0", ""])
+def test_what_is_no_step_is_said(sound, name):
+    with Checkpoints(sound, read_only=True) as checkpoints, pytest.raises(UserError, match="expected a step, latest"):
+        checkpoints.read_meta(name)
 
 
 def test_an_unwritable_folder(tmp_path):
@@ -244,18 +306,41 @@ def small_files_only(limit):
 
 def test_a_failing_disk_keeps_what_was_committed_and_can_be_mended(folder):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
-    with Checkpoints(folder) as checkpoints:
+    notes = []
+    with Checkpoints(folder, note=notes.append, pauses=(0.01, 0.02)) as checkpoints:
         checkpoints.save(1, big, {}, wait=True)
         with (
             small_files_only(50_000),
             pytest.raises(UserError, match="committed so far stay valid: make room"),
         ):
             checkpoints.save(2, big, {}, wait=True)
+        assert [note.partition(")")[2] for note in notes] == ["; trying again in 0.01 s", "; trying again in 0.02 s"]
         assert checkpoints.latest_step() == 1
         assert_same(checkpoints.restore("latest", big)[0], big)
-        assert not list(folder.glob("*tmp*"))  # gives the space back
+        assert not (folder / ".writing").exists()  # gives the space back
         checkpoints.save(2, big, {}, wait=True)
         assert_same(checkpoints.restore(2, big)[0], big)
+
+
+def test_a_write_that_failed_in_the_background_is_made_up_for_by_the_next(folder):
+    big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
+    notes = []
+    with Checkpoints(folder, note=notes.append, pauses=(0.01,)) as checkpoints:
+        with small_files_only(50_000):
+            checkpoints.save(1, big, {})
+            time.sleep(0.5)
+        checkpoints.save(2, big, {})
+        assert checkpoints.available() == ["2"] and len(notes) == 1
+        assert "could not be written" in notes[0]
+
+
+def test_a_folder_that_was_deleted_is_said_at_once(folder):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, make_state(), {}, wait=True)
+        shutil.rmtree(folder.parent)
+        with pytest.raises(UserError, match=r"checkpoints is gone: it was deleted under the run"):
+            checkpoints.save(2, make_state(), {}, wait=True)
+    assert not folder.exists()
 
 
 def test_arguments_are_checked(folder):
@@ -306,7 +391,7 @@ def test_killed_at_any_moment_the_last_committed_one_loads(folder, tmp_path):
         last = max([first, *map(int, process.stdout.read().split())])
         process.wait()
         process.stdout.close()
-        interrupted += len(list(folder.glob("*tmp*"))) + len(list((folder / "best").glob("*tmp*")))
+        interrupted += sum((place / ".writing").exists() for place in (folder, folder / "best"))
         with Checkpoints(folder, keep=2) as checkpoints:
             step = checkpoints.latest_step()
             assert step in (last, last + 1)  # what was reported as committed is there

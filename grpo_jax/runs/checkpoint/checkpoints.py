@@ -1,0 +1,352 @@
+"""Checkpoints of a run, through Orbax: saved in the background, checked when read, restored exactly.
+
+```
+checkpoints/step_20, step_40, …   the last K, for --resume
+checkpoints/best/version_3        the best by validation
+checkpoints/final/version_1       the end of training
+```
+
+Each is written elsewhere, listed in a manifest with the checksums of its files and only then put in its place
+(`series`); `best` and `final` are replaced by writing the next version and then deleting the previous one. So whatever
+has a name is whole, and what a disk did to it later is noticed. What Orbax sees is nested dictionaries of arrays: the
+types of the state (optax's tuples, typed keys, Python numbers) come back from the template, not from the file.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from grpo_jax.errors import UserError
+from grpo_jax.runs.checkpoint.manifest import find_damage
+from grpo_jax.runs.checkpoint.series import Series
+from grpo_jax.runs.checkpoint.tree import EVALUATED, as_template, check_fits, items, leaves, plain, storable, target
+from grpo_jax.runs.directory import PAUSES
+
+PyTree = Any
+_NAMED = ("best", "final")
+_ITEMS = (EVALUATED, "training")
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    A state is a mapping of parts, one of them `"variables"` (what evaluation needs); each part is a pytree of
+    `jax.Array`s (typed keys included), NumPy arrays and Python numbers. `meta` is whatever JSON can hold.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 3,
+        read_only: bool = False,
+        note: Callable[[str], None] = lambda text: None,
+        pauses: Sequence[float] = PAUSES,
+    ):
+        """Opens a folder and removes what an interrupted write left in it.
+
+        Args:
+          folder: the `checkpoints` folder of a run; made if absent.
+          keep: how many `step_N` checkpoints stay; older ones are deleted after a newer one is committed.
+          read_only: open for restoring only: nothing is made or removed (another process may be writing).
+          note: tells of a write that failed and is tried again.
+          pauses: seconds before each further try.
+
+        Raises:
+          UserError: the folder cannot be made or written, or is absent with `read_only`.
+        """
+        if keep < 1:
+            raise ValueError(f"keep: expected at least 1, got {keep}")
+        for library in ("absl", "asyncio"):  # they log tracebacks of errors that are also raised
+            logging.getLogger(library).setLevel(logging.CRITICAL + 1)
+        self.folder = Path(folder).absolute()
+        self._read_only, self._note, self._pauses = read_only, note, tuple(pauses)
+        self._sound: set[Path] = set()
+        if read_only and not self.folder.is_dir():
+            raise UserError(f"{self.folder}: no such folder; give the run directory of a training run")
+        try:
+            self._steps = Series(self.folder, "step", keep, read_only=read_only, items=_ITEMS)
+            self._named = {
+                name: Series(self.folder / name, "version", 1, read_only=read_only, items=_ITEMS) for name in _NAMED
+            }
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def save(self, step: int, state: Mapping[str, PyTree], meta: dict, *, wait: bool = False) -> None:
+        """Saves `step_<step>`, in the background unless `wait`. A saved step is not rewritten.
+
+        A write that failed in the background is noted, and this one is waited for in its place.
+
+        Raises:
+          UserError: writing failed (full disk, permissions), also when it was tried again.
+        """
+        if step != self._steps.writing and step not in self._steps.numbers():
+            self._write(self._steps, step, state, meta | {"step": step}, wait=wait)
+        elif wait:
+            self.wait()
+
+    def save_best(self, step: int, state: Mapping[str, PyTree], meta: dict) -> None:
+        """Replaces `best`; the previous one stays until this one is committed. It is when this returns."""
+        self._save_named("best", step, state, meta)
+
+    def save_final(self, step: int, state: Mapping[str, PyTree], meta: dict) -> None:
+        """Replaces `final`; the previous one stays until this one is committed. It is when this returns."""
+        self._save_named("final", step, state, meta)
+
+    def latest_step(self) -> int | None:
+        """The step that `restore("latest")` would continue from: of `step_N` and `final`; None if there is neither.
+
+        Raises:
+          UserError: there are some, and all are damaged.
+        """
+        found = self._latest()
+        return None if found is None else found[2]
+
+    def set_aside_damaged(self) -> list[str]:
+        """Takes damaged checkpoints out of the way; says of each in a line what is wrong with it.
+
+        Raises:
+          UserError: no sound one of `step_N` and `final` would remain.
+        """
+        self._latest()
+        lines = []
+        for series in (self._steps, *self._named.values()):
+            for number in series.numbers():
+                damage = self._damage(series, number)
+                if damage:
+                    series.set_aside(number)
+                    lines.append(f"{series.path(number)} is damaged ({damage}) and was set aside")
+        return lines
+
+    def available(self) -> list[str]:
+        """Names that can be restored, as they are written on the command line."""
+        named = [name for name, series in self._named.items() if series.numbers()]
+        return [*map(str, self._steps.numbers()), *named]
+
+    def restore(self, which: int | str, template: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict]:
+        """Restores a whole state.
+
+        Args:
+          which: a step, or "latest", "best", "final".
+          template: a state of the same structure; its shapes and dtypes must be those of the checkpoint, and
+            each array is placed as the template's is.
+
+        Returns:
+          The state, of the template's types, and its meta (with `"step"`).
+
+        Raises:
+          UserError: there is no such checkpoint, it is damaged, or it does not fit the template.
+        """
+        series, number = self._find(which)
+        restored = {}
+        for item, part in items(template).items():
+            restored |= self._read(series, number, item, part)
+        return {name: restored[name] for name in template}, self._meta(series, number)
+
+    def read_meta(self, which: int | str) -> dict:
+        """The meta of a checkpoint alone (with `"step"`). Raises UserError as `restore` does."""
+        return self._meta(*self._find(which))
+
+    def restore_variables(self, which: int | str, template: PyTree = None) -> tuple[PyTree, dict]:
+        """Restores the variables alone; without a template they go to the first device."""
+        series, number = self._find(which)
+        if template is not None:
+            part = {EVALUATED: template}
+        else:
+            place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            saved = self._described(series, number, EVALUATED)
+            part = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), saved)
+        return self._read(series, number, EVALUATED, part)[EVALUATED], self._meta(series, number)
+
+    def wait(self) -> None:
+        """Waits for the write in the background. Raises UserError if it failed."""
+        try:
+            self._steps.wait()
+        except Exception as error:
+            if not _is_disk_error(error):
+                raise
+            self._steps.clear()
+            raise self._unwritable(error) from error
+
+    def close(self) -> None:
+        """Waits for writes and ends the background threads."""
+        try:
+            self.wait()
+        finally:
+            for series in (self._steps, *self._named.values()):
+                series.close()
+
+    def __enter__(self) -> "Checkpoints":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes; what a write in the background raises does not take the place of the error that ends the run."""
+        try:
+            self.close()
+        except UserError as error:
+            if kind is None:
+                raise
+            self._note(str(error))
+
+    def _save_named(self, name, step, state, meta):
+        series = self._named[name]
+        # versions count up whatever the step: a resumed run may find its best at an earlier step than before
+        number = max(series.numbers(), default=0) + 1
+        self._write(series, number, state, meta | {"step": step}, wait=True)
+
+    def _write(self, series, number, state, meta, *, wait):
+        if self._read_only:
+            raise ValueError("these checkpoints were opened with read_only=True")
+        trees = {item: storable(part) for item, part in items(state).items()}
+        meta = json.loads(json.dumps(meta, default=plain))
+        for pause in (*self._pauses, None):
+            try:
+                series.save(number, trees, meta)
+                if wait:
+                    series.wait()
+                return
+            except Exception as error:
+                if not _is_disk_error(error):
+                    raise
+                series.clear()
+                if pause is None or not self.folder.is_dir():
+                    raise self._unwritable(error) from error
+                self._note(f"a checkpoint could not be written ({_first_line(error)}); trying again in {pause:g} s")
+            time.sleep(pause)
+            wait = True
+
+    def _unwritable(self, error: BaseException) -> UserError:
+        if not self._read_only and isinstance(error, FileNotFoundError) and not self.folder.is_dir():
+            return UserError(f"{self.folder} is gone: it was deleted under the run, and nothing more can be saved")
+        return UserError(
+            f"cannot write a checkpoint to {self.folder} ({_first_line(error)}); the checkpoints"
+            " committed so far stay valid: make room or mend the permissions, then continue with --resume"
+        )
+
+    def _read(self, series, number, item, part):
+        saved = self._described(series, number, item)
+        check_fits(leaves(saved), leaves(part), series.path(number))
+        if not saved:
+            return part
+        with self._reading(series, number):
+            found = leaves(series.read(number, item, target(part)))
+        restored = [as_template(leaf, found[name]) for name, leaf in leaves(part).items()]
+        return jax.tree.unflatten(jax.tree.structure(part), restored)
+
+    def _described(self, series, number, item):
+        with self._reading(series, number):
+            return series.described(number, item)
+
+    def _meta(self, series, number):
+        with self._reading(series, number):
+            return series.read_meta(number)
+
+    def _damage(self, series, number) -> str:
+        """What is wrong with a checkpoint; it is looked at once, if nothing is."""
+        path = series.path(number)
+        if path in self._sound:
+            return ""
+        damage = find_damage(path)
+        if not damage:
+            self._sound.add(path)
+        return damage
+
+    def _latest(self):
+        """(series, number, step) of the furthest sound one of `step_N` and `final`; None if there is nothing."""
+        self.wait()
+        found, damaged = [], []
+        for series in (self._steps, self._named["final"]):
+            for number in reversed(series.numbers()):
+                damage = self._damage(series, number)
+                if not damage:
+                    step = number if series is self._steps else self._meta(series, number)["step"]
+                    found.append((series, number, step))
+                    break
+                damaged.append(f"{series.path(number).name}: {damage}")
+        if damaged and not found:
+            raise UserError(
+                f"every checkpoint in {self.folder} is damaged ({'; '.join(damaged)[:160]}): copy the folder again "
+                "from where it came, or start a new run in another --run_dir"
+            )
+        return max(found, key=lambda entry: entry[2], default=None)
+
+    def _find(self, which):
+        """(series, number) of a sound checkpoint by name; waits for it if it is still being written."""
+        self.wait()
+        if which == "latest":
+            found = self._latest()
+            if found is not None:
+                return found[:2]
+        elif which in _NAMED:
+            if numbers := self._named[which].numbers():
+                return self._checked(self._named[which], numbers[-1], which)
+        elif str(which).isascii() and str(which).isdigit():
+            if int(which) in self._steps.numbers():
+                return self._checked(self._steps, int(which), which)
+        else:
+            raise UserError(f"checkpoint {which!r}: expected a step, latest, best or final")
+        there = ", ".join(self.available())
+        mend = f"there are: {there}" if there else "it holds none; the run was stopped before its first checkpoint"
+        raise UserError(f"no checkpoint {str(which)!r} in {self.folder}: {mend}")
+
+    def _checked(self, series, number, which):
+        damage = self._damage(series, number)
+        if damage and number not in series.numbers():  # replaced by a run that goes on
+            return self._find(which)
+        if damage:
+            others = [name for name in self.available() if name != str(which)]
+            mend = f"there are: {', '.join(others)}" if others else "there is no other"
+            raise UserError(f"{series.path(number)} is damaged ({damage}); {mend}")
+        return series, number
+
+    @contextmanager
+    def _reading(self, series, number) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise UserError(f"{series.path(number)} cannot be read ({_first_line(error)})") from error
+
+
+def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, dict]:
+    """Restores the policy's variables of a run for evaluation, without its optimizer.
+
+    Args:
+      run_dir: the run directory.
+      which: a step, or "latest", "best", "final".
+      template: variables whose placement is wanted; None puts every array on the first device.
+
+    Returns:
+      The variables and the checkpoint's meta.
+
+    Raises:
+      UserError: no such run or checkpoint.
+    """
+    with Checkpoints(Path(run_dir) / "checkpoints", read_only=True) as checkpoints:
+        return checkpoints.restore_variables(which, template)
+
+
+def _is_disk_error(error: BaseException) -> bool:
+    """Whether a write failed for the machine's reasons; tensorstore reports those as ValueError."""
+    text = str(error)
+    return isinstance(error, OSError) or "os_error_code" in text or "No space left" in text
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error)
+    for known in (
+        "No space left on device",
+        "Permission denied",
+        "Read-only file system",
+        "Disk quota exceeded",
+    ):
+        if known in text:
+            return known
+    line = (text.strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= 200 else line[:200] + "…"

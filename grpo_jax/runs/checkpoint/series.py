@@ -1,0 +1,155 @@
+"""Numbered checkpoints of one kind in a folder: `step_20`, `step_40`, …; each whole or not there.
+
+Orbax writes a checkpoint under `.writing/`, in the background; then its files are listed in a manifest, and a rename
+gives it its place. Older ones go only after that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from grpo_jax.runs.checkpoint.manifest import seal
+
+_WRITING, _META = ".writing", "meta.json"
+
+
+class Series:
+    """Checkpoints `prefix_N` of a folder, of which the newest `keep` stay."""
+
+    def __init__(self, folder: Path, prefix: str, keep: int, *, read_only: bool, items: tuple[str, ...]):
+        """Opens a folder; unless it is only read, it is made and what an interrupted write left is removed.
+
+        Args:
+            folder: Of this series alone, but for other series in folders within it.
+            prefix: Of the names.
+            keep: How many stay.
+            read_only: Nothing is made or removed: another process may be writing.
+            items: Names of the trees that a checkpoint may hold beside its meta.
+
+        Raises:
+            OSError: The folder cannot be made.
+        """
+        self.folder, self._prefix, self._keep, self._items = folder, prefix, keep, items
+        self.writing: int | None = None  # the number of the write in the background
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._checkpointer: ocp.AsyncCheckpointer | None = None
+        if not read_only:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.clear()
+
+    def clear(self) -> None:
+        """Removes what an interrupted write left."""
+        shutil.rmtree(self.folder / _WRITING, ignore_errors=True)
+
+    def path(self, number: int) -> Path:
+        """Where a checkpoint lies."""
+        return self.folder / f"{self._prefix}_{number}"
+
+    def numbers(self) -> list[int]:
+        """Of the checkpoints that are there, sound or damaged, rising."""
+        if not self.folder.is_dir():
+            return []
+        names = (re.fullmatch(rf"{self._prefix}_([0-9]{{1,18}})", path.name) for path in self.folder.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def save(self, number: int, trees: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """Copies the arrays and writes them in the background, after the write before is done.
+
+        Raises:
+            Exception: What Orbax or the system raised; here or in `wait`.
+        """
+        self.wait()
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"{self.folder} is gone")
+        self.clear()
+        checkpointer = self._opened()
+        args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
+        written = self.folder / _WRITING / self.path(number).name
+        checkpointer.save(written, args=ocp.args.Composite(**args))
+        text, self.writing = json.dumps(meta), number
+        self._thread = threading.Thread(target=self._commit, args=(written, number, text), name="commit", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for the write in the background; raises once what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = self.writing = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def set_aside(self, number: int) -> None:
+        """Takes a damaged checkpoint out of the series: `step_20.damaged`."""
+        aside = self.path(number).with_suffix(".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.path(number).rename(aside)
+
+    def read(self, number: int, item: str, target: Any) -> Any:
+        """A tree of a checkpoint, in shapes and places of `target`."""
+        with closing(self._reader()) as reader:
+            args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target)})
+            return reader.restore(self.path(number), args=args)[item]
+
+    def read_meta(self, number: int) -> dict[str, Any]:
+        """The meta of a checkpoint."""
+        return json.loads((self.path(number) / _META).read_text(encoding="utf-8"))
+
+    def described(self, number: int, item: str) -> Any:
+        """Shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""
+        with closing(self._reader()) as reader:
+            found = reader.metadata(self.path(number)).item_metadata.get(item)
+        tree = getattr(found, "tree", found)
+        return {} if tree is None else tree
+
+    def close(self) -> None:
+        """Waits for the write in the background and ends Orbax's threads."""
+        try:
+            self.wait()
+        finally:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+
+    def _commit(self, written: Path, number: int, meta: str) -> None:
+        try:
+            self._opened().wait_until_finished()
+            (written / _META).write_text(meta, encoding="utf-8")
+            seal(written)
+            os.rename(written, self.path(number))
+            _sync(self.folder)
+            for old in self.numbers()[: -self._keep]:
+                if old != number:
+                    shutil.rmtree(self.path(old), ignore_errors=True)
+        except BaseException as error:
+            self._error = error
+
+    def _opened(self) -> ocp.AsyncCheckpointer:
+        if self._checkpointer is None:
+            self._checkpointer = ocp.AsyncCheckpointer(self._handler())
+        return self._checkpointer
+
+    def _reader(self) -> ocp.Checkpointer:
+        return ocp.Checkpointer(self._handler())
+
+    def _handler(self) -> ocp.CompositeCheckpointHandler:
+        return ocp.CompositeCheckpointHandler(**{name: ocp.StandardCheckpointHandler() for name in self._items})
+
+
+def _sync(folder: Path) -> None:
+    """Makes a rename in a folder last through a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 EXTRAS = {
     **dict.fromkeys(("torch", "torchvision", "diffusers", "open_clip", "accelerate", "PIL"), "diffusion"),
@@ -23,6 +26,10 @@ class UserError(Exception):
 
 class StopRun(UserError):
     """A judge is gone for good: the run saves and ends. Never turned into a missing reward."""
+
+
+class Stopped(BaseException):
+    """A stop was asked for (SIGTERM, Ctrl-C) where a run waits. What was begun is left, and made again on --resume."""
 
 
 class StageError(RuntimeError):
@@ -67,9 +74,52 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
     except (UserError, StageError) as error:
         if debug or (isinstance(error, StageError) and error.stage == "sample"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        _complain(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _complain("interrupted")
         return 130
     return result if isinstance(result, int) else 0
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody may be listening any more
+        print(text, file=sys.stderr, flush=True)
+
+
+_LEAVING_SECONDS = 15.0
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process of a command, whatever still runs in it.
+
+    Python waits at its exit for every thread; one that hangs in a judge would hold the process for ever.
+
+    Args:
+        code: The exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # its reader went away; Python would complain of it at the exit
+            _put_away(stream)
+
+    def insist() -> None:
+        time.sleep(_LEAVING_SECONDS)
+        os._exit(code)
+
+    if any(thread.name.startswith(ABANDONED) for thread in threading.enumerate()):
+        os._exit(code)  # it may run torch or JAX, which are taken apart under it
+    threading.Thread(target=insist, daemon=True).start()
+    sys.exit(code)
+
+
+ABANDONED = "abandoned "
+"""Begins the names of threads that nobody waits for."""
+
+
+def _put_away(stream: Any) -> None:
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

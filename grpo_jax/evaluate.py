@@ -10,9 +10,9 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, guarded
+from grpo_jax.errors import UserError, guarded, leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,5 +83,10 @@ def _print_measures(report: Mapping[str, Any]) -> None:
         print(f"{name:<20}" + "".join(f"{'':>12}" if cell is None else f"{cell:>12.4f}" for cell in cells))
 
 
+def command() -> NoReturn:
+    """`main` as a process of its own."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from grpo_jax.errors import UserError, guarded
+from grpo_jax.errors import UserError, guarded, leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,5 +50,10 @@ def _export_run(options: argparse.Namespace) -> None:
     print(f"{options.out}: the {what} of {options.run}, checkpoint {options.checkpoint} (step {meta.get('step')})")
 
 
+def command() -> NoReturn:
+    """`main` as a process of its own."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

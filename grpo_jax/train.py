@@ -10,11 +10,11 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import UserError, extras_named, guarded
+from grpo_jax.errors import UserError, extras_named, guarded, leave
 from grpo_jax.planning.request import take_request
 
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
 
-    def command() -> int:
+    def act() -> int:
         planned, rest = take_request(words)
         config = parse(rest)
         if planned is not None:
@@ -80,8 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(config)
         return 0
 
-    return guarded(command, debug="--debug" in words or "--debug=true" in words)
+    return guarded(act, debug="--debug" in words or "--debug=true" in words)
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own."""
+    leave(main())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -1,5 +1,7 @@
 """The terminal and train.log: lines, and one live line while a run goes on."""
 
+import io
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,49 @@ from grpo_jax.tasks.display import Display
 _LIVE = (("loss", "loss"), ("dead_groups/total", "dead"), ("kl", "kl"), ("entropy", "entropy"))
 
 
+class LastingStream(io.TextIOBase):
+    """A terminal that may go away (closed, a pipe without a reader, a full disk): then text is lost, and no more."""
+
+    def __init__(self, stream: TextIO | None = None):
+        """Writes to a stream; None for what standard output is at the time."""
+        self._stream = stream
+        self.lost = False
+
+    def write(self, text: str) -> int:
+        """Writes as long as that is possible."""
+        self._try(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes as long as that is possible."""
+        self._try(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        """Whether somebody may be watching."""
+        return bool(self._try(lambda stream: stream.isatty()))
+
+    def fileno(self) -> int:
+        """Of the stream."""
+        return self._target().fileno()
+
+    @property
+    def encoding(self) -> str:
+        """Of the stream."""
+        return getattr(self._target(), "encoding", None) or "utf-8"
+
+    def _target(self) -> Any:
+        return sys.stdout if self._stream is None else self._stream
+
+    def _try(self, act: Callable[[Any], Any]) -> Any:
+        if self.lost:
+            return None
+        try:
+            return act(self._target())
+        except (OSError, ValueError, AttributeError):  # ValueError: closed; AttributeError: there is none
+            self.lost = True
+            return None
+
+
 class Console:
     """Lines to the terminal and to train.log."""
 
@@ -27,7 +72,9 @@ class Console:
         """
         from rich.console import Console as Terminal
 
-        self._terminal = Terminal(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._stream = LastingStream(stream)
+        self._noted = False
+        self._terminal = Terminal(file=self._stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._log = None if log is None else AppendedFile(log)
 
     @property
@@ -53,8 +100,12 @@ class Console:
 
     def record(self, text: str) -> None:
         """Writes a line to the log alone."""
-        if self._log is not None:
-            self._log.write(text + "\n")
+        if self._log is None:
+            return
+        if self._stream.lost and not self._noted:
+            self._noted = True
+            self._log.write("note: the terminal is gone; the run goes on\n")
+        self._log.write(text + "\n")
 
     @contextmanager
     def live(self, total: int, display: Display, *, done: int = 0, every: int | None = None) -> Iterator["LiveLine"]:

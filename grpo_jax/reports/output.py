@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
 from grpo_jax.config.build import to_dict, to_yaml
+from grpo_jax.errors import StageError, UserError, one_line
 from grpo_jax.reports.console import Console, LiveLine, epoch_line, result_lines
 from grpo_jax.reports.page import write_report
-from grpo_jax.reports.writers import MetricWriter, open_writers
+from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers
 from grpo_jax.runs.directory import RunDirectory, read_metrics
 from grpo_jax.tasks.task import Finished
 
@@ -29,9 +31,14 @@ class RunOutput:
         """
         self._config, self._display = config, config.task.display
         self.directory = RunDirectory.open(config.run_dir, resume=config.resume)
-        if not config.resume:
-            self.directory.write_config(to_yaml(config))
-        self.console = Console(self.directory.log, stream=stream)
+        try:
+            if not config.resume:
+                self.directory.write_config(to_yaml(config))
+            self.console = Console(self.directory.log, stream=stream)
+        except BaseException:
+            self.directory.take_back()
+            self.directory.close()
+            raise
         self.say, self.part, self.note = self.console.say, self.console.part, self.console.note
         self._writers: list[MetricWriter] = []
         self._live: LiveLine | None = None
@@ -66,12 +73,22 @@ class RunOutput:
         step = int(row["step"])
         if completions is not None:
             self.directory.write_completions(step, completions)
-        for writer in self._writers:
-            writer.write(step, row)
+        for writer in list(self._writers):
+            self._write(writer, step, row)
         if self._live is not None:
             self._live.update(step, row)
         if "epoch" in row:
             self._epoch(row["epoch"])
+
+    def _write(self, writer: MetricWriter, step: int, row: Mapping[str, Any]) -> None:
+        """What one writes that is not needed to go on ends with a note where it fails, and the run does not."""
+        try:
+            writer.write(step, row)
+        except Exception as error:
+            if isinstance(writer, JsonLines):
+                raise
+            self._writers.remove(writer)
+            self.note(f"no more events for {type(writer).__name__}: {one_line(error)}")
 
     def _epoch(self, epoch: float) -> None:
         """Nothing for epochs of fewer iterations than ten."""
@@ -114,21 +131,41 @@ class RunOutput:
     def close(self) -> None:
         """Closes live line, writers and log."""
         self._end_line()
-        for writer in self._writers:
-            writer.close()
-        self._writers = []
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            try:
+                writer.close()
+            except Exception as error:
+                self.note(f"{type(writer).__name__} did not end well: {one_line(error)}")
         self.console.close()
 
     def __enter__(self) -> RunOutput:
         """Returns itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Closes; takes the run directory back where a start failed before it had saved anything."""
-        self.close()
-        if kind is not None and not self.directory.holds_checkpoint():
-            self.directory.take_back()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Closes; takes the run directory back where a start failed before it had saved anything.
+
+        The log keeps the error that ended the run, of one that nobody foresaw the traceback too.
+        """
+        try:
+            with suppress(UserError):  # the disk may be what failed
+                if error is not None:
+                    self.console.record(_told(error))
+                self.close()
+            if kind is not None and not self.directory.holds_checkpoint():
+                self.directory.take_back()
+        finally:
+            self.directory.close()
 
     def _end_line(self) -> None:
         self._open_line.close()
         self._live = None
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, UserError | StageError):
+        return f"error: {error}"
+    return "".join(traceback.format_exception(error)).rstrip()

@@ -5,16 +5,20 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from grpo_jax.errors import UserError
+from grpo_jax.runs.lock import NAME as LOCK
+from grpo_jax.runs.lock import RunLock
 from grpo_jax.tasks.display import GalleryEntry
 
+Result = TypeVar("Result")
 PAUSES = (0.5, 2.0, 8.0)
 """Seconds before each further try of a write that failed: a disk is full or away for a moment, and a run is long."""
 
@@ -25,10 +29,31 @@ def disk_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(
-            f"cannot write {path} ({reason}): make room or mend the permissions, then continue with --resume"
-        ) from error
+        raise _unwritable(Path(path), error) from error
+
+
+def insist(write: Callable[[], Result], path: str | Path) -> Result:
+    """What `write` gives; where the system refuses it, it is called again a few times (`PAUSES`).
+
+    Raises:
+      UserError: it was refused every time, or the folder is gone; names the path.
+    """
+    for pause in PAUSES:
+        try:
+            return write()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise _unwritable(Path(path), error) from error
+        except OSError:
+            time.sleep(pause)
+    with disk_errors(path):
+        return write()
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    if isinstance(error, FileNotFoundError) and not path.parent.exists():
+        return UserError(f"{path.parent} is gone: it was deleted under the run, and nothing more can be saved")
+    reason = error.strerror or str(error)
+    return UserError(f"cannot write {path} ({reason}): make room or mend the permissions, then continue with --resume")
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
@@ -38,17 +63,20 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
       UserError: the disk is full or the place is not writable; the old file, if any, is still there.
     """
     path = Path(path)
-    data = data.encode() if isinstance(data, str) else data
-    with disk_errors(path):
+    content = data.encode() if isinstance(data, str) else data
+
+    def write() -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                file.write(content)
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+    insist(write, path)
 
 
 class AppendedFile:
@@ -66,10 +94,9 @@ class AppendedFile:
 
     def write(self, text: str) -> None:
         """Appends text. Raises UserError on a full disk."""
-        data = memoryview(text.encode())
-        with disk_errors(self._path):
-            while data:
-                data = data[self._file.write(data) :]
+        data = memoryview(text.encode(errors="backslashreplace"))
+        while data:
+            data = data[insist(lambda left=data: self._file.write(left), self._path) :]
 
     def close(self) -> None:
         """Closes the file."""
@@ -109,6 +136,7 @@ class RunDirectory:
         self.adapter = self.path / "adapter"  # PEFT's format; where adapters are trained
         self.start = self.path / "policy_start"  # a new policy, as it was before any training
         self.summary = self.path / "summary.json"
+        self._lock: RunLock | None = None
         self._found: set[Path] | None = None  # what was there before `open`; None where nothing is to be taken back
         self._made: list[Path] = []  # folders that `open` had to make on the way here, the inner ones first
 
@@ -123,32 +151,46 @@ class RunDirectory:
         Raises:
           UserError: it holds a run already, there is none to resume, or it is not writable.
         """
-        run = cls(path)
-        if run.path.exists() and not run.path.is_dir():
-            raise UserError(f"{run.path} is a file; choose another --run_dir")
-        if run.path.is_dir() and not resume and run._holds_something():
-            raise UserError(f"{run.path} is not empty; continue it with --resume or choose another --run_dir")
-        if resume and not run.config.is_file():
-            raise UserError(f"{run.path} holds no run to resume (no config.yaml); start it without --resume")
-        if not resume:
-            run._found = set(run.path.rglob("*"))
-            run._made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
+        run, made = cls(path), []
         try:
-            with disk_errors(run.path):
-                if not resume and run.log.is_file():
-                    shutil.rmtree(run.start, ignore_errors=True)  # of a run that failed while loading
-                run.path.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=run.path) as file:
-                    file.write(b"x")
+            if run.path.exists() and not run.path.is_dir():
+                raise UserError(f"{run.path} is a file; choose another --run_dir")
+            if resume and not run.config.is_file():
+                raise UserError(f"{run.path} holds no run to resume (no config.yaml); start it without --resume")
+            made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._lock = RunLock(run.path)
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            _remove_empty(made)
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"cannot write {_short(run.path)} ({reason}): choose another --run_dir") from error
+        try:
+            run._claim(made, resume)
         except UserError:
             run.take_back()
+            run.close()
             raise
         return run
 
+    def _claim(self, made: list[Path], resume: bool) -> None:
+        """What is decided once nobody else writes here."""
+        if resume:
+            return
+        if self._holds_something():
+            raise UserError(f"{self.path} is not empty; continue it with --resume or choose another --run_dir")
+        if self.log.is_file():
+            shutil.rmtree(self.start, ignore_errors=True)  # of a run that failed while loading
+        self._found = {*self.path.rglob("*")} - {self.path / LOCK}
+        self._made = made
+
+    def close(self) -> None:
+        """Lets other processes have the folder."""
+        if self._lock is not None:
+            self._lock.release()
+
     def holds_checkpoint(self) -> bool:
         """Whether anything was saved that a resumed run would go on from."""
-        saved = (*self.checkpoints.glob("step_*"), *self.warm_start.glob("step_*"))
-        return any("tmp" not in path.name for path in saved)
+        return any(self.checkpoints.glob("step_*")) or any(self.warm_start.glob("step_*"))
 
     def take_back(self) -> None:
         """Removes what `open` and what came after it wrote; what was there before stays. Nothing of a resumed run."""
@@ -158,17 +200,16 @@ class RunDirectory:
             for path in sorted(self.path.rglob("*"), reverse=True):  # what a folder holds comes before it
                 if path not in self._found:
                     path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-            for folder in self._made:
-                folder.rmdir()
+        _remove_empty(self._made)
 
     def _holds_something(self) -> bool:
         """Whether anything would be lost; what a run leaves that failed while loading may be used again."""
         failed = self.log.is_file()
-        of_failed_run = {self.config, self.log} if failed else set()
+        passing = {self.path / LOCK, *((self.config, self.log) if failed else ())}
         return any(
             path.is_file()
             and path.stat().st_size
-            and path not in of_failed_run
+            and path not in passing
             and self.tensorboard not in path.parents
             and not (failed and self.start in path.parents)
             for path in self.path.rglob("*")
@@ -222,7 +263,8 @@ class RunDirectory:
         """Removes the completions of iterations after a step (a checkpoint's)."""
         with disk_errors(self.completions):
             for path in self.completions.glob("step_*.parquet"):
-                if int(path.stem.removeprefix("step_")) > step:
+                number = path.stem.removeprefix("step_")
+                if number.isascii() and number.isdigit() and int(number) > step:
                     path.unlink()
 
 
@@ -277,6 +319,18 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     raise TypeError(f"summary: {type(value).__name__} cannot be written as JSON")
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Inner ones first; the first that is not empty ends it."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _short(path: Path) -> str:
+    text = str(path).replace("\0", "\\0")
+    return text if len(text) <= 120 else f"…{text[-120:]}"
 
 
 def _column(values):

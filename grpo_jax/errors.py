@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import sys
 import threading
 import time
@@ -44,6 +45,26 @@ class StageError(RuntimeError):
 
 class StageTimeout(StageError):
     """A stage took longer than allowed for one chunk."""
+
+
+def one_line(value: object, limit: int = 100) -> str:
+    """What a user's text, exception or object says of itself: one line that can be printed, of `limit` characters.
+
+    Never raises, whatever its own methods do. Texts and exceptions speak as they are, other objects as their repr.
+    """
+    try:
+        text = str(value) if isinstance(value, str | BaseException) else reprlib.repr(value)
+    except BaseException:
+        text = f"<{type(value).__name__}>"
+    words = " ".join(text[: 4 * limit].split())
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    return plain if len(plain) <= limit else plain[: limit - 1] + "…"
+
+
+def is_own_doing(error: BaseException) -> bool:
+    """Whether what a judge raised is its own: no `StopRun`, and no signal, which reaches the main thread alone."""
+    interrupt = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    return not interrupt and not isinstance(error, StopRun | Stopped)
 
 
 @contextmanager

@@ -267,6 +267,13 @@ def _plain(value: Any, metadata: Mapping[str, Any]) -> Any:
     return [_plain(entry, {}) for entry in value] if isinstance(value, list | tuple) else value
 
 
+def _lasting(value: Any) -> Any:
+    """A plain value; of the sections in a list, the fields that may not change."""
+    if isinstance(value, list | tuple):
+        return [dict(_identity(entry, "")) if is_section(type(entry)) else _plain(entry, {}) for entry in value]
+    return _plain(value, {})
+
+
 def _identity(config: Any, prefix: str) -> list[tuple[str, Any]]:
     found = []
     for field in _of(type(config)):
@@ -281,5 +288,5 @@ def _identity(config: Any, prefix: str) -> list[tuple[str, Any]]:
                 found += [(f"{inner}.{KEY}", class_name(type(entry), places))] if places is not None else []
                 found += _identity(entry, inner)
             else:
-                found.append((inner, _plain(entry, {})))
+                found.append((inner, _lasting(entry)))
     return found

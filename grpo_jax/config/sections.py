@@ -164,6 +164,8 @@ class RewardSection:
             threshold. Left out: as the task has it, mostly always. "none": always.
         threshold: The threshold of a condition_on that names a reward.
         options: Keyword arguments of the reward.
+        isolated: Call a reward of an import path in a process of its own: one that crashes, hangs beyond judge_timeout
+            or takes all memory ends that process alone, and the next call gets a new one.
     """
 
     name: str
@@ -171,6 +173,7 @@ class RewardSection:
     condition_on: str | None = None
     threshold: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
+    isolated: bool = may_change(False)
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -13,8 +14,9 @@ from grpo_jax.config.build import require_known
 from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
-from grpo_jax.errors import UserError
-from grpo_jax.rollout.rewards import IN_PYTHON, Maker, Reward, check_options, with_options
+from grpo_jax.errors import UserError, is_own_doing, one_line
+from grpo_jax.rollout.isolated import isolate
+from grpo_jax.rollout.rewards import IN_PYTHON, PICTURES, Maker, Reward, check_options, with_options
 
 
 class Source(Protocol):
@@ -81,6 +83,8 @@ def find_rewards(
     source: Source,
     judges: Sequence[str],
     functions: Mapping[str, Reward] = MappingProxyType({}),
+    *,
+    timeout: float | None = None,
 ) -> Rewards:
     """Finds the rewards of a config and binds their options.
 
@@ -90,14 +94,15 @@ def find_rewards(
         source: The task's own rewards.
         judges: Names of the judges there are.
         functions: By label, in place of what sections name.
+        timeout: Seconds that one call of an isolated reward may take.
 
     Raises:
-        UserError: A reward, judge or option that does not exist.
+        UserError: A reward, judge or option that does not exist, or one that cannot be isolated.
     """
     sections = source.conditions(sections or source.default_rewards)
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
-    found = [_maximised(section, functions, source, judges) for section in sections]
+    found = [_maximised(section, functions, source, judges, timeout) for section in sections]
     watch = watch or source.default_watch
     resolved = tuple(_without_none(section) for section in sections)
     watched = [_find(name, {}, source, judges, "watch") for name in (*watch, *source.always_watched)]
@@ -116,13 +121,58 @@ def bind(wanted: Wanted, judges: Mapping[str, Any]) -> Reward:
     return functools.partial(wanted.reward, **bound) if bound else wanted.reward
 
 
+@contextmanager
+def judge_named(name: str) -> Iterator[None]:
+    """Whatever a judge raises inside, as it is checked or loaded, names it.
+
+    Raises:
+        UserError: In place of what it raised.
+    """
+    try:
+        yield
+    except (UserError, ModuleNotFoundError):
+        raise
+    except BaseException as error:
+        if not is_own_doing(error):
+            raise
+        raise UserError(f"judges.{name}: loading it raised {type(error).__name__}: {one_line(error, 150)}") from error
+
+
 def _maximised(
-    section: RewardSection, functions: Mapping[str, Reward], source: Source, judges: Sequence[str]
+    section: RewardSection,
+    functions: Mapping[str, Reward],
+    source: Source,
+    judges: Sequence[str],
+    timeout: float | None,
 ) -> Wanted:
-    if section.label not in functions:
+    if section.isolated:
+        reward = _isolated(section, judges, timeout)
+    elif section.label in functions:
+        reward = functions[section.label]
+    else:
         return _find(section.name, section.options, source, judges, "rewards")
-    reward = with_options(functions[section.label], section.label, section.options)
+    reward = with_options(reward, section.label, section.options)
     return Wanted(section.label, source.adapt(reward), "")
+
+
+def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | None) -> Reward:
+    """A user's reward in a process of its own, where nothing of the run is but texts and columns."""
+    where, (place, _, label) = f"rewards.{section.label}.isolated", section.name.rpartition(":")
+    if not place:
+        raise UserError(
+            f"{where}: expected package.module:function or file.py:function; {label} is the task's own and stays in "
+            "the run's process"
+        )
+    if place == IN_PYTHON:
+        raise UserError(
+            f"{where}: run() was given {label} in Python and a process of its own cannot import it: keep it at the "
+            "top level of a module, under this name"
+        )
+    reward = isolate(section.name, timeout)
+    here = [name for name in _arguments(reward) if name in (*judges, *PICTURES)]
+    if here:
+        raise UserError(f"{where}: {label} asks for {', '.join(here)}, which stay in the run's process: leave it false")
+    return reward
 
 
 def _find(name: str, options: Mapping[str, Any], source: Source, judges: Sequence[str], where: str) -> Wanted:

@@ -11,11 +11,12 @@ pipe is filled and emptied within one call: what a call returns depends on nothi
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_jax.errors import StageError, StageTimeout
+from grpo_jax.errors import StageError, StageTimeout, UserError, one_line
 
 _POLL_SECONDS = 0.5  # how often the waiting main thread looks up where a signal does not wake it
 _GRACE_SECONDS = 10.0  # how long a stopped pipeline waits for calls that are still running
@@ -39,6 +40,43 @@ class Stage:
     timed: bool = True
 
 
+@dataclass
+class _Call:
+    """A stage's call: its chunk, since when its clock runs (None while it stands still), and who is at work in it."""
+
+    chunk: int
+    start: float | None
+    who: str = ""
+
+    def told(self, reason: str) -> str:
+        return f"{self.who}: {reason}" if self.who else reason
+
+
+_here = threading.local()  # .call: the stage's call that runs in this thread
+
+
+def at_work(who: str) -> None:
+    """Says who is at work in the stage that calls this: a failure then names it. Outside a stage nothing happens."""
+    call = getattr(_here, "call", None)
+    if call is not None:
+        call.who = who
+
+
+@contextmanager
+def untimed() -> Iterator[None]:
+    """Stops the clock of the stage that calls this: what is done inside has a time limit of its own."""
+    call = getattr(_here, "call", None)
+    if call is None:
+        yield
+        return
+    spent = time.perf_counter() - call.start
+    call.start = None
+    try:
+        yield
+    finally:
+        call.start = time.perf_counter() - spent
+
+
 class _Stopped(Exception):
     """Raised in a worker that waits when the pipeline is stopped."""
 
@@ -49,7 +87,7 @@ class _State:
     def __init__(self, count: int):
         self.changed = threading.Condition()
         self.queues: list[deque] = [deque() for _ in range(count + 1)]  # the last one collects the results
-        self.running: list[tuple[int, float] | None] = [None] * count  # chunk and start of each stage's call
+        self.running: list[_Call | None] = [None] * count
         self.seconds = [0.0] * count
         self.stopped = False
         self.error: StageError | None = None
@@ -85,7 +123,7 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int)
         try:
             item = state.take(state.queues[index])
             start = time.perf_counter()
-            state.running[index] = (chunk, start)
+            _here.call = state.running[index] = _Call(chunk, start)
             item = stage.function(item)
             state.running[index] = None
             state.seconds[index] += time.perf_counter() - start
@@ -93,11 +131,18 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int)
         except _Stopped:
             return
         except BaseException as error:  # whatever ends a stage ends all: its neighbours would wait for ever
-            state.running[index] = None
-            failure = StageError(stage.name, chunk, f"{type(error).__name__}: {error}")
+            call, state.running[index] = state.running[index] or _Call(chunk, None), None
+            failure = StageError(stage.name, chunk, _reason(error, call))
             failure.__cause__ = error
             state.stop(failure)
             return
+
+
+def _reason(error: BaseException, call: _Call) -> str:
+    """A user's mistake says itself whose it is."""
+    if isinstance(error, UserError):
+        return str(error)
+    return call.told(f"{type(error).__name__}: {one_line(error, 200)}")
 
 
 def _wait(state: _State, stages: Sequence[Stage], chunks: int, timeout: float | None) -> None:
@@ -109,9 +154,12 @@ def _wait(state: _State, stages: Sequence[Stage], chunks: int, timeout: float | 
                 return
             state.changed.wait(patience)
         for stage, call in zip(stages, list(state.running), strict=True):
-            if timeout is not None and stage.timed and call is not None and time.perf_counter() - call[1] > timeout:
-                reason = f"no result after {timeout:g} s"
-                state.stop(StageTimeout(stage.name, call[0], reason))
+            start = None if call is None else call.start
+            if call is None or start is None or timeout is None or not stage.timed:
+                continue
+            if time.perf_counter() - start > timeout:
+                reason = call.told(f"no result after {timeout:g} s")
+                state.stop(StageTimeout(stage.name, call.chunk, reason))
 
 
 def _join(state: _State, threads: Sequence[threading.Thread]) -> None:

@@ -9,19 +9,25 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from grpo_jax.errors import StopRun, UserError
+from grpo_jax.errors import UserError, is_own_doing, one_line
 from grpo_jax.rollout.data import RESERVED_COLUMNS
+from grpo_jax.rollout.pipeline import at_work
 
 Reward = Callable[..., Any]
 
 IN_PYTHON = "<given>"
 """Stands in a run's config for what `run` was given in Python: as data.prompts, and as the place of a function."""
+
+
+PICTURES = ("images", "baseline_images")
+"""Arguments of rewards that look at what was drawn; they stay on the scorer's device."""
 
 
 class Maker(NamedTuple):
@@ -35,8 +41,12 @@ class RewardError(UserError):
 
     def __init__(self, reward: str, reason: str):
         """Names the reward and says what it did."""
-        super().__init__(f"reward {reward}: {reason}")
+        super().__init__(f"reward {one_line(reward, 60)}: {reason}")
         self.reward = reward
+
+
+class BadReturn(TypeError):
+    """A reward that returned what is no list of values; says what it must return."""
 
 
 def collect_rewards(
@@ -58,14 +68,15 @@ def collect_rewards(
         completions: P·G texts.
         columns: P·G values for each of the rewards' other arguments (pictures too).
         group_size: G.
-        on_error: What a reward that raises, returns the wrong number of values, or a value that is no finite number
-            does: "raise" raises; "missing" makes the values missing, all of them in the first two cases.
+        on_error: What a reward that raises (SystemExit too), returns the wrong number of values, or a value that is no
+            finite number does: "raise" raises; "missing" makes the values missing, all of them in the first two cases.
 
     Returns:
         f32[P, G, N]; NaN where a reward is missing.
 
     Raises:
         RewardError: As `on_error` says.
+        StopRun: A reward raised it, whatever `on_error` says.
         ValueError: If the arguments do not fit each other.
     """
     count = len(completions)
@@ -83,41 +94,64 @@ def collect_rewards(
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
     result = np.full((count, len(functions)), np.nan, np.float32)
     for n, (function, name) in enumerate(zip(functions, names, strict=True)):
-        result[:, n] = _call(function, name, arguments, count, on_error)
+        try:
+            result[:, n] = _call(function, name, arguments, count, lenient=on_error == "missing")
+        except RewardError:
+            if on_error == "raise":
+                raise
     return result.reshape(count // group_size, group_size, len(functions))
 
 
-def _call(function: Reward, name: str, arguments: dict[str, Any], count: int, on_error: str) -> np.ndarray:
-    """One reward's values, f64[count]."""
-    try:
+def _call(function: Reward, name: str, arguments: dict[str, Any], count: int, *, lenient: bool) -> np.ndarray:
+    """One reward's values, f64[count]; NaN for None and, if lenient, for a value that is no finite number."""
+    at_work(f"reward {name}")
+    with _blamed(name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
-        own = {name: list(value) if isinstance(value, list) else value for name, value in arguments.items()}
-        returned = function(**accepted_arguments(function, own))
-        values = _as_list(returned)
-    except StopRun:
-        raise
-    except Exception as error:
-        if on_error == "missing":
-            return np.full(count, np.nan)
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise RewardError(name, f"it raised {type(error).__name__}: {first}") from error
-    if len(values) != count:
-        if on_error == "missing":
-            return np.full(count, np.nan)
-        raise RewardError(name, f"it must return one value for each of {count} completions, got {len(values)}")
+        own = {argument: _copied(value) for argument, value in arguments.items()}
+        values = as_list(function(**accepted_arguments(function, own)))
+        if len(values) != count:
+            raise BadReturn(f"it must return one value for each of {count} completions, got {len(values)}")
     numbers = np.full(count, np.nan)
     for i, value in enumerate(values):
         if value is None:
             continue
-        number = _as_number(value)
+        number = as_number(value)
         if number is not None:
             numbers[i] = number
-        elif on_error == "raise":
-            text = arguments["completions"][i]
-            raise RewardError(
-                name, f"it returned {value!r} for completion {i} ({text[:60]!r}), not a finite number or None"
-            )
+        elif not lenient:
+            shown = one_line(repr(value[:100]) if type(value) is str else value, 60)
+            text = one_line(repr(arguments["completions"][i][:40]), 50)
+            raise RewardError(name, f"it returned {shown} for completion {i} ({text}), not a finite number or None")
     return numbers
+
+
+@contextmanager
+def _blamed(name: str) -> Iterator[None]:
+    """Whatever a reward raises inside is told as its failure; `StopRun` passes."""
+    try:
+        yield
+    except RewardError:
+        raise
+    except BaseException as error:
+        if not is_own_doing(error):
+            raise
+        raise RewardError(name, reason_of(error)) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What a reward did that raised this, in one line."""
+    if isinstance(error, BadReturn):
+        return str(error)
+    return f"it raised {one_line(type(error).__name__, 40)}: {one_line(error)}"
+
+
+def _copied(value: Any) -> Any:
+    """Lists and dictionaries anew, within one another too; everything else as it is."""
+    if type(value) is list:
+        return [_copied(entry) for entry in value]
+    if type(value) is dict:
+        return {key: _copied(entry) for key, entry in value.items()}
+    return value
 
 
 def accepted_arguments(function: Reward, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -128,26 +162,42 @@ def accepted_arguments(function: Reward, arguments: dict[str, Any]) -> dict[str,
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _as_list(returned: Any) -> list[Any]:
-    """Values from a list, a NumPy, JAX or torch array of one axis."""
+def as_list(returned: Any) -> list[Any]:
+    """Values from a list, a NumPy, JAX or torch array of one axis.
+
+    Raises:
+        BadReturn: It is something else.
+    """
+    expected = "it must return a list or an array with one axis"
+    if isinstance(returned, (str, bytes, bytearray, memoryview, Mapping)):
+        raise BadReturn(f"{expected}, got {type(returned).__name__}")
     if hasattr(returned, "detach"):
         returned = returned.detach().cpu()
     if hasattr(returned, "shape") and len(returned.shape) != 1:
-        raise TypeError(f"a reward returns a list or an array with one axis, got shape {tuple(returned.shape)}")
+        raise BadReturn(f"{expected}, got shape {one_line(tuple(returned.shape))}")
+    if getattr(getattr(returned, "dtype", None), "kind", "") in _TIMES:
+        raise BadReturn(f"{expected}, got {returned.dtype}")
     if hasattr(returned, "tolist"):
-        return returned.tolist()
-    if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Sequence):
-        raise TypeError(f"a reward returns a list or an array with one axis, got {type(returned).__name__}")
+        returned = returned.tolist()
+    if not isinstance(returned, Sequence):
+        raise BadReturn(f"{expected}, got {one_line(type(returned).__name__, 40)}")
     return list(returned)
 
 
-def _as_number(value: Any) -> float | None:
-    """A finite float, or None for whatever else."""
-    if isinstance(value, (str, bytes)):
+_TIMES = ("m", "M")  # NumPy's kinds of a duration and a date: `tolist` makes integers of nanoseconds
+_NO_NUMBERS = (str, bytes, bytearray, memoryview, complex, np.complexfloating, np.datetime64, np.timedelta64)
+"""What `float` would take, or NumPy turn into a number with a warning."""
+
+
+def as_number(value: Any) -> float | None:
+    """A finite float, or None for whatever else; what the value's own methods raise is no number either."""
+    if isinstance(value, _NO_NUMBERS):
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except BaseException as error:
+        if not is_own_doing(error):
+            raise
         return None
     # Compared as stored: what overflows float32 is not finite there.
     return number if abs(number) <= float(np.finfo(np.float32).max) else None

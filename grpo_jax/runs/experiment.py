@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from grpo_jax.config.build import to_yaml
-from grpo_jax.errors import StageError, StopRun, UserError
+from grpo_jax.errors import StageError, StageTimeout, StopRun, UserError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.progress import Progress, added, identity_of, require_same, with_total
 from grpo_jax.runs.results import versions
@@ -225,7 +225,16 @@ def _judges_may_fail(run: Run, state: State | None, progress: Progress | None) -
         assert isinstance(error, StageError)
         if error.stage == "sample":  # the policy's own stage: there is no judge to mend
             raise
+        told = gone if isinstance(gone, UserError) else error  # a reward names itself
         raise UserError(
-            f"{' '.join(str(error).split())}. {saved}; mend the judge and {again}, or give such completions no "
-            "reward: --on_judge_error missing"
+            f"{' '.join(str(told).split())}. {saved}; mend the judge and {again}{_other_way(run, error)}"
         ) from error
+
+
+def _other_way(run: Run, error: StageError) -> str:
+    """What helps where a judge cannot be mended, and was not chosen yet."""
+    if isinstance(error, StageTimeout):
+        return ", or give it a process that can be ended: isolated: true"
+    if run.config.on_judge_error == "missing":
+        return ""
+    return ", or give such completions no reward: --on_judge_error missing"

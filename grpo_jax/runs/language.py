@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grpo_jax.config.build import to_yaml
 from grpo_jax.config.run import Config
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.absent import absent_in, counted, listed, never_came, without_signal
 from grpo_jax.rollout.rewards import IN_PYTHON
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_policy, measure_all
@@ -33,7 +37,8 @@ class LanguageProgram:
     """A language policy's run.
 
     Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged", "oracle")
-    and of the policy before a warm start ("untrained"); and "remembered", what the task's findings need of them.
+    and of the policy before a warm start ("untrained"); "remembered", what the task's findings need of them; and
+    "absent", how many iterations in a row no completion had a reward, by its name.
 
     Attributes:
         config: The run's, with names for what it was given beside it.
@@ -92,6 +97,7 @@ class LanguageProgram:
         if before:
             measures = "  ".join(f"{name} {value:.3f}" for name, value in before["greedy"].measures.items())
             line = f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}"
+            self._tell_absent(before["greedy"])
         return Begun(state, notes, seconds, line)
 
     def _warm_up(
@@ -143,11 +149,36 @@ class LanguageProgram:
             "remembered": notes["remembered"] | self.parts.world.remember(name, judgements),
         }
 
+    def _tell_absent(self, before: Evaluation) -> None:
+        """Notes the rewards that no held-out completion has before training."""
+        values = self._by_name(np.moveaxis(before.judgement.rewards, -1, 0))
+        gone = absent_in(values, self.parts.rewards.weights)
+        if gone:
+            self.say(f"note: no held-out completion got the reward {listed(gone)}")
+
+    def _by_name(self, values: Iterable[Any]) -> dict[str, Any]:
+        return dict(zip(self.parts.environment.reward_names, values, strict=True))
+
     def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
         """One iteration."""
         result = run_iteration(self.parts, self.learner, state, iteration)
-        failure = self._nothing_learned(result.state, iteration + 1)
-        return Advanced(result.state, [result.row], result.seconds, dict(notes), result.completions, failure)
+        names = self.parts.environment.reward_names
+        values = self._by_name(result.completions[f"reward/{name}"] for name in names)
+        absent = counted(notes.get("absent", {}), values, self.parts.rewards.weights)
+        if single := never_came(absent, iteration + 1, self.iterations):
+            self.say(f"note: {single}")
+        failure = self._nothing_learned(result.state, iteration + 1) or self._nothing_judged(absent, iteration + 1)
+        noted = {**notes, "absent": absent}
+        return Advanced(result.state, [result.row], result.seconds, noted, result.completions, failure)
+
+    def _nothing_judged(self, absent: Mapping[str, int], iteration: int) -> str:
+        """What to say where no reward has come lately, or none at all in a short run; "" before."""
+        silence = without_signal(absent, self.iterations)
+        if not silence:
+            return ""
+        where = self.parts.config.run_dir
+        again = f"go on with --resume --run_dir {where}" if iteration < self.iterations else "start again"
+        return f"{silence}. Saved after iteration {iteration}; mend the rewards, or what they ask, and {again}"
 
     def _nothing_learned(self, state: TrainState, iteration: int) -> str:
         """What to say where every update of a few iterations was left out; "" before."""
@@ -174,7 +205,14 @@ class LanguageProgram:
         return measures, measures.pop(TOTAL)
 
     def finish(self, state: TrainState, progress: Any, directory: Any) -> Finished:
-        """Measures the held-out prompts after training, and writes `policy/` and `adapter/`."""
+        """Measures the held-out prompts after training, and writes `policy/` and `adapter/`.
+
+        Raises:
+            UserError: The run is over and never had a reward: it was resumed after it had said so.
+        """
+        silence = self._nothing_judged(progress.notes.get("absent", {}), progress.iteration)
+        if silence:
+            raise UserError(silence)
         return finish_language(self.parts, state, progress, directory)
 
 

@@ -16,7 +16,7 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
 from grpo_jax.errors import UserError
 from grpo_jax.models.sharding import gather
-from grpo_jax.rollout.binding import Rewards, bind, find_rewards
+from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
 from grpo_jax.rollout.data import PromptSet, batches_per_epoch
 from grpo_jax.rollout.environment import Environment, make_score
 from grpo_jax.rollout.rewards import Reward
@@ -107,16 +107,21 @@ def load_parts(
     placement = _place(config, say)
     world = config.task.load(Setup(config, prompts, say))
     _tell_prompts(config, world.prompts, world.source or config.data.prompts or "given", say)
-    wanted = find_rewards(config.rewards, config.watch, world, tuple(config.judges), rewards)
+    timeout = config.judge_timeout or None
+    wanted = find_rewards(config.rewards, config.watch, world, tuple(config.judges), rewards, timeout=timeout)
     say("rewards", wanted.describe())
-    for judge in config.judges.values():
-        getattr(judge, "check", lambda: None)()
+    for name, judge in config.judges.items():
+        with judge_named(name):
+            getattr(judge, "check", lambda: None)()
     make_new_policy(config, world.words)
     devices = _policy_devices(placement, config.policy.mesh)
     if not config.judges:
         say("devices", f"policy on {_listed(devices)}")
     policy = load_policy(config, devices, say)
-    judges = {name: judge.load(placement[name]) for name, judge in config.judges.items()}
+    judges = {}
+    for name, judge in config.judges.items():
+        with judge_named(name):
+            judges[name] = judge.load(placement[name])
     for name, judge in judges.items():
         say(name, getattr(judge, "summary", type(judge).__name__))
     environment = make_environment(config, world, policy.loaded, wanted, judges)

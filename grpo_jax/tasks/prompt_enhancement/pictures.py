@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.config.run import Config
-from grpo_jax.errors import StopRun
+from grpo_jax.errors import is_own_doing
 from grpo_jax.rollout.data import Row, noise_seed
+from grpo_jax.rollout.pipeline import at_work
 
 
 class Pictures(NamedTuple):
@@ -39,13 +40,12 @@ def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -
         seeds = [noise_seed(config.seed, iteration, row.id, evaluation=evaluation) for row in rows]
         group = len(texts[0])
         repeated = [seed for seed in seeds for _ in range(group)]
+        at_work("judges.renderer")
         try:
             images = renderer.draw([text for texts_of in texts for text in texts_of], repeated, evaluation=evaluation)
             plain = renderer.draw([row.prompt for row in rows], seeds, evaluation=evaluation) if baselines else None
-        except StopRun:
-            raise
-        except Exception:
-            if config.on_judge_error == "missing":
+        except BaseException as error:
+            if config.on_judge_error == "missing" and is_own_doing(error):
                 return Pictures(None, None, seeds)
             raise
         baseline = None if plain is None else plain.repeat_interleave(group, dim=0).to(device)

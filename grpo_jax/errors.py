@@ -30,7 +30,13 @@ class StopRun(UserError):
 
 
 class Stopped(BaseException):
-    """A stop was asked for (SIGTERM, Ctrl-C) where a run waits. What was begun is left, and made again on --resume."""
+    """A stop was asked for (SIGTERM, Ctrl-C) where a run waits. What was begun is left, and made again on --resume.
+
+    Attributes:
+        iteration: The one that was saved; None where nothing was.
+    """
+
+    iteration: int | None = None
 
 
 class StageError(RuntimeError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -38,7 +37,7 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.parts import load_parts
     from grpo_jax.runs.policy import restore_variables, run_config
-    from grpo_jax.runs.progress import require_same_task
+    from grpo_jax.runs.progress import Progress, require_same_task
     from grpo_jax.runs.python_input import kept_prompts
     from grpo_jax.runs.results import find
 
@@ -56,7 +55,7 @@ def _evaluate_run(options: argparse.Namespace) -> None:
         raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
     variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)
     folder = RunDirectory(options.run).checkpoints
-    require_same_task(meta["progress"]["identity"]["task"], parts.world.identity, folder)
+    require_same_task(Progress.read(meta, folder).identity["task"], parts.world.identity, folder)
     found = measure_all(parts, variables)
     findings = find(parts, {}, options.checkpoint, found)
     report: dict[str, Any] = {

@@ -6,7 +6,6 @@ python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 

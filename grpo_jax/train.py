@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import UserError, extras_named, guarded, leave
+from grpo_jax.errors import Stopped, UserError, extras_named, guarded, leave
 from grpo_jax.planning.request import take_request
 
 
@@ -50,10 +50,16 @@ def run(config: Any, *, prompts: Any = None, rewards: Any = None) -> dict[str, A
 
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
-        program = config.task.program(config, output.part)
-        if program is None:
-            program = load_program(config, output, prompts=prompts, rewards=rewards, clock=clock)
-        with Checkpoints(output.directory.checkpoints, keep=config.training.keep_checkpoints) as checkpoints:
+        try:
+            with stop.at_once():
+                program = config.task.program(config, output.part)
+                if program is None:
+                    program = load_program(config, output, prompts=prompts, rewards=rewards, clock=clock, stop=stop)
+        except Stopped:
+            output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
+            return {"stopped": True, "iteration": None}
+        keep = config.training.keep_checkpoints
+        with Checkpoints(output.directory.checkpoints, keep=keep, note=output.note) as checkpoints:
             return execute(Run(program, checkpoints, output, clock), stop)
 
 

@@ -72,7 +72,7 @@ class Config:
     debug: bool = may_change(False)
     report_to: list[Literal["tensorboard", "wandb"]] = may_change(default_factory=lambda: ["tensorboard"])
     on_judge_error: Literal["stop", "missing"] = may_change("stop")
-    judge_timeout: float = may_change(0.0)
+    judge_timeout: float = may_change(1800.0)
     judges: dict[str, Any] = named(*JUDGES, default_factory=dict)
     policy: PolicySection = field(default_factory=PolicySection)
     data: DataSection = field(default_factory=DataSection)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 import numpy as np
 
@@ -74,7 +74,8 @@ class Console:
 
         self._stream = LastingStream(stream)
         self._noted = False
-        self._terminal = Terminal(file=self._stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        file = cast(IO[str], self._stream)
+        self._terminal = Terminal(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._log = None if log is None else AppendedFile(log)
 
     @property

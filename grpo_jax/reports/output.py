@@ -44,35 +44,40 @@ class RunOutput:
         self._live: LiveLine | None = None
         self._open_line = ExitStack()
 
-    def truncate(self, step: int) -> None:
+    def truncate(self, step: int, *, rows: int | None = None) -> int:
         """Cuts off what was written after a step (0 for a new run) and opens the metric writers.
+
+        Args:
+          step: the last whose completions stay.
+          rows: the last whose metrics stay; the same if None.
+
+        Returns:
+          How many rows of metrics there are.
 
         Raises:
           UserError: a writer that was asked for is missing or cannot write.
         """
+        resume_step = (step if rows is None else rows) if self._config.resume else None
+        if self._config.resume:
+            self.directory.forget_completions(step)
         self._writers, notes = open_writers(
-            self.directory,
-            self._config.report_to,
-            resume_step=step if self._config.resume else None,
-            config=to_dict(self._config),
+            self.directory, self._config.report_to, resume_step=resume_step, config=to_dict(self._config)
         )
         for note in notes:
             self.note(note)
+        return len(read_metrics(self.directory.metrics))
 
     def start(self, total: int, done: int = 0) -> None:
         """Starts the live line of `total` iterations, `done` of them before a resume."""
         self._live = self._open_line.enter_context(self.console.live(total, self._display, done=done))
 
-    def iteration(self, row: Mapping[str, Any], completions: Mapping[str, Sequence[Any]] | None = None) -> None:
-        """Writes and shows one iteration; an epoch that ends with it is summed up.
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Writes the completions of an iteration: columns, one entry each."""
+        self.directory.write_completions(step, columns)
 
-        Args:
-          row: its metrics, with "step".
-          completions: columns of completions/, or None.
-        """
+    def iteration(self, row: Mapping[str, Any]) -> None:
+        """Writes and shows one iteration by its metrics, with "step"; an epoch that ends with it is summed up."""
         step = int(row["step"])
-        if completions is not None:
-            self.directory.write_completions(step, completions)
         for writer in list(self._writers):
             self._write(writer, step, row)
         if self._live is not None:

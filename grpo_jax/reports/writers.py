@@ -165,7 +165,6 @@ def open_writers(
         raise UserError(f"report_to: expected tensorboard or wandb, got {', '.join(unknown)}")
     if resume_step is not None:
         truncate_metrics(run.metrics, resume_step)
-        run.forget_completions(resume_step)
     writers: list[MetricWriter] = [JsonLines(run.metrics)]
     notes = []
     try:

@@ -8,6 +8,8 @@ loop; the queues are bounded, so a fast stage does not run ahead of a slow one b
 pipe is filled and emptied within one call: what a call returns depends on nothing that comes after it.
 """
 
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -16,10 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_jax.errors import StageError, StageTimeout, UserError, one_line
+from grpo_jax.errors import ABANDONED, StageError, StageTimeout, Stopped, UserError, one_line
 
 _POLL_SECONDS = 0.5  # how often the waiting main thread looks up where a signal does not wake it
-_GRACE_SECONDS = 10.0  # how long a stopped pipeline waits for calls that are still running
+_GRACE_SECONDS = 10.0  # how long a pipeline that failed waits for calls that are still running
+_STOP_SECONDS = 2.0  # the same where a stop was asked for
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int)
             start = time.perf_counter()
             _here.call = state.running[index] = _Call(chunk, start)
             item = stage.function(item)
+            _mend_streams()
             state.running[index] = None
             state.seconds[index] += time.perf_counter() - start
             state.give(state.queues[index + 1], item, chunks if last else queue_size)
@@ -138,6 +142,20 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int)
             return
 
 
+def _mend_streams() -> None:
+    """Opens standard streams again, to nowhere, that a judge has closed: the next file would take their place."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+        if getattr(getattr(sys, name), "closed", False):
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 lasts as long as Python
+
+
 def _reason(error: BaseException, call: _Call) -> str:
     """A user's mistake says itself whose it is."""
     if isinstance(error, UserError):
@@ -145,14 +163,18 @@ def _reason(error: BaseException, call: _Call) -> str:
     return call.told(f"{type(error).__name__}: {one_line(error, 200)}")
 
 
-def _wait(state: _State, stages: Sequence[Stage], chunks: int, timeout: float | None) -> None:
-    """Wait in the calling thread until all results are there, a stage failed, or one is overdue."""
+def _wait(
+    state: _State, stages: Sequence[Stage], chunks: int, timeout: float | None, stopping: Callable[[], bool]
+) -> None:
+    """Wait in the calling thread until all results are there, a stage failed, or one is overdue; or for a stop."""
     patience = _POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout / 4)
     while True:
         with state.changed:
             if state.error is not None or len(state.queues[-1]) == chunks:
                 return
             state.changed.wait(patience)
+        if stopping():
+            raise Stopped
         for stage, call in zip(stages, list(state.running), strict=True):
             start = None if call is None else call.start
             if call is None or start is None or timeout is None or not stage.timed:
@@ -162,13 +184,15 @@ def _wait(state: _State, stages: Sequence[Stage], chunks: int, timeout: float | 
                 state.stop(StageTimeout(stage.name, call.chunk, reason))
 
 
-def _join(state: _State, threads: Sequence[threading.Thread]) -> None:
-    """Wait for the threads to end; one that is stuck in its call is left behind (it is a daemon)."""
+def _join(state: _State, threads: Sequence[threading.Thread], seconds: float) -> None:
+    """Wait for the threads to end; one that is stuck in its call is left behind (it is a daemon), and named so."""
     stuck = state.error.stage if isinstance(state.error, StageTimeout) else None
-    deadline = time.perf_counter() + _GRACE_SECONDS
+    deadline = time.perf_counter() + seconds
     for thread in threads:
         if thread.is_alive() and thread.name != stuck:
             thread.join(max(0.0, deadline - time.perf_counter()))
+        if thread.is_alive():
+            thread.name = ABANDONED + thread.name
 
 
 def run_pipeline(
@@ -177,6 +201,7 @@ def run_pipeline(
     *,
     timeout: float | None = None,
     queue_size: int = 1,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Any], dict[str, float]]:
     """Send every chunk through all stages, the stages working at the same time on different chunks.
 
@@ -189,6 +214,7 @@ def run_pipeline(
         stages: At least one, with distinct names.
         timeout: Seconds one call of a stage may take (compilation in a first call counts); None for no limit.
         queue_size: Results that may wait between two stages.
+        stopping: Whether a stop was asked for; looked at twice a second.
 
     Returns:
         The last stage's results in the order of the chunks, and the seconds each stage spent in its function.
@@ -196,6 +222,7 @@ def run_pipeline(
     Raises:
         StageError: A stage raised; carries the stage, the chunk's index and the exception as its cause.
         StageTimeout: A call took longer than `timeout`. Its thread is abandoned: end the process soon.
+        Stopped: A stop was asked for; a call that takes longer than two seconds more is abandoned too.
         ValueError: No stages, names not distinct, or a limit that is not positive.
     """
     names = [stage.name for stage in stages]
@@ -212,13 +239,17 @@ def run_pipeline(
         threading.Thread(target=_work, args=(state, i, stage, count, queue_size), name=stage.name, daemon=True)
         for i, stage in enumerate(stages)
     ]
+    grace = _GRACE_SECONDS
     try:
         for thread in threads:
             thread.start()
-        _wait(state, stages, count, timeout)
+        _wait(state, stages, count, timeout, stopping)
+    except Stopped:
+        grace = _STOP_SECONDS
+        raise
     finally:
         state.stop()
-        _join(state, threads)
+        _join(state, threads, grace)
     if state.error is not None:
         raise state.error
     return list(state.queues[-1]), dict(zip(names, state.seconds, strict=True))

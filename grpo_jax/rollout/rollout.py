@@ -100,6 +100,7 @@ def collect(
     evaluation: bool = False,
     chunk_prompts: int = 0,
     timeout: float | None = None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Rollout:
     """Samples and judges one batch; the stages work at once on different chunks.
 
@@ -113,8 +114,10 @@ def collect(
         evaluation: Fixed random numbers and evaluation's render settings.
         chunk_prompts: Prompts of a chunk; 0 for one chunk.
         timeout: Seconds a judge may spend on one chunk; the sampler, which compiles in its first call, has no limit.
+        stopping: Whether a stop was asked for.
 
     Raises:
+        Stopped: A stop was asked for.
         StageError: A stage failed; names it and carries the cause.
     """
     tokens, mask = environment.encode([row.prompt for row in rows])
@@ -126,7 +129,7 @@ def collect(
         return _read(environment, rows[start:stop], samples)
 
     stages = [Stage("sample", write, timed=False), *_judges(environment, iteration, evaluation)]
-    chunks, seconds = run_pipeline(_ranges(len(rows), chunk_prompts), stages, timeout=timeout)
+    chunks, seconds = run_pipeline(_ranges(len(rows), chunk_prompts), stages, timeout=timeout, stopping=stopping)
     written = [chunk.written for chunk in chunks]
     return Rollout(
         rows,
@@ -148,15 +151,16 @@ def judge(
     *,
     chunk_prompts: int = 0,
     timeout: float | None = None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Judgement:
-    """Judges given texts [P][G] as evaluation does: for the unchanged prompt and the oracle."""
+    """Judges given texts [P][G] as evaluation does: for the unchanged prompt and the oracle; raises as `collect`."""
 
     def give(part: tuple[int, int]) -> _Chunk:
         start, stop = part
         return _Chunk(rows[start:stop], [list(group) for group in texts[start:stop]])
 
     stages = [Stage("sample", give), *_judges(environment, 0, True)]
-    chunks, _ = run_pipeline(_ranges(len(rows), chunk_prompts), stages, timeout=timeout)
+    chunks, _ = run_pipeline(_ranges(len(rows), chunk_prompts), stages, timeout=timeout, stopping=stopping)
     return _judgement(chunks)
 
 

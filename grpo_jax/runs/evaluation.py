@@ -38,6 +38,7 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
         evaluation=True,
         chunk_prompts=_chunk(parts),
         timeout=parts.timeout,
+        stopping=parts.stopping,
     )
     measures = means(parts, rollout.judgement, rollout.samples.mask.sum(-1, dtype=np.int32))
     measures["completion_tokens"] = float(rollout.samples.mask.sum(-1).mean())
@@ -51,7 +52,12 @@ def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> E
     They were not written token by token: the penalty on length is not theirs.
     """
     judgement = judge(
-        parts.environment, rows, [[text] for text in texts], chunk_prompts=_chunk(parts), timeout=parts.timeout
+        parts.environment,
+        rows,
+        [[text] for text in texts],
+        chunk_prompts=_chunk(parts),
+        timeout=parts.timeout,
+        stopping=parts.stopping,
     )
     return Evaluation(means(parts, judgement, np.zeros((len(rows), 1), np.int32)), judgement, texts)
 

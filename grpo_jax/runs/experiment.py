@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from grpo_jax.config.build import to_yaml
-from grpo_jax.errors import StageError, StageTimeout, StopRun, UserError
+from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import Progress, added, identity_of, require_same, with_total
 from grpo_jax.runs.results import versions
 from grpo_jax.tasks.task import Program
@@ -46,36 +46,47 @@ class Run(NamedTuple):
         return self.program.config
 
 
-def execute(run: Run, stop: threading.Event) -> dict[str, Any]:
+def execute(run: Run, stop: StopRequests) -> dict[str, Any]:
     """Begins or resumes, trains, and finishes unless `stop` is set on the way.
 
     Returns:
         The summary, with "stopped".
     """
-    begun = begin(run, stop)
-    if begun is None:
-        run.output.say(f"stopped and saved before the first iteration: --resume --run_dir {run.config.run_dir} goes on")
-        return {"stopped": True, "iteration": 0}
-    state, progress = train(run, *begun, stop)
-    if progress.iteration < run.program.iterations:
-        where = run.config.run_dir
-        run.output.say(f"stopped and saved after iteration {progress.iteration}: --resume --run_dir {where} goes on")
-        return {"stopped": True, "iteration": progress.iteration}
-    with _judges_may_fail(run, state, progress):
-        return {**finish(run, state, progress), "stopped": False}
+    try:
+        begun = begin(run)
+        if begun is None:
+            return _stopped(run, None)
+        state, progress = train(run, *begun, stop)
+        if progress.iteration < run.program.iterations:
+            return _stopped(run, progress.iteration)
+        with _saved_where_it_ends(run, state, progress):
+            return {**finish(run, state, progress), "stopped": False}
+    except Stopped as stopped:
+        return _stopped(run, stopped.iteration)
 
 
-def begin(run: Run, stop: threading.Event) -> tuple[State, Progress] | None:
-    """The state to start from: the last checkpoint's on --resume, else the program's own, measured.
+def _stopped(run: Run, iteration: int | None) -> dict[str, Any]:
+    """Says where it was stopped; what a summary has of it."""
+    saved = "stopped and saved" if run.output.directory.holds_checkpoint() else "stopped"
+    when = f"after iteration {iteration}" if iteration else "before the first iteration"
+    run.output.say(f"{saved} {when}: --resume --run_dir {run.config.run_dir} goes on")
+    return {"stopped": True, "iteration": iteration or 0}
+
+
+def begin(run: Run) -> tuple[State, Progress] | None:
+    """The state to start from: the last sound checkpoint's on --resume, else the program's own, measured.
 
     None if it was stopped on the way.
     """
-    if run.config.resume and run.checkpoints.latest_step() is not None:
-        return resume(run)
+    if run.config.resume:
+        for line in run.checkpoints.set_aside_damaged():
+            run.output.note(line)
+        if run.checkpoints.latest_step() is not None:
+            return resume(run)
     run.output.truncate(0)
     folder = run.output.directory.warm_start
-    with _judges_may_fail(run, None, None):
-        begun = run.program.begin(folder, stop)
+    with _saved_where_it_ends(run, None, None):
+        begun = run.program.begin(folder)
     _keep_config(run)
     if begun is None:
         return None
@@ -88,13 +99,13 @@ def begin(run: Run, stop: threading.Event) -> tuple[State, Progress] | None:
 
 
 def resume(run: Run) -> tuple[State, Progress]:
-    """The last checkpoint's state.
+    """The last sound checkpoint's state.
 
     Raises:
         UserError: The checkpoint is of another configuration, or of other data; or it is further than the run is to go.
     """
     # Before the state, which may not fit.
-    progress = Progress(**run.checkpoints.read_meta("latest")["progress"])
+    progress = Progress.read(run.checkpoints.read_meta("latest"), run.checkpoints.folder)
     require_same(progress.identity, run.config, run.program.identity, run.checkpoints.folder)
     iterations = run.program.iterations
     if progress.iteration > iterations:
@@ -103,12 +114,18 @@ def resume(run: Run) -> tuple[State, Progress]:
     template = run.program.template()
     saved, _ = run.checkpoints.restore("latest", run.program.saved(template))
     shutil.rmtree(run.output.directory.warm_start, ignore_errors=True)  # of a run killed at its first checkpoint
-    run.output.truncate(progress.iteration)
+    rows = progress.iteration - (progress.unvalidated is not None)
+    written = run.output.truncate(progress.iteration, rows=rows)
+    if written < rows:
+        run.output.note(f"metrics.jsonl has {written} rows of {rows} iterations: what is missing stays so")
     run.output.say(f"resumed after iteration {progress.iteration} of {iterations}")
     if progress.iterations != iterations:
         run.output.say(
             f"the run has {iterations} iterations now, it had {progress.iterations}: schedules go by the new length"
         )
+    if progress.best_iteration and "best" not in run.checkpoints.available():
+        run.output.note("there is no sound best checkpoint any more: the next validation makes one")
+        progress = progress._replace(best_score=None, best_iteration=0)
     progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
     return run.program.restored(saved, template), progress
 
@@ -122,15 +139,18 @@ def _keep_config(run: Run) -> None:
         run.output.directory.write_config(to_yaml(dataclasses.replace(run.config, resume=False)))
 
 
-def train(run: Run, state: State, progress: Progress, stop: threading.Event) -> tuple[State, Progress]:
-    """Advances to the end, or to the first step after `stop` is set; the last state is saved.
+def train(run: Run, state: State, progress: Progress, stop: StopRequests) -> tuple[State, Progress]:
+    """Advances to the end, or until `stop` is set; the last state is saved.
 
     Raises:
+        Stopped: On the way through an iteration; the state before it is saved.
         UserError: A judge failed; the state before that step is saved. Or nothing could be learned for a few iterations
             in a row; the last good state is saved.
     """
     every = run.config.training.save_every
     run.output.start(run.program.iterations, progress.iteration)
+    if progress.unvalidated is not None:
+        progress = validate(run, state, progress)
     while progress.iteration < run.program.iterations and not stop.is_set():
         state, progress, failure = step(run, state, progress)
         if failure:
@@ -144,27 +164,36 @@ def train(run: Run, state: State, progress: Progress, stop: threading.Event) -> 
 
 def step(run: Run, state: State, progress: Progress) -> tuple[State, Progress, str]:
     """One step of the program with its validation and its records, and why it is the last ("" if it need not be)."""
-    with _judges_may_fail(run, state, progress):
+    with _saved_where_it_ends(run, state, progress):
         advanced = run.program.advance(state, progress.iteration, progress.notes)
-    state = advanced.state
+    *before, last = advanced.rows
+    for row in before:
+        run.output.iteration(row)
     progress = progress._replace(
         iteration=progress.iteration + len(advanced.rows),
         seconds=added(progress.seconds, advanced.seconds),
         notes=advanced.notes,
+        unvalidated=last,
     )
-    measures: dict[str, float] = {}
+    if advanced.completions is not None:
+        run.output.completions(progress.iteration, advanced.completions)
+    return advanced.state, validate(run, advanced.state, progress), advanced.failure
+
+
+def validate(run: Run, state: State, progress: Progress) -> Progress:
+    """Measures the last iteration if it is time to, and writes its row."""
+    row = progress.unvalidated or {}
     try:
-        with _judges_may_fail(run, state, progress):
-            progress, measures = validate(run, state, progress)
-    finally:
-        # The rows are kept where validation fails: the state saved then is the one after this step.
-        *before, last = advanced.rows
-        for row in (*before, {**last, **measures}):
-            run.output.iteration(row, advanced.completions)
-    return state, progress, advanced.failure
+        with _saved_where_it_ends(run, state, progress):
+            progress, measures = _measured(run, state, progress._replace(unvalidated=None))
+    except BaseException:
+        run.output.iteration(row)  # written again, with its measures, when the run goes on
+        raise
+    run.output.iteration({**row, **measures})
+    return progress
 
 
-def validate(run: Run, state: State, progress: Progress) -> tuple[Progress, dict[str, float]]:
+def _measured(run: Run, state: State, progress: Progress) -> tuple[Progress, dict[str, float]]:
     """Measures what chooses the best checkpoint when it is time, and keeps it; gives the measures."""
     started = time.monotonic()
     found = run.program.validate(state, progress.iteration)
@@ -207,10 +236,15 @@ def _meta(run: Run, progress: Progress) -> dict[str, Any]:
 
 
 @contextmanager
-def _judges_may_fail(run: Run, state: State | None, progress: Progress | None) -> Iterator[None]:
-    """A failing judge ends the run with one line, after the state before it (None: the start) is saved."""
+def _saved_where_it_ends(run: Run, state: State | None, progress: Progress | None) -> Iterator[None]:
+    """What ends the run inside does so after the state before it (None: the start) is saved; a judge in one line."""
     try:
         yield
+    except Stopped as stopped:
+        if progress is not None:
+            save(run, state, progress, wait=True)
+            stopped.iteration = progress.iteration
+        raise
     except (StageError, StopRun) as error:
         saved = "Nothing was trained yet"
         if progress is not None:

@@ -165,6 +165,7 @@ def sample_batch(parts: Parts, variables: Any, iteration: int, number: int) -> J
         iteration=iteration,
         chunk_prompts=config.training.chunk_prompts,
         timeout=parts.timeout,
+        stopping=parts.stopping,
     )
     objectives = objectives_of(parts, rollout.judgement.rewards, rollout.samples.mask.sum(-1, dtype=np.int32))
     teaching = np.asarray(learning_groups(objectives.rewards, objectives.weights, config.algorithm))

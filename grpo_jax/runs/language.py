@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_policy, measure_all
 from grpo_jax.runs.iteration import Learner, make_learner, run_iteration
 from grpo_jax.runs.parts import Parts, load_parts, within_budget
+from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 from grpo_jax.runs.results import finish_language
@@ -78,12 +78,12 @@ class LanguageProgram:
         """With the frozen weights of the template."""
         return restored_state(saved, template.variables)
 
-    def begin(self, folder: Path, stop: threading.Event) -> Begun | None:
+    def begin(self, folder: Path) -> Begun | None:
         """Teaches what there is to teach, and measures the start."""
         seconds: dict[str, float] = {}
         notes: dict[str, Any] = {"before": {}, "remembered": {}}
         if self.parts.config.warm_start.steps:
-            warmed = self._warm_up(folder, stop)
+            warmed = self._warm_up(folder)
             if warmed is None:
                 return None
             state, notes, seconds = warmed
@@ -100,9 +100,7 @@ class LanguageProgram:
             self._tell_absent(before["greedy"])
         return Begun(state, notes, seconds, line)
 
-    def _warm_up(
-        self, folder: Path, stop: threading.Event
-    ) -> tuple[TrainState, dict[str, Any], dict[str, float]] | None:
+    def _warm_up(self, folder: Path) -> tuple[TrainState, dict[str, Any], dict[str, float]] | None:
         """Measures the policy as it was loaded and teaches it the task's pairs; None if stopped on the way."""
         parts = self.parts
         meta = self._interrupted(folder)
@@ -121,8 +119,8 @@ class LanguageProgram:
         def to_save() -> dict[str, Any]:
             return {**begun, "seconds": with_total(begun["seconds"], self.clock)}
 
-        with Checkpoints(folder, keep=1) as checkpoints:
-            warmed = warm_start(parts, checkpoints=checkpoints, meta=to_save, stop=stop, say=self.say)
+        with Checkpoints(folder, keep=2, note=self.say) as checkpoints:
+            warmed = warm_start(parts, checkpoints=checkpoints, meta=to_save, say=self.say)
         if warmed is None:
             return None
         variables, seconds = warmed
@@ -216,7 +214,9 @@ class LanguageProgram:
         return finish_language(self.parts, state, progress, directory)
 
 
-def load_program(config: Config, output: Any, *, prompts: Any, rewards: Any, clock: float) -> LanguageProgram:
+def load_program(
+    config: Config, output: Any, *, prompts: Any, rewards: Any, clock: float, stop: StopRequests
+) -> LanguageProgram:
     """Loads a language run.
 
     Args:
@@ -225,6 +225,7 @@ def load_program(config: Config, output: Any, *, prompts: Any, rewards: Any, clo
         prompts: In place of the task's own, or None.
         rewards: In place of the config's, or None.
         clock: `time.monotonic()` at the start.
+        stop: Looked at while judges are waited for.
     """
     source = from_python(config, prompts, rewards)
     if source.config is not config and not config.resume:  # a resume may be refused yet
@@ -232,6 +233,6 @@ def load_program(config: Config, output: Any, *, prompts: Any, rewards: Any, clo
     keep_prompts(source, output.directory, output.note)
     if source.prompts is None and config.data.prompts == IN_PYTHON:
         source = source._replace(prompts=kept_prompts(output.directory))
-    parts = load_parts(source.config, output.part, prompts=source.prompts, rewards=source.rewards)
+    parts = load_parts(source.config, output.part, prompts=source.prompts, rewards=source.rewards, stopping=stop.is_set)
     parts = within_budget(parts, output.part)
     return LanguageProgram(source.config, parts, make_learner(parts), output.say, clock)

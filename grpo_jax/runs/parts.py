@@ -51,6 +51,7 @@ class Parts(NamedTuple):
         allowed_tokens: bool [V], or None for all.
         key: The run's key.
         devices: Name of the device of each part.
+        stopping: Whether a stop was asked for.
     """
 
     config: Config
@@ -62,6 +63,7 @@ class Parts(NamedTuple):
     allowed_tokens: np.ndarray | None
     key: jax.Array
     devices: dict[str, str]
+    stopping: Callable[[], bool] = lambda: False
 
     @property
     def prompts(self) -> PromptSet:
@@ -90,6 +92,7 @@ def load_parts(
     *,
     prompts: PromptSet | None = None,
     rewards: Mapping[str, Reward] = MappingProxyType({}),
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Parts:
     """Loads everything, one line per part.
 
@@ -98,6 +101,7 @@ def load_parts(
         say: say(name, detail) prints a line.
         prompts: In place of the task's own.
         rewards: Functions by label, in place of those that the config names.
+        stopping: Whether a stop was asked for; looked at while judges are waited for.
 
     Raises:
         UserError: Something that the config names is missing, broken, or does not fit.
@@ -136,6 +140,7 @@ def load_parts(
         allowed_tokens=allowed,
         key=jax.random.key(config.seed),
         devices=placement if judges else {POLICY: _listed(devices)},
+        stopping=stopping,
     )
 
 

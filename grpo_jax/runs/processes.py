@@ -7,6 +7,7 @@ program of one's own around `grpo_jax.training.update` and `grpo_jax.models.shar
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,32 +16,67 @@ from typing import NamedTuple
 
 import jax
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import Stopped, UserError, one_line
 
 COORDINATOR, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 SLURM_COUNT = "SLURM_STEP_NUM_TASKS"  # of srun's step: a batch script in an allocation of many tasks is one process
 
 
-@contextmanager
-def stop_requests() -> Iterator[threading.Event]:
-    """SIGTERM (and SLURM's SIGUSR1) set the event instead of ending the process; Ctrl-C does so the first time.
+class StopRequests:
+    """Whether this process was asked to stop. Who waits for long looks here, saves, and leaves."""
 
-    The loop looks at the event after each iteration, saves and leaves. A second Ctrl-C interrupts at once: the last
-    checkpoint stays valid. Outside the main thread, where Python takes no handlers, the event is never set.
+    def __init__(self) -> None:
+        """Nobody has asked yet."""
+        self._asked = self._at_once = False
+
+    def is_set(self) -> bool:
+        """Whether it was."""
+        return self._asked
+
+    def set(self) -> None:
+        """Asks.
+
+        Raises:
+            Stopped: Where that is allowed (`at_once`).
+        """
+        self._asked = True
+        if self._at_once:
+            raise Stopped
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside there is nothing to save: a request raises `Stopped` wherever the main thread is."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequests]:
+    """SIGTERM (and SLURM's SIGUSR1) ask for a stop instead of ending the process; Ctrl-C does so the first time.
+
+    The loop looks at it while it waits for judges and after each iteration, saves and leaves. A second Ctrl-C
+    interrupts at once: the last checkpoint stays valid. SIGHUP, with which a terminal goes, stops nothing. Outside the
+    main thread, where Python takes no handlers, no stop is ever asked for.
     """
-    event = threading.Event()
+    requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield requests
         return
 
     def handle(number: int, frame: object) -> None:
-        if number == signal.SIGINT and event.is_set():
+        if number == signal.SIGHUP:
+            return
+        if number == signal.SIGINT and requests.is_set():
             raise KeyboardInterrupt
-        event.set()
+        requests.set()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield event
+        yield requests
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -111,6 +147,6 @@ def refuse_several(environment: Mapping[str, str] = os.environ) -> None:
 
 def _number(environment: Mapping[str, str], name: str, least: int) -> int:
     value = environment.get(name, str(least))
-    if not value.isdigit() or int(value) < least:
-        raise UserError(f"{name}: expected a number >= {least}, got {value!r}")
+    if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < least:
+        raise UserError(f"{name}: expected a number >= {least}, got {one_line(repr(value))}")
     return int(value)

@@ -23,6 +23,7 @@ class Progress(NamedTuple):
         starts: Iterations done when a process began: 0, and wherever the run was resumed.
         identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
         notes: What the program must remember, such as the measures of the start.
+        unvalidated: Metrics of the last iteration where its validation is still to be made: it was stopped, or failed.
     """
 
     iteration: int
@@ -33,6 +34,22 @@ class Progress(NamedTuple):
     starts: list[int]
     identity: dict[str, dict[str, Any]]
     notes: dict[str, Any]
+    unvalidated: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, meta: Mapping[str, Any], where: Path) -> Progress:
+        """What a checkpoint remembers.
+
+        Raises:
+            UserError: It was written by a version of grpo_jax that remembers other things.
+        """
+        found = meta.get("progress")
+        saved: dict[str, Any] = found if isinstance(found, dict) else {}
+        kinds = {"iteration": int, "iterations": int, "seconds": dict, "starts": list, "identity": dict, "notes": dict}
+        right = {*cls._fields[:-1]} <= saved.keys() <= {*cls._fields}
+        if not right or any(not isinstance(saved[name], kind) for name, kind in kinds.items()):
+            raise UserError(f"{where}: its checkpoints are of another version of grpo_jax: go on with that version")
+        return cls(**saved)
 
 
 def identity_of(config: Any, task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +32,6 @@ def warm_start(
     *,
     checkpoints: Checkpoints,
     meta: Callable[[], dict[str, Any]],
-    stop: threading.Event,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], float] | None:
     """Teaches the policy the task's pairs; what is trained (all weights, or the adapters) is what the run trains.
@@ -50,7 +48,6 @@ def warm_start(
         parts: Policy, tokenizer and `config.warm_start`.
         checkpoints: Of the warm start alone.
         meta: What it gives when a checkpoint is written is saved along, with the seconds so far as "warm_start".
-        stop: Set by a signal.
         say: Prints a line.
 
     Returns:
@@ -83,6 +80,8 @@ def warm_start(
     state = init_state(policy.variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
     state = shard(state, policy.mesh)
     done, seconds = 0, 0.0
+    for line in checkpoints.set_aside_damaged():
+        say(f"note: {line}")
     if checkpoints.latest_step() is not None:
         release(saved_parts(state))
         restored, saved = checkpoints.restore("latest", saved_parts(state))
@@ -95,7 +94,7 @@ def warm_start(
 
     line_every, save_every = max(1, section.steps // _LINES), config.training.save_every
     for number in range(done, section.steps):
-        if stop.is_set():
+        if parts.stopping():
             save(number, state, wait=True)
             return None
         places = batch_at(config.seed, number, batch_size=section.batch, n=len(pairs))
@@ -105,6 +104,7 @@ def warm_start(
             _require_updates(state)
         if save_every and (number + 1) % save_every == 0:
             save(number + 1, state, wait=False)
+    save(section.steps, state, wait=False)  # what comes next, the measurement of the start, may be stopped
     return state.variables, time.monotonic() - started
 
 

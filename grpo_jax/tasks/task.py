@@ -22,7 +22,6 @@ task that is no task of language has a `program` instead, which does what one it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -242,7 +241,7 @@ class Program(Protocol):
         """The inverse of `saved`."""
         ...
 
-    def begin(self, folder: Path, stop: threading.Event) -> Begun | None:
+    def begin(self, folder: Path) -> Begun | None:
         """The start, made and measured; None if it was stopped on the way, with what there is in `folder`."""
         ...
 

@@ -10,13 +10,16 @@ from grpo_jax.runs import processes
 
 
 class AfterRows:
-    """An event that is set once metrics.jsonl of a run has so many rows."""
+    """Whether a stop was asked for: once metrics.jsonl of a run has so many rows."""
 
     def __init__(self, run: Path, rows: int):
         self.metrics, self.rows = run / "metrics.jsonl", rows
 
     def is_set(self) -> bool:
         return self.metrics.is_file() and len(self.metrics.read_text().splitlines()) >= self.rows
+
+    def at_once(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def hold_commits(after, rename=os.rename):
     """Later checkpoints are written in full and never given their name."""
     def held(source, target, **options):
         _, _, step = pathlib.Path(target).name.partition("step_")
-        if "orbax-checkpoint-tmp" in str(source) and step.isdigit() and int(step) > after:
+        if ".writing" in str(source) and ".writing" not in str(target) and step.isdigit() and int(step) > after:
             (pathlib.Path(os.environ["JUDGE_RUN"]) / "held").touch()
             time.sleep(600)
         return rename(source, target, **options)
@@ -218,13 +218,16 @@ def final_state(run: Path, which: int | str = "final"):
 
 def aged(checkpoint: Path, seconds: float) -> None:
     """Makes a checkpoint one of a process that took that much longer, in all and in each of its stages."""
-    file = checkpoint / "meta" / "metadata"
+    from grpo_jax.runs.checkpoint.manifest import seal
+
+    file = checkpoint / "meta.json"
     meta = json.loads(file.read_text())
     spent = meta.get("progress", meta)["seconds"]  # a warm start has only begun
     spent |= {name: value + seconds for name, value in spent.items()}
     if "warm_start" in meta:
         meta["warm_start"] += seconds
     file.write_text(json.dumps(meta))
+    seal(checkpoint)
 
 
 def assert_same_bits(came, expected) -> None:

@@ -109,7 +109,7 @@ class Series:
     def described(self, number: int, item: str) -> Any:
         """Shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""
         with closing(self._reader()) as reader:
-            found = reader.metadata(self.path(number)).item_metadata.get(item)
+            found = (reader.metadata(self.path(number)).item_metadata or {}).get(item)
         tree = getattr(found, "tree", found)
         return {} if tree is None else tree
 
@@ -143,7 +143,8 @@ class Series:
         return ocp.Checkpointer(self._handler())
 
     def _handler(self) -> ocp.CompositeCheckpointHandler:
-        return ocp.CompositeCheckpointHandler(**{name: ocp.StandardCheckpointHandler() for name in self._items})
+        trees: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in self._items}
+        return ocp.CompositeCheckpointHandler(**trees)
 
 
 def _sync(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ class CartPoleProgram:
         """The inverse of `saved`."""
         return Carry(params=saved["variables"], **{name: x for name, x in saved.items() if name != "variables"})
 
-    def begin(self, folder: Path, stop: threading.Event) -> Begun:
+    def begin(self, folder: Path) -> Begun:
         """The start, measured."""
         before = self._measure(self.start)
         notes = {"before": before, "solved_at": [None] * self.config.num_seeds}

@@ -1,0 +1,134 @@
+"""Training commands in forked children: a process of its own for each, without the seconds that imports take.
+
+The process that forks must have imported everything and started no device of JAX: run this through `faults.__main__`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Ended(NamedTuple):
+    """How a child ended.
+
+    Attributes:
+        code: Its exit code; minus the signal's number where one ended it.
+        seconds: It took, from the signal on if it was sent one.
+        out: Its standard output.
+        err: Its standard error.
+    """
+
+    code: int
+    seconds: float
+    out: str
+    err: str
+
+    @property
+    def is_one_line(self) -> bool:
+        """Whether standard error holds nothing, or one clear line of an error."""
+        lines = self.err.strip().splitlines()
+        return not lines or (len(lines) == 1 and lines[0].startswith("error: ") and len(lines[0]) < 300)
+
+
+PATIENCE = 240.0  # seconds; only a hang takes that long
+
+
+def preload() -> None:
+    """Imports what any of the runs needs."""
+    import diffusers  # noqa: F401
+    import open_clip  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+
+    import grpo_jax.runs.experiment
+    import grpo_jax.runs.language
+    import grpo_jax.tasks.cartpole.program
+    import grpo_jax.train  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[int], None] = lambda pid: None,
+    folder: Path,
+) -> Ended:
+    """The training command in a child.
+
+    Args:
+        arguments: Of the command.
+        before: Called in the child before the command.
+        after: Called in the parent with the child's process number; what it returns is waited for.
+        folder: Where its output goes meanwhile.
+    """
+
+    def act() -> None:
+        from grpo_jax.errors import leave
+        from grpo_jax.train import main
+
+        before()
+        leave(main(list(arguments)))
+
+    return _fork(act, after, folder)
+
+
+def value_of(function: Callable[..., Any], *arguments: Any, folder: Path) -> Any:
+    """What a function gives in a child, where it may start JAX."""
+    result = folder / "value.pickle"
+
+    def act() -> None:
+        result.write_bytes(pickle.dumps(function(*arguments)))
+        os._exit(0)
+
+    ended = _fork(act, lambda pid: None, folder)
+    if ended.code != 0:
+        raise RuntimeError(f"{function.__name__} failed: {ended.err}")
+    return pickle.loads(result.read_bytes())  # our own, of a moment ago
+
+
+def _fork(act: Callable[[], None], after: Callable[[int], None], folder: Path) -> Ended:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "stdout", folder / "stderr"]
+    pid = os.fork()
+    if pid == 0:
+        _begin(paths, act)
+    after(pid)
+    started = time.monotonic()
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            return Ended(code, time.monotonic() - started, *(path.read_text(errors="replace") for path in paths))
+        if time.monotonic() - started > PATIENCE:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _begin(paths: Sequence[Path], act: Callable[[], None]) -> None:
+    """The child's life; it never returns."""
+    code = 1
+    try:
+        os.setsid()
+        for descriptor, path in zip((1, 2), paths, strict=True):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        act()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -113,7 +113,6 @@ class RunOutput:
         """
         self._end_line()
         summary, tables = finished.summary, finished.tables
-        self.directory.write_summary(summary)
         self.directory.write_images(finished.gallery)
         write_report(
             self.directory.report,
@@ -128,6 +127,7 @@ class RunOutput:
         )
         for writer in self._writers:
             writer.finish(summary, tables)
+        self.directory.write_summary(summary)  # last: a run that has one is complete
         self.say()
         for line in [*result_lines(summary, self._display), *finished.lines]:
             self.say(line)

@@ -323,7 +323,7 @@ def finite(value: Any) -> Any:
 
 def _remove_empty(folders: Sequence[Path]) -> None:
     """Inner ones first; the first that is not empty ends it."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         for folder in folders:
             folder.rmdir()
 

@@ -53,7 +53,8 @@ def test_output_of_a_run_resumed_after_a_kill(tmp_path):
             output.start(6, 2 if resume else 0)
             for step in range(3 if resume else 1, stop + 1):
                 row, rollout, advantages = iteration(step)
-                output.iteration(row, completion_columns(PARTS, rollout, advantages))
+                output.completions(step, completion_columns(PARTS, rollout, advantages))
+                output.iteration(row)
         return stream.getvalue()
 
     shown = run(4)

@@ -4,6 +4,11 @@ import errno
 import io
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow.parquet
@@ -18,6 +23,7 @@ from grpo_jax.runs.directory import (
     truncate_metrics,
     write_atomically,
 )
+from grpo_jax.runs.lock import RunLock
 from grpo_jax.runs.results import versions
 from grpo_jax.tasks.display import GalleryEntry
 
@@ -25,9 +31,100 @@ from grpo_jax.tasks.display import GalleryEntry
 def test_a_run_directory_is_not_overwritten(tmp_path):
     run = RunDirectory.open(tmp_path / "run")
     run.write_config("seed: 0\n")
+    with pytest.raises(UserError, match=rf"run is in use by process {os.getpid()} on .*: wait until that run ends"):
+        RunDirectory.open(tmp_path / "run", resume=True)
+    run.close()
     with pytest.raises(UserError, match=r"run is not empty; continue it with --resume or choose another --run_dir"):
         RunDirectory.open(tmp_path / "run")
     assert RunDirectory.open(tmp_path / "run", resume=True).config.read_text() == "seed: 0\n"
+
+
+def test_what_another_process_holds_is_left_alone_until_it_ends(tmp_path):
+    script = (
+        "import sys, time; from grpo_jax.runs.directory import RunDirectory; "
+        "run = RunDirectory.open(sys.argv[1]); print('held', flush=True); time.sleep(600)"
+    )
+    arguments = [sys.executable, "-c", script, str(tmp_path / "run")]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    before = sorted((tmp_path / "run").iterdir())
+    with pytest.raises(UserError, match=f"run is in use by process {process.pid} on"):
+        RunDirectory.open(tmp_path / "run")
+    assert sorted((tmp_path / "run").iterdir()) == before
+    process.kill()
+    process.communicate()
+    run = RunDirectory.open(tmp_path / "run")  # what a killed process leaves is free
+    run.close()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_lock_of_another_machine_holds_as_long_as_that_one_touches_it(tmp_path):
+    lock = tmp_path / "run.lock"
+    lock.write_text(json.dumps({"host": "elsewhere", "process": 7}))
+    with pytest.raises(UserError, match="in use by process 7 on elsewhere"):
+        RunLock(tmp_path)
+    long_ago = lock.stat().st_mtime - 1000
+    os.utime(lock, (long_ago, long_ago))
+    taken = RunLock(tmp_path)
+    assert json.loads(lock.read_text())["process"] == os.getpid()
+    taken.release()
+    taken.release()
+    assert not lock.exists()
+
+
+def test_of_many_that_want_it_at_once_one_has_it(tmp_path):
+    def take(_):
+        try:
+            return RunLock(tmp_path)
+        except UserError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            (held,) = filter(None, pool.map(take, range(8)))
+            held.release()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_a_path_that_no_folder_can_have(name, tmp_path):
+    with pytest.raises(UserError, match=r"cannot write .* \(.*\): choose another --run_dir") as raised:
+        RunDirectory.open(tmp_path / name)
+    assert len(str(raised.value)) < 300
+
+
+def test_a_write_that_fails_for_a_moment_is_made_again(tmp_path, monkeypatch):
+    left = [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "Input/output error")]
+    replace = os.replace
+
+    def sometimes(*arguments):
+        if left:
+            raise left.pop()
+        replace(*arguments)
+
+    monkeypatch.setattr("grpo_jax.runs.directory.PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("os.replace", sometimes)
+    write_atomically(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "new" and not left
+
+
+def test_a_folder_that_was_deleted_is_named(tmp_path):
+    run = RunDirectory.open(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(UserError, match="run is gone: it was deleted under the run, and nothing more can be saved"):
+        run.write_config("seed: 0")
+    run.close()
+
+
+def test_a_stray_file_among_the_completions_stays(tmp_path):
+    run = RunDirectory.open(tmp_path / "run")
+    for step in (1, 2):
+        run.write_completions(step, {"prompt": ["a"]})
+    (run.completions / "step_old.parquet").touch()
+    (run.completions / "step_².parquet").touch()
+    run.forget_completions(1)
+    assert sorted(path.name for path in run.completions.iterdir()) == [
+        "step_000001.parquet", "step_old.parquet", "step_².parquet",
+    ]  # fmt: skip
 
 
 def test_nothing_to_resume_a_file_and_an_unwritable_place(tmp_path):
@@ -43,6 +140,7 @@ def test_nothing_to_resume_a_file_and_an_unwritable_place(tmp_path):
 def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     write_atomically(path, "old")
+    monkeypatch.setattr("grpo_jax.runs.directory.PAUSES", (0.01,))
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 
 import jax
 import numpy as np
@@ -53,8 +52,7 @@ def taught(policy, tmp_path):
         )
         said, parts = [], load_parts(config, say=lambda *_: None)
         with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-            stop = threading.Event()
-            variables, _ = warm_start(parts, checkpoints=checkpoints, meta=dict, stop=stop, say=said.append)
+            variables, _ = warm_start(parts, checkpoints=checkpoints, meta=dict, say=said.append)
         return parts, variables, said
 
     return teach

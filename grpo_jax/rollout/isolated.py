@@ -7,6 +7,7 @@ The child knows NumPy and the user's module, never JAX. It ends with the run, ho
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import json
 import os
@@ -202,14 +203,10 @@ class _Child:
         return f"its process was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
-_STARTERS: list[ThreadPoolExecutor] = []
-
-
+@functools.cache
 def _starter() -> ThreadPoolExecutor:
     """A thread that lives as long as the run: Linux ends a child with the thread that started it."""
-    if not _STARTERS:
-        _STARTERS.append(ThreadPoolExecutor(1, thread_name_prefix="isolated"))
-    return _STARTERS[0]
+    return ThreadPoolExecutor(1, thread_name_prefix="isolated")
 
 
 def _end(process: subprocess.Popen, channel: Connection) -> None:

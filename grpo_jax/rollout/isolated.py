@@ -7,6 +7,7 @@ The child knows NumPy and the user's module, never JAX. It ends with the run, ho
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import json
 import os
@@ -32,6 +33,7 @@ from grpo_jax.rollout.rewards import PICTURES, Reward, RewardError, accepted_arg
 START_SECONDS = 600.0
 """How long the user's module may take to be imported."""
 _POLL_SECONDS, _GRACE_SECONDS = 0.05, 5.0
+_LONGEST = 2**28  # bytes of an answer; more is nobody's numbers
 _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_jax.rollout.isolated import serve; serve()"
 _PR_SET_PDEATHSIG = 1
 
@@ -178,7 +180,7 @@ class _Child:
             while not self.channel.poll(_POLL_SECONDS):
                 if self.process.poll() is not None and not self.channel.poll(0):
                     raise EOFError  # what it has forked may hold the pipe open
-            return self.channel.recv_bytes()
+            return self.channel.recv_bytes(_LONGEST)
         except (EOFError, OSError) as error:
             reason = f"no result after {limit:g} s" if self.overdue else self._how_it_ended()
             raise _GoneError(reason) from error
@@ -201,14 +203,10 @@ class _Child:
         return f"its process was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
-_STARTERS: list[ThreadPoolExecutor] = []
-
-
+@functools.cache
 def _starter() -> ThreadPoolExecutor:
     """A thread that lives as long as the run: Linux ends a child with the thread that started it."""
-    if not _STARTERS:
-        _STARTERS.append(ThreadPoolExecutor(1, thread_name_prefix="isolated"))
-    return _STARTERS[0]
+    return ThreadPoolExecutor(1, thread_name_prefix="isolated")
 
 
 def _end(process: subprocess.Popen, channel: Connection) -> None:

@@ -182,6 +182,7 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
         "TrainingSection": memory | {"max_steps", "num_epochs", "save_every", "keep_checkpoints"},
         "PolicySection": {"remat", "mesh"},
         "EvaluationSection": {"gallery"},
+        "RewardSection": {"isolated"},
         "StableDiffusion3": {"batch_size", "cache_megabytes"},
         "RetrievalSection": {
             *("backend", "encoder", "service", "address", "timeout", "attempts", "budget", "window", "cache", "device"),
@@ -189,6 +190,16 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
         "CartPoleConfig": run,
         "CartPoleTraining": {"iterations", "save_every", "keep_checkpoints"},
     }
+
+
+def test_a_field_that_may_change_may_change_within_a_list():
+    def config(**changes):
+        return make_config(task="text", rewards=[{"name": "mine.py:reward", **changes}])
+
+    saved = identity(config())
+    assert not differences(saved, config(isolated=True))
+    (told,) = differences(saved, config(isolated=True, weight=2.0))
+    assert told.startswith("rewards: ") and "isolated" not in told
 
 
 def test_a_difference_is_told_with_both_values():

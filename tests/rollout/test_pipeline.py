@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpo_jax.rollout.pipeline import Stage, StageError, StageTimeout, run_pipeline
+from grpo_jax.rollout.pipeline import Stage, StageError, StageTimeout, at_work, run_pipeline, untimed
 
 PATIENCE = 30.0  # seconds after which a test that should have gone on fails instead of hanging
 
@@ -250,3 +250,32 @@ def test_an_uncaught_interrupt_ends_a_program():
         finally:
             process.kill()
     assert "KeyboardInterrupt" in errors and process.returncode != 0
+
+
+def test_a_failing_stage_says_who_was_at_work():
+    def work(seconds):
+        at_work("reward mine")
+        time.sleep(seconds)
+        raise ValueError("a\nb" * 10**5)
+
+    with pytest.raises(StageTimeout, match=r"'score' failed on chunk 0: reward mine: no result after 0\.1 s"):
+        run_pipeline([0.5], [Stage("score", work)], timeout=0.1)
+    with pytest.raises(StageError, match="stage 'score' failed on chunk 0: reward mine: ValueError: a ba b") as failed:
+        run_pipeline([0], [Stage("score", work)])
+    assert len(str(failed.value)) < 300
+
+
+def test_the_clock_stands_still_where_a_call_has_its_own_limit():
+    def work(chunk):
+        with untimed():
+            time.sleep(0.4)
+        return chunk
+
+    assert run_pipeline([1, 2], [Stage("score", work)], timeout=0.2)[0] == [1, 2]
+
+    def slow_after(chunk):
+        work(chunk)
+        time.sleep(0.6)
+
+    with pytest.raises(StageTimeout):
+        run_pipeline([1], [Stage("score", slow_after)], timeout=0.2)

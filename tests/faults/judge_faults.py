@@ -1,0 +1,371 @@
+"""What a reward can do wrong, by name: the text of a module whose `judged` does it, and what must become of it.
+
+A module misbehaves while JUDGE_FAULT is set, from the moment on that metrics.jsonl of JUDGE_RUN has a row; before it,
+`judged` gives 1 to every completion.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+HEAD = """
+import asyncio, collections, collections.abc, ctypes, decimal, fractions, os, pathlib, signal, sys, threading, time
+import numpy as np
+
+ON = "JUDGE_FAULT" in os.environ
+
+def due():
+    if not ON or "JUDGE_RUN" not in os.environ:
+        return ON
+    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
+    return metrics.is_file() and bool(metrics.read_text())
+
+class Having:
+    def __init__(self, **methods):
+        for name, method in methods.items():
+            setattr(self, name, method)
+
+def throw(error):
+    raise error
+
+def is_pipe(fd):
+    try: return pathlib.Path(f"/proc/self/fd/{fd}").readlink().name.startswith("socket")
+    except OSError: return False
+
+def of(base=object, **methods):
+    return type("Odd", (base,), methods)
+
+"""
+BODY = """
+def judged(prompts, completions, wish, **columns):
+    n = len(completions)
+    if not due():
+        return [1.0] * n
+"""
+
+
+class Fault(NamedTuple):
+    """One fault.
+
+    Attributes:
+        name: In a few words.
+        source: The module's text.
+        missing: Which completions have no reward where rewards may fail: "all", "first", or "none" of what is legal.
+        number: What the others have.
+        early: It is there from the start: "import" before anything ran, "call" at the first call, "" only when due.
+        isolated: The reward has a process of its own.
+        timeout: Seconds it may take; 0 for no limit.
+    """
+
+    name: str
+    source: str
+    missing: Literal["all", "first", "none"] = "all"
+    number: float = 1.0
+    early: Literal["", "import", "call"] = ""
+    isolated: bool = False
+    timeout: float = 0.0
+
+
+def _doing(name: str, body: str, **more) -> Fault:
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    return Fault(name, HEAD + BODY + lines, **more)
+
+
+def _returns(table: dict[str, str], **more) -> list[Fault]:
+    return [_doing(f"returns {name}", f"return {text}", **more) for name, text in table.items()]
+
+
+WRONG_TYPES = _returns({
+    "None": "None",
+    "a number": "0.5",
+    "a bool": "True",
+    "a dictionary": "dict.fromkeys(completions, 1.0)",
+    "a string": "'1' * n",
+    "bytes": "b'1' * n",
+    "a bytearray": "bytearray(n)",
+    "a memoryview": "memoryview(bytes(n))",
+    "a set": "set(map(float, range(n)))",
+    "a generator": "(1.0 for _ in completions)",
+    "a map": "map(len, completions)",
+    "an iterator": "iter([1.0] * n)",
+    "a function": "len",
+    "a class": "list",
+    "NotImplemented": "NotImplemented",
+    "a list in a list": "[[1.0] * n]",
+    "a column of lists": "[[1.0]] * n",
+    "an array of two axes": "np.ones((n, 1))",
+    "an array without axes": "np.array(1.0)",
+    "a complex array": "np.ones(n, complex)",
+    "an array of texts": "np.array(['1'] * n)",
+    "an array of objects": "np.array([object()] * n)",
+    "an array of dates": "np.full(n, np.datetime64('2026-01-01', 'ns'))",
+    "an array of durations": "np.full(n, np.timedelta64(1, 'ns'))",
+    "a structured array": "np.zeros(n, [('a', 'f4')])",
+    "an array of nan": "np.full(n, np.nan)",
+    "a torch tensor of two axes": "__import__('torch').ones(n, 1, requires_grad=True)",
+    "a torch tensor without axes": "__import__('torch').tensor(1.0)",
+    "a complex torch tensor": "__import__('torch').ones(n, dtype=__import__('torch').complex64)",
+    "a torch tensor of nothing": "__import__('torch').ones(n, device='meta')",
+    "a sparse torch tensor": "__import__('torch').ones(n).to_sparse()",
+    "a jax array of two axes": "__import__('jax').numpy.ones((n, 1))",
+    "nothing": "[]",
+    "one too many": "[1.0] * (n + 1)",
+    "one too few": "[1.0] * (n - 1)",
+    "an array that is too long": "np.ones(n + 1)",
+    "100 kB of text": "'x' * 100_000",
+    "a list of 100 kB": "[0.0] * 100_000",
+})  # fmt: skip
+
+WRONG_VALUES = [
+    _doing(f"a value {name}", f"return [{text}] + [1.0] * (n - 1)", missing="first")
+    for name, text in {
+        "nan": "float('nan')",
+        "inf": "float('inf')",
+        "-inf": "-float('inf')",
+        "beyond float32": "1e39",
+        "beyond float64": "10**400",
+        "beyond what prints": "10**5000",
+        "numpy nan": "np.float32('nan')",
+        "numpy longdouble": "np.longdouble('1e400')",
+        "a number as text": "'0.5'",
+        "a number as bytes": "b'0.5'",
+        "a number as a bytearray": "bytearray(b'1')",
+        "a number as numpy text": "np.str_('0.5')",
+        "a list": "[1.0]",
+        "a tuple": "(1.0,)",
+        "a dictionary": "{}",
+        "a set": "{1.0}",
+        "complex": "1j",
+        "numpy complex": "np.complex128(1)",
+        "numpy complex64": "np.complex64(1)",
+        "a date": "np.datetime64('2026-01-01', 'ns')",
+        "a duration": "np.timedelta64(1, 'ns')",
+        "an object": "object()",
+        "a class": "float",
+        "Decimal nan": "decimal.Decimal('NaN')",
+        "Decimal sNaN": "decimal.Decimal('sNaN')",
+        "Decimal beyond float64": "decimal.Decimal('1e5000')",
+        "a Fraction beyond float64": "fractions.Fraction(10**400)",
+        "a tensor of two": "__import__('torch').ones(2)",
+        "100 kB of text": "'x' * 100_000",
+        "a list of 100 kB": "list(range(20_000))",
+        "text of control characters": "'\\x1b[2J\\r\\n\\x00\\udc80\\u202e'",
+        "whose float raises": "of(__float__=lambda self: throw(OSError('no')))()",
+        "whose float exits": "of(__float__=lambda self: sys.exit(0))()",
+        "whose float interrupts": "of(__float__=lambda self: throw(KeyboardInterrupt()))()",
+        "whose float never ends": "of(__float__=lambda self: float(self))()",
+        "whose float is text": "of(__float__=lambda self: '1')()",
+        "whose float and repr raise": "of(__float__=lambda self: 1 / 0, __repr__=lambda self: 1 / 0)()",
+        "whose repr exits": "of(__repr__=lambda self: sys.exit(0))()",
+        "whose repr is 1 MB": "of(__repr__=lambda self: '\\n' * 1000 + 'x' * 10**6)()",
+    }.items()
+]
+
+RAISES = [
+    _doing(f"raises {name}", text)
+    for name, text in {
+        "RuntimeError": "raise RuntimeError('the judge is away')",
+        "KeyError": "return {}['score']",
+        "ZeroDivisionError": "return [1 / 0]",
+        "ConnectionError": "raise ConnectionRefusedError(111, 'Connection refused')",
+        "TimeoutError": "raise TimeoutError",
+        "ModuleNotFoundError": "import no_such_module",
+        "ModuleNotFoundError of an extra": "raise ModuleNotFoundError('away', name='torch')",
+        "UnicodeDecodeError": "return b'\\xff'.decode()",
+        "StopIteration": "return next(iter(()))",
+        "GeneratorExit": "raise GeneratorExit",
+        "KeyboardInterrupt": "raise KeyboardInterrupt",
+        "SystemExit 0": "sys.exit(0)",
+        "SystemExit with a text": "sys.exit('bye')",
+        "BaseException": "raise BaseException('all of it')",
+        "CancelledError": "raise asyncio.CancelledError",
+        "MemoryError": "return bytearray(1 << 62)",
+        "RecursionError": "def f(): return f() + 1\nreturn f()",
+        "an ExceptionGroup": "raise ExceptionGroup('two', [ValueError(1), ValueError(2)])",
+        "a warning": "raise DeprecationWarning('old')",
+        "a class of its own": "raise of(Exception)('own')",
+        "a class of its own below BaseException": "raise of(BaseException)('own')",
+        "what is no exception": "raise 'text'",
+        "an error whose text raises": "raise of(Exception, __str__=lambda self: 1 / 0)()",
+        "an error whose text exits": "raise of(Exception, __str__=lambda self: sys.exit(0))()",
+        "an error whose text is none": "raise of(Exception, __str__=lambda self: 7)()",
+        "many lines": "raise ValueError('one\\ntwo\\r\\nthree')",
+        "1 MB": "raise ValueError('x' * 10**6)",
+        "1 MB of lines": "raise ValueError('error: x\\n' * 10**5)",
+        "control characters": "raise ValueError('\\x1b[2J\\x00\\x07\\b')",
+        "surrogates": "raise ValueError('\\udc80\\ud800')",
+        "a name of 1 MB": "raise type('X' * 10**6, (Exception,), {})('long')",
+        "UserError": "from grpo_jax.errors import UserError\nraise UserError('mine')",
+        "StageTimeout": "from grpo_jax.errors import StageTimeout\nraise StageTimeout('score', 0, 'mine')",
+        "while another is handled": "try: 1 / 0\nexcept ZeroDivisionError: raise ValueError('second')",
+    }.items()
+]
+
+SEQUENCE = "__getitem__=lambda self, i: 1.0, __len__=lambda self: 4"
+OBJECTS = _returns({
+    "a sequence whose length raises": "of(collections.abc.Sequence, __getitem__=lambda s, i: 1.0,"
+    " __len__=lambda s: 1 / 0, __iter__=lambda s: 1 / 0)()",
+    "a sequence whose items raise": "of(collections.abc.Sequence, __getitem__=lambda s, i: 1 / 0, __len__=len)()",
+    "a sequence that exits": f"of(collections.abc.Sequence, __iter__=lambda s: sys.exit(0), {SEQUENCE})()",
+    "a list that lies about its length": "of(list, __len__=lambda s: n)([1.0])",
+    "a list whose items exit": "of(list, __iter__=lambda s: sys.exit(0))([1.0])",
+    "what has a tolist that raises": "Having(tolist=lambda: 1 / 0)",
+    "what has a tolist that exits": "Having(tolist=lambda: sys.exit(0))",
+    "what has a tolist of a number": "Having(tolist=lambda: 3.0)",
+    "what has a tolist of text": "Having(tolist=lambda: '1' * n)",
+    "what has a tolist of a generator": "Having(tolist=lambda: (1.0 for _ in completions))",
+    "what has a detach that raises": "Having(detach=lambda: 1 / 0)",
+    "what has a detach of None": "Having(detach=lambda: None)",
+    "what has a shape of no length": "Having(shape=5, tolist=lambda: [1.0] * n)",
+    "what has a shape of text": "Having(shape='x' * 10**6, tolist=lambda: [1.0] * n)",
+    "what raises for every name": "of(__getattr__=lambda s, name: 1 / 0)()",
+    "what exits for every name": "of(__getattr__=lambda s, name: sys.exit(0))()",
+})  # fmt: skip
+
+MUTATIONS = [
+    _doing("empties its lists and raises", "completions.clear(); wish.clear()\nraise ValueError('gone')"),
+    _doing("empties its lists", "completions.clear(); prompts.clear(); wish.clear()\nreturn [1.0] * n", missing="none"),
+    _doing("empties its lists and counts them", "completions.clear()\nreturn [1.0] * len(completions)"),
+    _doing("changes its columns", "wish[:] = [None] * n\ncolumns.clear()\nreturn [1.0] * n", missing="none"),
+]  # fmt: skip
+
+SIGNATURES = [
+    Fault(f"is {name}", f"{HEAD}\n{text}\n", early="call")
+    for name, text in {
+        "a function of nothing": "def judged(): return []",
+        "a function of positions": "def judged(prompts, completions, /): return [1.0] * len(completions)",
+        "a function of *args": "def judged(*args): return [1.0] * len(args[0])",
+        "a function of a column that is missing": "def judged(completions, no_column): return [1.0] * len(completions)",
+        "a function of a keyword that is missing": "def judged(completions, *, no_column): return [1.0]",
+        "a class": "class judged: pass",
+        "a builtin": "judged = print",
+        "a builtin without a signature": "judged = max",
+        "a coroutine": "def judged(completions):\n    async def later(): pass\n    c = later(); c.close(); return c",
+        "a generator": "def judged(completions):\n    yield from [1.0] * len(completions)",
+    }.items()
+]
+
+IMPORTS = [
+    Fault(f"at import: {name}", text, early="import")
+    for name, text in {
+        "sys.exit(0)": "import sys; sys.exit(0)",
+        "sys.exit of a text": "import sys; sys.exit('bye')",
+        "exit()": "raise SystemExit",
+        "KeyboardInterrupt": "raise KeyboardInterrupt",
+        "GeneratorExit": "raise GeneratorExit",
+        "BaseException": "raise BaseException('all of it')",
+        "RuntimeError": "raise RuntimeError('no licence')",
+        "NameError": "judged = no_such_name",
+        "a syntax error": "def judged(:\n",
+        "a wrong indent": "def judged():\nreturn 1",
+        "a null byte": "judged = '\0'",
+        "a missing module": "import no_such_module",
+        "a missing name": "from os import no_such_name",
+        "endless recursion": "def f(): f()\nf()",
+        "no memory": "x = bytearray(1 << 62)",
+        "1 MB of message": "raise ValueError('x' * 10**6)",
+        "many lines": "raise ValueError('error: one\\nerror: two')",
+        "control characters": "raise ValueError('\\x1b[2J\\x00\\udc80')",
+        "an error whose text exits": "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E",
+        "an empty file": "",
+        "another name": "def judge(completions): return []",
+        "a number": "judged = 3",
+        "None": "judged = None",
+    }.items()
+]
+
+ISOLATED = [
+    *(
+        _doing(f"isolated: {name}", text, isolated=True)
+        for name, text in {
+            "os._exit(0)": "os._exit(0)",
+            "os._exit(7)": "os._exit(7)",
+            "segfault": "ctypes.string_at(0)",
+            "abort": "os.abort()",
+            "kills itself": "os.kill(os.getpid(), signal.SIGKILL)",
+            "is terminated": "os.kill(os.getpid(), signal.SIGTERM)",
+            "closes its pipe": "os.closerange(0, 256)\nreturn [1.0] * n",
+            "becomes another program": "os.execv('/bin/true', ['true'])",
+            "forks and dies": "os.fork() or time.sleep(60)\nos._exit(4)",
+            "writes into its pipe": "[os.write(fd, b'\\0\\0\\0\\4junk') for fd in range(3, 9) if is_pipe(fd)]",
+            "raises": "raise RuntimeError('the judge is away')",
+            "sys.exit(0)": "sys.exit(0)",
+            "KeyboardInterrupt": "raise KeyboardInterrupt",
+            "no memory": "return bytearray(1 << 62)",
+            "memory up to a limit": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**30,) * 2)\n"
+            "x = []\nwhile True: x.append(bytearray(2**27))",
+            "1 MB of message": "raise ValueError('error: x\\n' * 10**5)",
+            "a generator": "return (1.0 for _ in completions)",
+            "one too few": "return [1.0] * (n - 1)",
+        }.items()
+    ),
+    *(
+        _doing(f"isolated: {name}", text, isolated=True, timeout=1.0)
+        for name, text in {
+            "sleeps": "time.sleep(600)",
+            "loops": "while True: pass",
+            "holds the interpreter lock": "ctypes.PyDLL(None).sleep(600)",
+            "stops itself": "os.kill(os.getpid(), signal.SIGSTOP)",
+            "ignores SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)",
+            "waits for a thread": "threading.Thread(target=time.sleep, args=(600,)).start()\ntime.sleep(600)",
+        }.items()
+    ),
+    _doing("isolated: a value nan", "return [float('nan')] + [1.0] * (n - 1)", missing="first", isolated=True),
+    _doing("isolated: a value as text", "return ['0.5'] + [1.0] * (n - 1)", missing="first", isolated=True),
+    *(
+        _doing(f"isolated: {name}", text, missing="none", isolated=True)
+        for name, text in {
+            "works": "return [1.0] * n",
+            "forks once": "os.fork()\nreturn [1.0] * n",
+            "prints megabytes": "os.write(1, b'x' * 2**22); os.write(2, b'x' * 2**22)\nreturn [1.0] * n",
+            "reads the terminal": "assert not sys.stdin.read()\nreturn [1.0] * n",
+            "closes its outputs": "os.closerange(0, 3)\nreturn [1.0] * n",
+            "returns a tensor": "return __import__('torch').ones(n)",
+            "changes the directory": "os.chdir('/')\nreturn [1.0] * n",
+        }.items()
+    ),
+    *(
+        Fault(f"isolated, at import: {name}", text, early="import", isolated=True)
+        for name, text in {
+            "os._exit(0)": "import os; os._exit(0)",
+            "sys.exit(0)": "import sys; sys.exit(0)",
+            "segfault": "import ctypes; ctypes.string_at(0)",
+            "KeyboardInterrupt": "raise KeyboardInterrupt",
+            "a syntax error": "def judged(:\n",
+            "another name": "def judge(completions): return []",
+            "closes its pipe": "import os; os.closerange(0, 256)",
+            "a builtin without a signature": "judged = max",
+        }.items()
+    ),
+]
+
+LEGAL = [
+    _doing(f"legal: {name}", f"return {text}", missing="none", number=number)
+    for name, text, number in (
+        ("bools", "[True] * n", 1.0),
+        ("integers", "[2] * n", 2.0),
+        ("a tuple", "(0.5,) * n", 0.5),
+        ("a deque", "collections.deque([0.5] * n)", 0.5),
+        ("a range", "[0.0 * i for i in range(n)]", 0.0),
+        ("Decimal", "[decimal.Decimal('0.25')] * n", 0.25),
+        ("Fraction", "[fractions.Fraction(1, 4)] * n", 0.25),
+        ("numpy scalars", "[np.float16(0.5)] * n", 0.5),
+        ("numpy bools", "np.ones(n, bool)", 1.0),
+        ("numpy integers", "np.full(n, 3, np.int8)", 3.0),
+        ("numpy float16", "np.full(n, 0.5, np.float16)", 0.5),
+        ("arrays without axes", "[np.array(0.5)] * n", 0.5),
+        ("an array of objects", "np.array([0.5] * n, object)", 0.5),
+        ("the largest of float32", "[3.4e38] * n", 3.4e38),
+        ("torch bfloat16 with a gradient", "__import__('torch').full((n,), 0.5, dtype=__import__('torch').bfloat16,"
+         " requires_grad=True)", 0.5),
+        ("torch bools", "__import__('torch').ones(n, dtype=__import__('torch').bool)", 1.0),
+        ("torch scalars", "list(__import__('torch').full((n,), 0.5))", 0.5),
+        ("jax bfloat16", "__import__('jax').numpy.full(n, 0.5, 'bfloat16')", 0.5),
+        ("jax scalars", "list(__import__('jax').numpy.full(n, 0.5))", 0.5),
+        ("an object with a float", "[of(__float__=lambda self: 0.5)()] * n", 0.5),
+    )
+]  # fmt: skip
+
+FAULTS = (
+    *WRONG_TYPES, *WRONG_VALUES, *RAISES, *OBJECTS, *MUTATIONS, *SIGNATURES, *IMPORTS, *ISOLATED, *LEGAL,
+)  # fmt: skip

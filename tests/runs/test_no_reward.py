@@ -1,0 +1,64 @@
+"""A run in which no completion ever has a reward: it stops, says so, and goes on once there are some."""
+
+import pytest
+import yaml
+from support.text_task import rows
+
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.train import main
+
+JUDGE = """
+import os
+
+def rare(completions, **columns):
+    return [1.0 if os.environ["RARE"] == "on" else None] * len(completions)
+
+def never(completions, **columns):
+    return [None] * len(completions)
+"""
+
+
+@pytest.fixture
+def train(place, tmp_path, monkeypatch, capsys):
+    """Runs the command on the tiny text task with a reward that may come and one that never does."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    values = yaml.safe_load(place.config.read_text())
+    values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:{name}"} for name in ("rare", "never")]
+    values["training"] |= {"inner_epochs": 1, "minibatches": 1, "save_every": 1, "max_steps": 4}
+    values |= {"algorithm": {}, "evaluation": {"every": 0, "prompts": 2, "sampled": False}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    run = tmp_path / "run"
+
+    def call(*arguments, rare="off"):
+        monkeypatch.setenv("RARE", rare)
+        named = [] if "--resume" in arguments else ["--config", str(tmp_path / "config.yaml")]
+        code = main([*named, "--run_dir", str(run), *arguments])
+        return code, *capsys.readouterr()
+
+    return run, call
+
+
+def absent(run):
+    """What the last checkpoint remembers."""
+    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
+        return checkpoints.read_meta("latest")["progress"]["notes"]["absent"]
+
+
+def test_it_stops_and_goes_on(train):
+    run, call = train
+    code, out, error = call()
+    assert code == 2 and "note: no held-out completion got the reward rare, never" in out
+    assert error.startswith("error: no completion got a reward in 3 iterations in a row (rare, never). Saved after")
+    assert f"go on with --resume --run_dir {run}" in error and error.count("\n") == 1
+    assert len(rows(run)) == 3 and absent(run) == {"rare": 3, "never": 3}
+    code, out, error = call("--resume", rare="on")
+    assert code == 0 and [row["missing/rare"] for row in rows(run)] == [1, 1, 1, 0]
+    assert absent(run) == {"rare": 0, "never": 4}
+
+
+def test_a_short_one_ends_with_an_error_and_stays_so(train):
+    _, call = train
+    for more in ([], ["--resume"]):
+        code, _, error = call("--training.max_steps", "1", *more)
+        assert code == 2 and "no completion got a reward in 1 iterations in a row (rare, never)" in error
+        assert "start again" in error and error.count("\n") == 1

@@ -15,7 +15,8 @@ MANIFEST = "manifest.json"
 
 def seal(folder: Path) -> None:
     """Lists every file below a folder in its manifest, which is on the disk when this returns."""
-    files = {str(path.relative_to(folder)): _described(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST)
+    files = {str(path.relative_to(folder)): _described(path) for path in found}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({"files": files}, file)
         file.flush()

@@ -88,6 +88,20 @@ def extras_named() -> Iterator[None]:
         raise UserError(f'{error.name} is not installed; run pip install "grpo_jax[{EXTRAS[error.name]}]"') from error
 
 
+def mend_streams() -> None:
+    """Opens standard streams again, to nowhere, that were closed: the next file would take their place."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+        if getattr(getattr(sys, name), "closed", False):
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 lasts as long as Python
+
+
 def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
     """Runs a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
 
@@ -95,6 +109,7 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
         function: The command; an int it returns is the exit code.
         debug: Let tracebacks through.
     """
+    mend_streams()
     try:
         with extras_named():
             result = function()

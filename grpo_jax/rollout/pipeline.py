@@ -8,8 +8,6 @@ loop; the queues are bounded, so a fast stage does not run ahead of a slow one b
 pipe is filled and emptied within one call: what a call returns depends on nothing that comes after it.
 """
 
-import os
-import sys
 import threading
 import time
 from collections import deque
@@ -18,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_jax.errors import ABANDONED, StageError, StageTimeout, Stopped, UserError, one_line
+from grpo_jax.errors import ABANDONED, StageError, StageTimeout, Stopped, UserError, mend_streams, one_line
 
 _POLL_SECONDS = 0.5  # how often the waiting main thread looks up where a signal does not wake it
 _GRACE_SECONDS = 10.0  # how long a pipeline that failed waits for calls that are still running
@@ -128,7 +126,7 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int)
             start = time.perf_counter()
             _here.call = state.running[index] = _Call(chunk, start)
             item = stage.function(item)
-            _mend_streams()
+            mend_streams()
             state.running[index] = None
             state.seconds[index] += time.perf_counter() - start
             state.give(state.queues[index + 1], item, chunks if last else queue_size)
@@ -140,20 +138,6 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int)
             failure.__cause__ = error
             state.stop(failure)
             return
-
-
-def _mend_streams() -> None:
-    """Opens standard streams again, to nowhere, that a judge has closed: the next file would take their place."""
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            if nowhere != descriptor:
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
-        if getattr(getattr(sys, name), "closed", False):
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 lasts as long as Python
 
 
 def _reason(error: BaseException, call: _Call) -> str:

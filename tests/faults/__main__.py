@@ -1,6 +1,6 @@
-"""One kind of fault in a process of its own: an outcome per line, as JSON.
+"""Kinds of faults in a process of their own: an outcome per line, as JSON.
 
-python -m faults KIND FOLDER SEED COUNT [NAME …]
+python -m faults FOLDER SEED KIND:COUNT[:NAME,NAME…] …
 """
 
 import importlib
@@ -8,8 +8,10 @@ import json
 import sys
 from pathlib import Path
 
-kind, folder, seed, count, *names = sys.argv[1:]
-module = importlib.import_module(f"faults.{kind}")
-more = {"names": tuple(names)} if names else {}
-for outcome in module.campaign(Path(folder), int(seed), int(count), **more):
-    print(json.dumps(outcome._asdict()), flush=True)
+folder, seed, *kinds = sys.argv[1:]
+for wanted in kinds:
+    kind, count, *names = wanted.split(":")
+    module = importlib.import_module(f"faults.{kind}")
+    more = {"names": tuple(names[0].split(","))} if names else {}
+    for outcome in module.campaign(Path(folder) / kind, int(seed), int(count), **more):
+        print(json.dumps({"kind": kind, **outcome._asdict()}), flush=True)

@@ -5,6 +5,7 @@ The process that forks must have imported everything and started no device of JA
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -61,22 +62,23 @@ def run(
     before: Callable[[], None] = lambda: None,
     after: Callable[[int], None] = lambda pid: None,
     folder: Path,
+    command: str = "grpo_jax.train",
 ) -> Ended:
-    """The training command in a child.
+    """A command in a child.
 
     Args:
         arguments: Of the command.
         before: Called in the child before the command.
         after: Called in the parent with the child's process number; what it returns is waited for.
         folder: Where its output goes meanwhile.
+        command: Its module.
     """
 
     def act() -> None:
         from grpo_jax.errors import leave
-        from grpo_jax.train import main
 
         before()
-        leave(main(list(arguments)))
+        leave(importlib.import_module(command).main(list(arguments)))
 
     return _fork(act, after, folder)
 

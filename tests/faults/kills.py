@@ -76,7 +76,7 @@ class Reference(NamedTuple):
         """Makes it."""
         times = folder / "times.jsonl"
         target = folder / "uninterrupted"
-        ended = _train(kind, target, before=lambda: _watch(lambda *call: _note(times, *call)))
+        ended = train(kind, target, before=lambda: _watch(lambda *call: _note(times, *call)))
         if ended.code != 0:
             raise RuntimeError(f"the run without a fault failed: {ended.err or ended.out}")
         seconds: dict[str, list[float]] = {}
@@ -93,13 +93,13 @@ def _case(kind: Tried, reference: Reference, target: Path, draw: random.Random) 
     shown = [f"{signal.Signals(m.signal).name} in {m.phase} {m.call + 1} +{m.seconds:.2f} s" for m in moments]
     wrong = []
     for moment in moments:
-        ended = _train(kind, target, before=lambda moment=moment: _arm(moment))
+        ended = train(kind, target, before=lambda moment=moment: _arm(moment))
         wrong += _judge(ended, moment)
         if (target / "summary.json").is_file():
             break
-    ended = _train(kind, target) if not (target / "summary.json").is_file() else ended
-    if ended.code != 0:
-        wrong.append(f"the last one ended with {ended.code}: {ended.err.strip()[-300:]}")
+    else:
+        ended = train(kind, target)
+        wrong += [f"the last one ended with {ended.code}: {ended.err.strip()[-300:]}"] if ended.code != 0 else []
     equal = None
     if not wrong:
         different = differences(value_of(outcome_of, target, folder=target.parent), reference.outcome)
@@ -108,12 +108,23 @@ def _case(kind: Tried, reference: Reference, target: Path, draw: random.Random) 
     return Outcome(f"{kind.name}: {', then '.join(shown)}", not wrong, equal, "; ".join(wrong))
 
 
-def _train(kind: Tried, target: Path, before: Callable[[], None] = lambda: None) -> Ended:
-    """Begins a run, or goes on with it."""
-    os.environ["JUDGE"], os.environ["JUDGE_RUN"] = "work:0", str(target)
+def train(
+    kind: Tried,
+    target: Path,
+    *,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[int], None] = lambda pid: None,
+    judge: str = "work:0",
+) -> Ended:
+    """Begins a run, or goes on with it; the others are as `children.run` takes them."""
+
+    def first() -> None:
+        os.environ["JUDGE"], os.environ["JUDGE_RUN"] = judge, str(target)
+        before()
+
     known = (target / "config.yaml").is_file()
     named = ["--resume"] if known else ["--config", str(kind.config)]
-    return run([*named, "--run_dir", str(target)], before=before, folder=target.parent)
+    return run([*named, "--run_dir", str(target)], before=first, after=after, folder=target.parent / f".{target.name}")
 
 
 def _judge(ended: Ended, moment: Moment) -> list[str]:

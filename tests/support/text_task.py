@@ -24,7 +24,7 @@ PATIENCE = 600  # seconds; only a hang takes that long
 TIMINGS = ("seconds/", "tokens_per_second")
 
 JUDGE = '''
-import os, pathlib, time
+import os, pathlib, sys, time
 
 def letters(prompts, completions, wish, **columns):
     """Share of letters; more for the letter that is wished for."""
@@ -44,6 +44,8 @@ def letters(prompts, completions, wish, **columns):
         flag.touch()
         while flag.exists():
             time.sleep(0.02)
+    if action == "close":
+        sys.stdout.close(), sys.stderr.close(), os.closerange(0, 3)
     if action == "commit":
         hold_commits(after=int(rows))
     return {"nan": [float("nan"), *values[1:]], "short": values[1:]}.get(action, values)

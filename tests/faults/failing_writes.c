@@ -1,6 +1,7 @@
 /* Makes calls that change files under one folder fail. Loaded with LD_PRELOAD; `disk.py` compiles and drives it.
  *
  *   FAULT_FOLDER  only calls on paths below it count; an absolute path without links
+ *   FAULT_MATCH   and only those whose "call path" fits this pattern, such as "write *metrics.jsonl"; nothing: all do
  *   FAULT_LOG     each of them is appended here, "index call path", by a raw system call that does not count itself
  *   FAULT_AT      the first call that fails, from 1; 0 or nothing: none does, they are counted alone
  *   FAULT_TIMES   how many fail from there on; -1: all of them
@@ -13,6 +14,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <limits.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -29,6 +31,7 @@ static atomic_long calls;
 static long at, times = 1;
 static int failure = ENOSPC, log_file = -1;
 static char folder[PATH_MAX];
+static const char *match;
 static size_t folder_length;
 static pid_t process;
 
@@ -42,6 +45,7 @@ __attribute__((constructor)) static void begin(void) {
     if (!wanted || strlen(wanted) >= sizeof folder) return;
     strcpy(folder, wanted);
     folder_length = strlen(folder);
+    match = getenv("FAULT_MATCH");
     at = number("FAULT_AT", 0);
     times = number("FAULT_TIMES", 1);
     failure = (int)number("FAULT_ERRNO", ENOSPC);
@@ -57,12 +61,12 @@ static int below(const char *path) {
 /* Whether this call, on an absolute path, is to fail; errno is then set. */
 static int fails(const char *call, const char *path) {
     if (!below(path)) return 0;
+    char line[PATH_MAX + 64];
+    if (snprintf(line, sizeof line, "%s %s", call, path) >= (int)sizeof line) return 0;
+    if (match && *match && fnmatch(match, line, 0)) return 0;
     long index = atomic_fetch_add(&calls, 1) + 1;
-    if (log_file >= 0) {
-        char line[PATH_MAX + 64];
-        int length = snprintf(line, sizeof line, "%ld %s %s\n", index, call, path);
-        if (length > 0 && length < (int)sizeof line) (void)!syscall(SYS_write, log_file, line, (size_t)length);
-    }
+    int length = snprintf(line, sizeof line, "%ld %s %s\n", index, call, path);
+    if (log_file >= 0 && length < (int)sizeof line) (void)!syscall(SYS_write, log_file, line, (size_t)length);
     if (at <= 0 || index < at || (times >= 0 && index >= at + times)) return 0;
     errno = failure;
     return 1;

@@ -192,5 +192,5 @@ def test_a_catalogue_that_is_not_there_is_one_line(tmp_path):
 
 
 def test_a_host_that_is_not_this_machine_is_refused():
-    with pytest.raises(UserError, match=r"--host 192\.0\.2\.255 is no address of this machine"):
-        cluster.start_cluster("192.0.2.255")
+    with pytest.raises(UserError, match=r"--host 198\.51\.100\.1 is no address of this machine"):
+        cluster.start_cluster("198.51.100.1")

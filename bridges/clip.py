@@ -304,6 +304,7 @@ def load_scorer(
                 # some published weights want the other GELU: open_clip only warns, and scores suffer
                 force_quick_gelu=bool(tag.get("quick_gelu")),
                 require_pretrained=True,
+                weights_only=True,  # published weights that are no safetensors: tensors, and no objects
             )
             tokenizer = open_clip.get_tokenizer(name)
         except Exception as error:

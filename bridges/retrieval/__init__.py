@@ -69,7 +69,7 @@ def open_retriever(
         encoder_device: local: "cpu" or "gpu:N" for a sentence-transformers model.
         device: local: JAX device of the comparison of dense vectors; None for the CPU.
         service: ray: name of the service.
-        address: ray: of the cluster; None for the one that runs on this machine.
+        address: ray: host and port of the cluster; None or "auto" for where this user's `serve` of that name runs.
         timeout: ray: seconds one attempt of a call may take.
         self_test: share of titles that must retrieve themselves.
 

@@ -22,7 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--cpus", type=float, default=1.0, help="CPUs of each actor")
     command.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor")
     command.add_argument("--cache", help="folder for vectors; every node must see it (default: ~/.cache/grpo_jax)")
-    command.add_argument("--address", help='of a Ray cluster ("auto": the one here); by default one is started')
+    command.add_argument("--address", help="HOST:PORT of a Ray cluster to join; by default one is started")
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="by which other machines reach the cluster that is started; by default none does. With another than a "
+        "loopback address Ray listens on every interface, behind its token",
+    )
     try:
         with extras_named():
             return serve(parser.parse_args(arguments))
@@ -37,11 +43,18 @@ def serve(options: argparse.Namespace) -> int:
     Raises:
         UserError: as `read_catalogue`, `start_service` and `Retriever.self_test`.
     """
-    from bridges.retrieval.cluster import NAMESPACE, cluster_address
+    from bridges.retrieval.cluster import NAMESPACE, answers, cluster_address, cluster_session
     from bridges.retrieval.retriever import Retriever
     from bridges.retrieval.service import start_service
+    from bridges.retrieval.whereabouts import Whereabouts, announced, find_service, service_file
     from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
+    known = find_service(options.service)
+    if known is not None and answers(known.address):
+        raise UserError(
+            f"a service {options.service!r} of yours is at {known.address} already: end it or choose another --service "
+            f"(if it is not, remove {service_file(options.service)})"
+        )
     stop = threading.Event()
     titles = read_catalogue(options.catalogue, blank_titles=options.blank_titles).titles
     backend = start_service(
@@ -51,6 +64,7 @@ def serve(options: argparse.Namespace) -> int:
         shards=options.shards,
         cache=options.cache,
         address=options.address,
+        host=options.host,
         cpus=options.cpus,
         gpus=options.gpus,
     )
@@ -59,13 +73,14 @@ def serve(options: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         share = Retriever(backend).self_test(titles)
-        print(f"cluster     {cluster_address()}")
-        print(f"catalogue   {backend.fingerprint.catalogue}")
-        print(f"encoder     {options.encoder} ({backend.fingerprint.encoder})")
-        print(f"self-test   {share:.1%} of the titles asked for retrieve themselves")
-        print(f"serving     {options.service!r} in {options.shards} actors (namespace {NAMESPACE}); Ctrl-C ends it")
-        sys.stdout.flush()
-        stop.wait()
+        with announced(options.service, Whereabouts(cluster_address(), cluster_session())):
+            print(f"cluster     {cluster_address()}")
+            print(f"catalogue   {backend.fingerprint.catalogue}")
+            print(f"encoder     {options.encoder} ({backend.fingerprint.encoder})")
+            print(f"self-test   {share:.1%} of the titles asked for retrieve themselves")
+            print(f"serving     {options.service!r} in {options.shards} actors (namespace {NAMESPACE}); Ctrl-C ends it")
+            sys.stdout.flush()
+            stop.wait()
     finally:
         backend.close()
     return 0

@@ -62,6 +62,18 @@ class TfidfEncoder:
         return sparse.csr_matrix(self._vectorizer.transform(texts))
 
 
+def _require_no_code(folder: Path) -> None:
+    """Refuses a folder that names classes of its own: versions of the library differ in whether they would run them."""
+    try:
+        kinds = [str(module["type"]) for module in json.loads((folder / "modules.json").read_text())]
+    except FileNotFoundError:
+        return  # of transformers alone
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"cannot load the encoder {folder}: its modules.json is broken") from error
+    if own := [kind for kind in kinds if not kind.startswith("sentence_transformers.")]:
+        raise UserError(f"encoder {folder}: it comes with code of its own ({own[0]}), which is not run; take another")
+
+
 class SentenceEncoder:
     """A sentence-transformers model; blank texts are the zero vector, which such a model would not give them."""
 
@@ -85,8 +97,11 @@ class SentenceEncoder:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
             raise UserError(f"encoder {model}: install sentence-transformers (grpo_jax[recommendation])") from error
+        if folder is not None:
+            _require_no_code(folder)
         try:
-            self._model = SentenceTransformer(str(folder or model), device=str(torch_device(device))).eval()
+            only = {"trust_remote_code": False, "model_kwargs": {"use_safetensors": True}}
+            self._model = SentenceTransformer(str(folder or model), device=str(torch_device(device)), **only).eval()
         except Exception as error:
             raise UserError(f"cannot load the encoder {model}: {first_line(error)}") from error
         self._width = int(self._model.encode(["a"], show_progress_bar=False).shape[-1])

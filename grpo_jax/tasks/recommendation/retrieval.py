@@ -22,7 +22,7 @@ class RetrievalSection:
         ties: Where items that score like the target stand: "against" before it, "average", or "favour" behind it.
         temperature: Of the softmax over similarities that the reward "soft" is read from.
         service: Name of the service (ray).
-        address: Of the Ray cluster; null for RAY_ADDRESS or the one on this machine.
+        address: HOST:PORT of the Ray cluster; null or "auto" for where your own `serve` of that name runs.
         timeout: Seconds one attempt of a call may take (ray).
         attempts: Tries of one call before its ranks count as missing.
         budget: Calls that may go missing among the last `window`; one more saves and stops the run.

@@ -1,0 +1,65 @@
+"""What docs/security.md says of files that come from elsewhere: nothing in them is run."""
+
+import ast
+import pickle
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.imports import FILES, ROOT
+
+from grpo_jax.runs.checkpoint import Checkpoints
+
+UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
+SOURCES = [*FILES.values(), *sorted((ROOT / "examples").rglob("*.py"))]
+
+
+def test_no_module_reads_pickles_or_runs_what_it_read():
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            wrong = any(name.partition(".")[0] in UNPICKLERS for name in names)
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                wrong = called in ("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load")
+                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                wrong |= given.get("allow_pickle", "False") != "False"
+                wrong |= given.get("trust_remote_code", "False") != "False"
+                wrong |= given.get("weights_only", "True") != "True"
+            if wrong:
+                found.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)[:80]}")
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_a_checkpoint_is_read_without_unpickling(tmp_path, monkeypatch):
+    state = {"variables": {"w": jnp.arange(4.0)}, "optimizer": {"count": np.int32(3)}}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {"progress": {}}, wait=True)
+
+    def refuse(*_, **__):
+        raise AssertionError("a pickle was read")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        restored, _ = checkpoints.restore(1, state)
+    np.testing.assert_array_equal(restored["variables"]["w"], np.arange(4.0))
+
+
+def test_chat_templates_run_in_a_sandbox(tmp_path):
+    """A template comes with a model's folder."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    from jinja2.exceptions import SecurityError
+
+    from grpo_jax.rollout import texts
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    trace = tmp_path / "trace"
+    tokenizer.chat_template = f"{{{{ cycler.__init__.__globals__.os.system('touch {trace}') }}}}"
+    with pytest.raises(SecurityError):
+        texts.format_prompt(tokenizer, "a")
+    assert not trace.exists()

@@ -178,7 +178,6 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
     run = {"run_dir", "resume", "debug", "report_to"}
     assert {name: fields for name, fields in found.items() if fields} == {
         "Config": run | {"deterministic", "on_judge_error", "judge_timeout", "devices"},
-        "RewardSection": {"isolated"},
         "TrainingSection": memory | {"max_steps", "num_epochs", "save_every", "keep_checkpoints"},
         "PolicySection": {"remat", "mesh"},
         "EvaluationSection": {"gallery"},

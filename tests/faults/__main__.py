@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 folder, seed, *kinds = sys.argv[1:]
+if any(wanted.startswith("disk:") for wanted in kinds):
+    importlib.import_module("faults.disk").prepare(Path(folder))
 for wanted in kinds:
     kind, count, *names = wanted.split(":")
     module = importlib.import_module(f"faults.{kind}")

@@ -40,7 +40,8 @@ static long number(const char *name, long otherwise) {
     return text && *text ? atol(text) : otherwise;
 }
 
-__attribute__((constructor)) static void begin(void) {
+/* Reads what is wanted; a forked child calls it again, with an environment of its own, to be the process that counts. */
+void fault_begin(void) {
     const char *wanted = getenv("FAULT_FOLDER"), *log = getenv("FAULT_LOG");
     if (!wanted || strlen(wanted) >= sizeof folder) return;
     strcpy(folder, wanted);
@@ -51,6 +52,10 @@ __attribute__((constructor)) static void begin(void) {
     failure = (int)number("FAULT_ERRNO", ENOSPC);
     if (log) log_file = (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     process = getpid();
+}
+
+__attribute__((constructor)) static void begin(void) {
+    fault_begin();
     unsetenv("LD_PRELOAD");
 }
 

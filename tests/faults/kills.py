@@ -115,6 +115,7 @@ def train(
     before: Callable[[], None] = lambda: None,
     after: Callable[[int], None] = lambda pid: None,
     judge: str = "work:0",
+    output: Path | None = None,
 ) -> Ended:
     """Begins a run, or goes on with it; the others are as `children.run` takes them."""
 
@@ -124,7 +125,8 @@ def train(
 
     known = (target / "config.yaml").is_file()
     named = ["--resume"] if known else ["--config", str(kind.config)]
-    return run([*named, "--run_dir", str(target)], before=first, after=after, folder=target.parent / f".{target.name}")
+    output = output or target.parent / f".{target.name}"
+    return run([*named, "--run_dir", str(target)], before=first, after=after, folder=output)
 
 
 def _judge(ended: Ended, moment: Moment) -> list[str]:

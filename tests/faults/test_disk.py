@@ -44,7 +44,7 @@ def work(library, folder, **fault):
     """What went wrong in a script that changes files in a folder, and its calls, their paths from there."""
     folder.mkdir()
     log = folder.with_suffix(".log")
-    environment = os.environ | disk.failing(library, folder, log, **fault)
+    environment = os.environ | {"LD_PRELOAD": str(library)} | disk.failing(folder, log, **fault)
     done = subprocess.run(
         [sys.executable, "-c", WORK, str(folder)], env=environment, capture_output=True, text=True, check=True
     )
@@ -69,14 +69,3 @@ def test_the_call_that_was_asked_for_fails(library, tmp_path):
     assert failed == [f"second {errno.EIO}"]
     failed, _ = work(library, tmp_path / "always", at=3, times=-1, code=errno.EACCES)
     assert failed == [f"{name} {errno.EACCES}" for name in ("first", "second", "rename")] + [f"read {errno.ENOENT}"]
-
-
-@pytest.mark.slow
-def test_a_run_whose_call_failed_ends_in_one_line_and_goes_on_to_the_same(library, tmp_path):
-    task = disk.cartpole_task(tmp_path)
-    expected = tmp_path / "expected"
-    assert disk.here(expected, ["--config", str(task.config)]) == (0, "")
-    for match, code in (("write */run/metrics.jsonl", errno.ENOSPC), ("mkdir */run/checkpoints", errno.EACCES)):
-        run = tmp_path / errno.errorcode[code] / "run"
-        outcome = disk.one_call(task, library, run, disk.Site(match, 1), code, 1, expected)
-        assert outcome is not None and outcome.handled and outcome.equal, outcome

@@ -39,6 +39,21 @@ class StageTimeout(StageError):
     """A stage took longer than allowed for one chunk."""
 
 
+def shown(value: object, most: int = 60) -> str:
+    """A value as an error line shows it: its repr, in so many characters at most."""
+    try:
+        text = repr(value)
+    except Exception as error:  # a number of 5000 digits, a list without end, anyone's own class
+        text = f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def said(name: object, most: int = 80) -> str:
+    """A name as an error line shows it: as it stands, where it is short and can be printed."""
+    text = str(name)
+    return text if text.isprintable() and len(text) <= most else shown(text, most)
+
+
 @contextmanager
 def extras_named() -> Iterator[None]:
     """Says which extra brings a module that an import inside did not find; a decorator too.

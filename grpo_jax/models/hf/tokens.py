@@ -120,7 +120,9 @@ def plain_tokens(tokenizer: Any, text: str) -> list[int]:
         if marks.isdisjoint(ids):
             return ids
         ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return [token for token in ids if token not in marks]  # a tokenizer of whole words has no others for it
+    # A tokenizer of whole words finds marks among its words: they are unknown ones then.
+    unknown = [] if tokenizer.unk_token_id in (None, *marks) else [tokenizer.unk_token_id]
+    return [piece for token in ids for piece in (unknown if token in marks else [token])]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ LLAMA3 = (
 )
 LLAMA2 = "{% for m in messages %}{{ bos_token }}[INST] {{ m['content'] | trim }} [/INST]{% endfor %}"
 SMOLLM = (
-    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if loop.first %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"
     "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 

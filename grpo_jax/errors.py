@@ -82,7 +82,8 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
     except (UserError, StageError) as error:
         if debug or (isinstance(error, StageError) and error.stage == "sample"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        # One line whatever a user's file, or a library, put into the message.
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

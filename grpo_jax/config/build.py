@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from grpo_jax.config.fields import CLASSES, MAY_CHANGE, require
@@ -33,7 +33,7 @@ class Words(str):
         try:
             return read_yaml(self)
         except ValueError as error:
-            raise UserError(f"{name}: expected YAML, got {shown(str(self))}: {error}") from error
+            raise UserError(f"{name}: {error}") from error
 
 
 def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
@@ -76,15 +76,23 @@ def require_known(key: str, known: Mapping[str, Any] | Sequence[str], name: str 
     if key in known:
         return
     near = difflib.get_close_matches(key, [str(one) for one in known], n=1, cutoff=0.55)
-    listed = ", ".join(sorted(known)) or "none"
-    listed = listed if len(listed) <= _LISTED else f"{listed[:_LISTED].rpartition(', ')[0]}, …"
-    hint = f"did you mean {_join(name, near[0])}?" if near else f"there are: {listed}"
+    hint = f"did you mean {_join(name, near[0])}?" if near else f"there are: {listed(known)}"
     raise UserError(f"{said(_join(name, key))}: no such field; {hint}")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in their order, as many as a line of an error has room for."""
+    text = ", ".join(sorted(names)) or "none"
+    return text if len(text) <= _LISTED else f"{text[:_LISTED].rpartition(', ')[0]}, …"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain values of a dataclass; `build` makes it again of them."""
-    return {field.name: _plain(getattr(config, field.name), field.metadata) for field in _of(type(config))}
+    hints = get_type_hints(type(config))
+    return {
+        field.name: _widened(hints[field.name], _plain(getattr(config, field.name), field.metadata))
+        for field in _of(type(config))
+    }
 
 
 def to_yaml(config: Any) -> str:
@@ -288,8 +296,14 @@ def _plain(value: Any, metadata: Mapping[str, Any]) -> Any:
     return [_plain(entry, {}) for entry in value] if isinstance(value, list | tuple) else value
 
 
+def _widened(hint: Any, value: Any) -> Any:
+    """A whole number that Python code gave for a float as that float, as a file of it would be read."""
+    floats = hint is float or float in get_args(hint)
+    return float(value) if floats and isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _identity(config: Any, prefix: str) -> list[tuple[str, Any]]:
-    found = []
+    found, hints = [], get_type_hints(type(config))
     for field in _of(type(config)):
         if field.metadata.get(MAY_CHANGE):
             continue
@@ -302,5 +316,5 @@ def _identity(config: Any, prefix: str) -> list[tuple[str, Any]]:
                 found += [(f"{inner}.{KEY}", class_name(type(entry), places))] if places is not None else []
                 found += _identity(entry, inner)
             else:
-                found.append((inner, _plain(entry, {})))
+                found.append((inner, _widened(hints[field.name], _plain(entry, {}))))
     return found

@@ -219,6 +219,8 @@ def _placed(values: Mapping[str, Any], path: Sequence[str], words: Words, *, mor
         value = _placed(below if isinstance(below, Mapping) else {}, rest, words, more=more)
     elif more:
         entries = words.read(first)
+        if not isinstance(below, list | None):
+            raise UserError(f"--{said(first)}+: it adds to a list, which this field is not; leave out the +")
         value = [*(below or []), *(entries if isinstance(entries, list) else [entries])]
     elif isinstance(below, Mapping) and isinstance(fields := words.read(first), Mapping):
         value = merged(below, fields)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib
 import io
 import random
-import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from faults.outcome import Outcome
 
@@ -138,7 +141,7 @@ def odd_value(rng: random.Random, depth: int = 0) -> object:
         return [odd_value(rng, depth + 1) for _ in range(rng.randrange(4))]
     if kind < 0.98:
         return {str(odd_value(rng, 9)): odd_value(rng, depth + 1) for _ in range(rng.randrange(4))}
-    return nested(rng.choice([5, 31, 33, 400, 3000]))
+    return nested(rng.choice([5, 31, 33, 60]))
 
 
 def nested(depth: int) -> object:
@@ -149,9 +152,8 @@ def nested(depth: int) -> object:
     return value
 
 
-def without_digit_limit() -> None:
-    """Lets the fuzzers themselves write numbers that Python refuses to read."""
-    sys.set_int_max_str_digits(4300)
+_INSERTED = (b"\0", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"[" * 3000, b"9" * 5000)
+_MARKS = (b"{", b"}", b'"', b":", b",", b"\n", b"\r", b"\\", b"\\ud800", b"\\u0000")
 
 
 def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
@@ -177,3 +179,24 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
         elif len(mutable) > 4:
             del mutable[rng.randrange(len(mutable)) :]
     return bytes(mutable)
+
+
+def main() -> None:
+    """Runs one campaign, prints what was not handled, and how many were."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("kind", choices=("config", "prompts", "folders"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1000)
+    options = parser.parse_args()
+    campaign = importlib.import_module(f"faults.fuzz_{options.kind}").campaign
+    handled = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for outcome in campaign(Path(folder), options.seed, options.count):
+            handled += outcome.handled
+            if not outcome.handled:
+                print(f"{outcome.case}\n  {outcome.note}", flush=True)
+    print(f"{options.kind}, seed {options.seed}: {handled} of {options.count} handled")
+
+
+if __name__ == "__main__":
+    main()

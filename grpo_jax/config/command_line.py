@@ -6,6 +6,7 @@ files and among the arguments. What an argument says is built and checked as wha
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import re
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from grpo_jax.config.build import Words, build, complete, is_section, merged, require_known, to_yaml
+from grpo_jax.config.build import Words, build, complete, is_section, listed, merged, require_known, to_yaml
 from grpo_jax.config.fields import CLASSES
 from grpo_jax.config.named import KEY, find_class
 from grpo_jax.config.reading import DEEPEST, read_yaml, require_text
@@ -82,10 +83,8 @@ def find_config(name: str) -> Path:
         candidate = folder / f"{stem}.yaml"
         if os.path.isfile(candidate):
             return candidate
-    shipped = sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")})
-    raise UserError(
-        f"--config {said(name)}: no such file; configs that ship with grpo_jax: {', '.join(shipped) or 'none'}"
-    )
+    shipped = {path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")}
+    raise UserError(f"--config {said(name)}: no such file; configs that ship with grpo_jax: {listed(shipped)}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -265,6 +264,9 @@ def _make_parser(prog: str, kind: type, values: Mapping[str, Any]) -> Any:
     for section, name in (*classes, *shared):
         if dataclasses.fields(section):
             parser.add_class_arguments(section, name)
+    for action in parser._actions:  # a section as a whole, which jsonargparse calls a path to a configuration file
+        if type(action).__name__ == "_ActionConfigLoad":
+            action.help = argparse.SUPPRESS
     parser.set_defaults(_flat(values, tables))
     return parser
 

@@ -1,6 +1,5 @@
 """What the fields of a ``config.json`` may be: kinds and sizes, checked by name before anything is made of it."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,8 +28,10 @@ def _positive(value: Any) -> bool:
 def _finite(value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
+    return abs(value) <= _LARGEST  # NaN is not
 
+
+_LARGEST = 3.4e38  # of float32, in which models compute
 
 WIDTH = whole(1, 2**20)
 LAYERS = whole(1, 2**12)

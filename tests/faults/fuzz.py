@@ -19,8 +19,14 @@ from grpo_jax.errors import guarded
 LONGEST_LINE, LONGEST_WAIT = 300, 20.0
 
 
-def tried(case: str, action: Callable[[], object]) -> Outcome:
-    """Tries one case as a command would: it works, or prints one line and comes to exit code 2."""
+def tried(case: str, action: Callable[[], object], folder: Path) -> Outcome:
+    """Tries one case as a command would: it works, or prints one line and comes to exit code 2.
+
+    Args:
+        case: What it is.
+        action: What the command does.
+        folder: Where the case lies; its path may be long and does not count in a line.
+    """
     out, errors, started = io.StringIO(), io.StringIO(), time.monotonic()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
@@ -31,7 +37,7 @@ def tried(case: str, action: Callable[[], object]) -> Outcome:
         raise
     except BaseException as error:  # a panic of Rust among them
         return Outcome(case, False, note=_told(error))
-    seconds, told = time.monotonic() - started, errors.getvalue()
+    seconds, told = time.monotonic() - started, errors.getvalue().replace(str(folder), "FOLDER")
     note = ""
     if seconds > LONGEST_WAIT:
         note = f"it took {seconds:.0f} s"

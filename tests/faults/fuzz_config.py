@@ -38,7 +38,7 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     rng = random.Random(seed)
     valid = {task: to_dict(parse(["--task", task])) for task in TASKS}
     for number in range(count):
-        yield tried(*_case(folder, rng, valid, f"{seed}/{number}"))
+        yield tried(*_case(folder, rng, valid, f"{seed}/{number}"), folder)
 
 
 def _case(folder: Path, rng: random.Random, valid: dict[str, dict], number: str):

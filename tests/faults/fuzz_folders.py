@@ -66,7 +66,7 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
         source = rng.choice(sources)
         shutil.copytree(source, work)
         case = f"{seed}/{number} {source.name}: {_damaged(rng, work, trace)}"
-        outcome = tried(case, lambda work=work: _used(work, programs))
+        outcome = tried(case, lambda work=work: _used(work, programs), folder)
         if trace.exists():
             trace.unlink()
             outcome = Outcome(case, False, note="code of the folder ran")

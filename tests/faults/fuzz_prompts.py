@@ -19,7 +19,7 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     """Reads `count` prompt files, one outcome each."""
     rng = random.Random(seed)
     for number in range(count):
-        yield tried(*_case(folder, rng, f"{seed}/{number}"))
+        yield tried(*_case(folder, rng, f"{seed}/{number}"), folder)
 
 
 def _case(folder: Path, rng: random.Random, number: str):

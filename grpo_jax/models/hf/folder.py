@@ -84,7 +84,8 @@ def load_folder(
     try:
         host = read_params(config, TensorFiles(weight_files(folder)), dtype)
     except UserError as error:
-        raise UserError(f"cannot load the policy in {folder}: {error}") from error
+        named = str(folder) in str(error)
+        raise error if named else UserError(f"cannot load the policy in {folder}: {error}") from error
     # A copy, since JAX may alias host memory and aliased buffers cannot be donated.
     params = put(host) if put else jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), host)
     return LoadedPolicy(config, params, loaded, eos_ids, pad_id, folder, name)

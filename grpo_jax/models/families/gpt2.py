@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from grpo_jax.errors import shown
 from grpo_jax.models.families import fields as kinds
 from grpo_jax.models.families.family import COLUMNS, FUSED, NEUTRAL, ROWS, Family, Naming, refuse_changed
 from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, attend_streams
@@ -79,7 +80,7 @@ class GPT2Config:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.hidden_size} and {self.num_heads}")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation_function must be one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
+            raise ValueError(f"activation_function must be one of {tuple(ACTIVATIONS)}, got {shown(self.activation)}")
 
     @property
     def model_type(self) -> str:

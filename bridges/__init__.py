@@ -5,6 +5,7 @@ before they use it, and say which path was imported if it is missing. Importing 
 torch nor jax; its modules do.
 """
 
+import os
 from pathlib import Path
 
 __grpo_jax__ = True
@@ -13,4 +14,4 @@ __grpo_jax__ = True
 def bundled(name: str, part: str) -> Path | None:
     """The folder of weights that ships under a name, such as ("miniature", "policy"); None if none does."""
     folder = Path(__file__).parent / name / "weights" / part
-    return folder if name.isidentifier() and folder.is_dir() else None
+    return folder if name.isidentifier() and os.path.isdir(folder) else None  # of any text, a long one too

@@ -73,6 +73,21 @@ def is_own_doing(error: BaseException) -> bool:
     return not interrupt and not isinstance(error, StopRun | Stopped)
 
 
+def shown(value: object, most: int = 60) -> str:
+    """A value as an error line shows it: its repr, in so many characters at most."""
+    try:
+        text = repr(value)
+    except Exception as error:  # a number of 5000 digits, a list without end, anyone's own class
+        text = f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def said(name: object, most: int = 80) -> str:
+    """A name as an error line shows it: as it stands, where it is short and can be printed."""
+    text = str(name)
+    return text if text.isprintable() and len(text) <= most else shown(text, most)
+
+
 @contextmanager
 def extras_named() -> Iterator[None]:
     """Says which extra brings a module that an import inside did not find; a decorator too.
@@ -116,7 +131,8 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
     except (UserError, StageError) as error:
         if debug or (isinstance(error, StageError) and error.stage == "sample"):
             raise
-        _complain(f"error: {error}")
+        # One line whatever a user's file, or a library, put into the message.
+        _complain(f"error: {' '.join(str(error).split())}")
         return 2
     except KeyboardInterrupt:
         _complain("interrupted")

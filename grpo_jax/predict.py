@@ -43,7 +43,7 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[[s
         pad_id=loaded.pad_id,
         allowed_tokens=policy_tokens(config, loaded),
     )
-    encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id)
+    encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size)
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
 

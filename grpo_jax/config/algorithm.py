@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import COUNT, require, require_sizes
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,15 @@ class AlgorithmSection:
 
     def __post_init__(self) -> None:
         """Checks the ranges and what does not go together."""
-        for name in ("kl_coef", "entropy_coef", "update_ref_every", "overlong_buffer"):
+        ranges = {"update_ref_every": (0, COUNT), "overlong_buffer": (0, COUNT), "resample_rounds": (1, COUNT)}
+        require_sizes(self, "algorithm.", ranges)
+        for name in ("kl_coef", "entropy_coef"):
             value = getattr(self, name)
             require(value >= 0, f"algorithm.{name}", "a number >= 0", value)
         self._check_clip()
         share, cap = self.entropy_share, self.importance_cap
         require(0 < share <= 1, "algorithm.entropy_share", "a share in (0, 1]", share)
         require(cap == 0 or cap >= 1, "algorithm.importance_cap", "0 or a number >= 1", cap)
-        require(self.resample_rounds >= 1, "algorithm.resample_rounds", "a number >= 1", self.resample_rounds)
         advantage = self.advantage
         scaled = self.scale is None or advantage == "grpo"
         require(
@@ -149,6 +150,6 @@ class PPOSection:
         require(0 < self.value_rate < math.inf, "ppo.value_rate", "a finite number > 0", self.value_rate)
         clip = self.value_clip
         require(clip is None or clip > 0, "ppo.value_clip", "null or a number > 0", clip)
-        require(self.kl_horizon >= 1, "ppo.kl_horizon", "a number >= 1", self.kl_horizon)
+        require_sizes(self, "ppo.", {"kl_horizon": (1, COUNT)})
         steered = self.kl_target == 0 or self.kl_coef > 0
         require(steered, "ppo.kl_coef", "a number > 0 to start from when there is a kl_target", self.kl_coef)

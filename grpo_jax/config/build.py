@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from grpo_jax.config.fields import CLASSES, MAY_CHANGE, require
 from grpo_jax.config.named import KEY, class_name, find_class
-from grpo_jax.errors import UserError
+from grpo_jax.config.reading import read_yaml, require_text
+from grpo_jax.errors import UserError, said, shown
 
-_LISTED = 20
+_LISTED = 160  # characters
 
 
 class Words(str):
@@ -28,12 +30,10 @@ class Words(str):
         Raises:
             UserError: It is none.
         """
-        import yaml
-
         try:
-            return yaml.safe_load(self)
-        except yaml.YAMLError as error:
-            raise UserError(f"{name}: expected YAML, got {str(self)!r}") from error
+            return read_yaml(self)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from error
 
 
 def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
@@ -57,7 +57,7 @@ def complete(kind: type, values: Mapping[str, Any], name: str = "") -> dict[str,
         UserError: As `build`, ranges apart.
     """
     if not isinstance(values, Mapping):
-        raise UserError(f"{name}: expected a mapping of fields, got {values!r}")
+        raise UserError(f"{said(name)}: expected a mapping of fields, got {shown(values)}")
     fields, hints = {field.name: field for field in _of(kind)}, get_type_hints(kind)
     for key in values:
         require_known(str(key), fields, name)
@@ -76,14 +76,23 @@ def require_known(key: str, known: Mapping[str, Any] | Sequence[str], name: str 
     if key in known:
         return
     near = difflib.get_close_matches(key, [str(one) for one in known], n=1, cutoff=0.55)
-    listed = (sorted(known)[:_LISTED] or ["none"]) + ["…"] * (len(known) > _LISTED)
-    hint = f"did you mean {_join(name, near[0])}?" if near else f"there are: {', '.join(listed)}"
-    raise UserError(f"{_join(name, key)}: no such field; {hint}")
+    hint = f"did you mean {_join(name, near[0])}?" if near else f"there are: {listed(known)}"
+    raise UserError(f"{said(_join(name, key))}: no such field; {hint}")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in their order, as many as a line of an error has room for."""
+    text = ", ".join(sorted(names)) or "none"
+    return text if len(text) <= _LISTED else f"{text[:_LISTED].rpartition(', ')[0]}, …"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain values of a dataclass; `build` makes it again of them."""
-    return {field.name: _plain(getattr(config, field.name), field.metadata) for field in _of(type(config))}
+    hints = get_type_hints(type(config))
+    return {
+        field.name: _widened(hints[field.name], _plain(getattr(config, field.name), field.metadata))
+        for field in _of(type(config))
+    }
 
 
 def to_yaml(config: Any) -> str:
@@ -220,6 +229,8 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         return [_typed(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
     if origin is dict:
         require(isinstance(value, Mapping), name, "a mapping", value)
+        for key in value:
+            require(isinstance(key, str), name, "names as keys", key)
         return {str(key): _typed(inner[1], entry, _join(name, str(key))) for key, entry in value.items()}
     return _scalar(hint, value, name)
 
@@ -243,14 +254,32 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 def _scalar(hint: Any, value: Any, name: str) -> Any:
     if hint is Any:
         return value
-    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except ValueError:
-            pass
+    if hint is float:
+        return _number(value, name)
     fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
     require(fits, name, _WORDS.get(hint, str(hint)), value)
+    if isinstance(value, str):
+        try:
+            require_text(value)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from error
+    elif not isinstance(value, bool) and isinstance(value, int):
+        require(-(2**63) <= value < 2**63, name, "a whole number of 64 bits", value)
     return value
+
+
+def _number(value: Any, name: str) -> float:
+    """A finite float; no field has a meaning for others."""
+    number = None
+    if isinstance(value, float | int | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):  # no number, or a whole one beyond all floats
+            number = math.inf if isinstance(value, int) else None
+    require(number is not None, name, _WORDS[float], value)
+    assert number is not None
+    require(math.isfinite(number), name, "a finite number", value if isinstance(value, int) else number)
+    return number
 
 
 # -------------------------------------------------------------------------------------------------- to plain values
@@ -274,8 +303,14 @@ def _lasting(value: Any) -> Any:
     return _plain(value, {})
 
 
+def _widened(hint: Any, value: Any) -> Any:
+    """A whole number that Python code gave for a float as that float, as a file of it would be read."""
+    floats = hint is float or float in get_args(hint)
+    return float(value) if floats and isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _identity(config: Any, prefix: str) -> list[tuple[str, Any]]:
-    found = []
+    found, hints = [], get_type_hints(type(config))
     for field in _of(type(config)):
         if field.metadata.get(MAY_CHANGE):
             continue
@@ -288,5 +323,5 @@ def _identity(config: Any, prefix: str) -> list[tuple[str, Any]]:
                 found += [(f"{inner}.{KEY}", class_name(type(entry), places))] if places is not None else []
                 found += _identity(entry, inner)
             else:
-                found.append((inner, _lasting(entry)))
+                found.append((inner, _widened(hints[field.name], _lasting(entry))))
     return found

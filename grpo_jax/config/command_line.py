@@ -6,17 +6,20 @@ files and among the arguments. What an argument says is built and checked as wha
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from grpo_jax.config.build import Words, build, complete, is_section, merged, require_known, to_yaml
+from grpo_jax.config.build import Words, build, complete, is_section, listed, merged, require_known, to_yaml
 from grpo_jax.config.fields import CLASSES
 from grpo_jax.config.named import KEY, find_class
+from grpo_jax.config.reading import DEEPEST, read_yaml, require_text
 from grpo_jax.config.run import find_task, refuse_renamed, with_defaults
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, said, shown
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic", "--debug")
@@ -42,6 +45,8 @@ def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> A
         UserError: Unknown field, wrong type, value out of range or missing file, named in one line.
         SystemExit: After --help and --print_config.
     """
+    for argument in arguments:
+        _check_argument(argument)
     options, classes = _without_classes(_one_by_one(arguments))
     values = merged(*map(read_config, _files(options, classes)))
     if "task" in classes:
@@ -67,7 +72,7 @@ def find_config(name: str) -> Path:
     Raises:
         UserError: No such file; the message lists the configs that ship with the package.
     """
-    if Path(name).exists() and not Path(name).is_dir():
+    if os.path.exists(name) and not os.path.isdir(name):  # of any text, one too long for a path among them
         return Path(name)
     package = Path(__file__).parents[1]
     folders = [package / "configs", package.parent / "configs"]
@@ -76,10 +81,10 @@ def find_config(name: str) -> Path:
     bare = Path(name).parent in (Path(), Path("configs"))
     for folder in folders if bare else ():
         candidate = folder / f"{stem}.yaml"
-        if candidate.is_file():
+        if os.path.isfile(candidate):
             return candidate
-    shipped = sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")})
-    raise UserError(f"--config {name}: no such file; configs that ship with grpo_jax: {', '.join(shipped) or 'none'}")
+    shipped = {path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")}
+    raise UserError(f"--config {said(name)}: no such file; configs that ship with grpo_jax: {listed(shipped)}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -88,16 +93,17 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: It cannot be read, is no YAML, or holds something else.
     """
-    import yaml
-
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {_in_one_line(error)}") from error
+        values = read_yaml(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text; save it as UTF-8") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
     if not isinstance(values, Mapping):
-        raise UserError(f"{path}: expected sections and fields, got {values!r}")
+        came = "nothing: the file is empty" if values is None else shown(values)
+        raise UserError(f"{path}: expected sections and fields, got {came}")
     return dict(values)
 
 
@@ -114,6 +120,17 @@ def load_config(path: Path) -> Any:
 # -------------------------------------------------------------------------------------------------------- arguments
 
 
+def _check_argument(argument: str) -> None:
+    """Raises UserError for what is no text, and for a field's name with more levels than any config has."""
+    name = argument.partition("=")[0]
+    try:
+        require_text(argument)
+    except ValueError as error:
+        raise UserError(f"{shown(name)}: {error}") from error
+    if name.startswith("--") and name.count(".") > DEEPEST:
+        raise UserError(f"{shown(name)}: no such field")
+
+
 def _one_by_one(arguments: Sequence[str]) -> list[str]:
     """Every option as one "--name=value"; flags may stand without a value: `--resume` is `--resume=true`."""
     result: list[str] = []
@@ -125,10 +142,10 @@ def _one_by_one(arguments: Sequence[str]) -> list[str]:
             argument += "=true"
         elif argument.startswith("--") and "=" not in argument and not _alone(argument):
             if not pending or pending[0].startswith("--"):
-                raise UserError(f"{argument}: expected a value")
+                raise UserError(f"{said(argument)}: expected a value")
             argument += f"={pending.pop(0)}"
         elif not argument.startswith("--"):
-            raise UserError(f"{argument}: expected an option, such as --config FILE")
+            raise UserError(f"{said(argument)}: expected an option, such as --config FILE")
         result.append(argument)
     return result
 
@@ -201,6 +218,8 @@ def _placed(values: Mapping[str, Any], path: Sequence[str], words: Words, *, mor
         value = _placed(below if isinstance(below, Mapping) else {}, rest, words, more=more)
     elif more:
         entries = words.read(first)
+        if not isinstance(below, list | None):
+            raise UserError(f"--{said(first)}+: it adds to a list, which this field is not; leave out the +")
         value = [*(below or []), *(entries if isinstance(entries, list) else [entries])]
     elif isinstance(below, Mapping) and isinstance(fields := words.read(first), Mapping):
         value = merged(below, fields)
@@ -211,8 +230,8 @@ def _saved_config(run_dir: str | None) -> Path:
     if run_dir is None:
         raise UserError("--resume: say which run with --run_dir DIR")
     saved = Path(run_dir) / "config.yaml"
-    if not saved.is_file():
-        raise UserError(f"--resume: {run_dir} holds no run (no config.yaml); start it without --resume")
+    if not os.path.isfile(saved):
+        raise UserError(f"--resume: {said(run_dir)} holds no run (no config.yaml); start it without --resume")
     return saved
 
 
@@ -245,6 +264,9 @@ def _make_parser(prog: str, kind: type, values: Mapping[str, Any]) -> Any:
     for section, name in (*classes, *shared):
         if dataclasses.fields(section):
             parser.add_class_arguments(section, name)
+    for action in parser._actions:  # a section as a whole, which jsonargparse calls a path to a configuration file
+        if type(action).__name__ == "_ActionConfigLoad":
+            action.help = argparse.SUPPRESS
     parser.set_defaults(_flat(values, tables))
     return parser
 
@@ -275,7 +297,3 @@ def _flat(values: Mapping[str, Any], tables: Sequence[str] = (), prefix: str = "
         else:
             flat[dotted] = value
     return flat
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, shown
 
 MAY_CHANGE, CLASSES = "may_change", "classes"
+
+COUNT, LENGTH, WIDTH = 2**31 - 1, 2**24, 2**20
+"""The most that is counted, steps and the like; that stands side by side, tokens and rows; that a matrix is wide."""
 
 
 def require(condition: bool, name: str, expected: str, came: object) -> None:
     """Raises UserError naming the field, what was expected and what came, unless `condition` holds."""
     if not condition:
-        raise UserError(f"{name}: expected {expected}, got {came!r}")
+        raise UserError(f"{name}: expected {expected}, got {shown(came)}")
+
+
+def require_sizes(section: object, where: str, ranges: Mapping[str, tuple[int, int]]) -> None:
+    """Raises UserError unless each whole number of a section lies in its range, both ends included.
+
+    The upper ends are beyond anything that runs: what is above is a slip of the hand, and is said before it fills the
+    memory of a machine or overflows a counter.
+    """
+    for name, (least, most) in ranges.items():
+        value = getattr(section, name)
+        expected = f"a number >= {least}" if value < least else f"a number <= {most}"
+        require(least <= value <= most, f"{where}{name}", expected, value)
 
 
 def may_change(default: Any = dataclasses.MISSING, *, default_factory: Callable[[], Any] | None = None) -> Any:

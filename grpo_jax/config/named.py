@@ -12,10 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_jax.errors import UserError, extras_named, is_own_doing, one_line
+from grpo_jax.errors import UserError, extras_named, is_own_doing, one_line, shown
 
 KEY = "kind"
 """The key beside an object's fields that says its class."""
+
+_LONGEST_NAME = 255  # characters
 
 
 def find_class(name: str, places: Sequence[str], what: str) -> type:
@@ -31,8 +33,8 @@ def find_class(name: str, places: Sequence[str], what: str) -> type:
     Raises:
         UserError: There is no such module or class.
     """
-    if not isinstance(name, str) or not name:
-        raise UserError(f"{what}: expected a name, package.module:Class or file.py:Class, got {name!r}")
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        raise UserError(f"{what}: expected a name, package.module:Class or file.py:Class, got {shown(name)}")
     place, _, wanted = name.partition(":")
     if place.isidentifier() and not wanted:
         module = _built_in(place, places, what)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import LENGTH, WIDTH, may_change, require, require_sizes
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -32,7 +32,7 @@ class LoraSection:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        require(self.rank >= 0, "policy.lora.rank", "a number >= 0", self.rank)
+        require_sizes(self, "policy.lora.", {"rank": (0, WIDTH)})
         require(self.alpha > 0, "policy.lora.alpha", "a number > 0", self.alpha)
         if self.path is not None:
             own = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
@@ -67,9 +67,8 @@ class NewPolicySection:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        for name in ("width", "layers", "heads", "window"):
-            require(getattr(self, name) >= 1, f"policy.new.{name}", "a number >= 1", getattr(self, name))
-        require(self.vocabulary >= 0, "policy.new.vocabulary", "a number >= 0", self.vocabulary)
+        ranges = {"width": (1, 2**16), "layers": (1, 1024), "heads": (1, 2**16), "window": (1, WIDTH)}
+        require_sizes(self, "policy.new.", {**ranges, "vocabulary": (0, LENGTH)})
         even = self.width % self.heads == 0 and self.width // self.heads % 2 == 0
         require(even, "policy.new.heads", f"a number that divides width = {self.width} into even parts", self.heads)
 
@@ -88,8 +87,7 @@ class MeshSection:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        for name in ("fsdp", "tensor"):
-            require(getattr(self, name) >= 1, f"policy.mesh.{name}", "a number >= 1", getattr(self, name))
+        require_sizes(self, "policy.mesh.", dict.fromkeys(("fsdp", "tensor"), (1, 2**16)))
 
     @property
     def size(self) -> int:

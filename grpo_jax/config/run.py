@@ -20,7 +20,7 @@ from grpo_jax.config.sections import (
     TrainingSection,
     WarmStartSection,
 )
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, shown
 
 TASKS = ("grpo_jax.tasks.{}.task",)
 """Where the tasks lie that ship with the package."""
@@ -191,7 +191,7 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     task = values.get("task")
     task = {KEY: task} if isinstance(task, str) else task
     if not isinstance(task, Mapping) or KEY not in task:
-        raise UserError(f"task: expected the name of a task, got {task!r}")
+        raise UserError(f"task: expected the name of a task, got {shown(task)}")
     kind = find_task(task[KEY])
     refuse_renamed(values, kind.renamed)
     return merged(kind.defaults, values, {"task": task})

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import COUNT, LENGTH, may_change, require, require_sizes
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DataSection:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(0 <= self.held_out < 0.5, "data.held_out", "a share in [0, 0.5)", self.held_out)
-        require(self.max_prompt_tokens > 0, "data.max_prompt_tokens", "a number > 0", self.max_prompt_tokens)
+        require_sizes(self, "data.", {"max_prompt_tokens": (1, LENGTH)})
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,9 @@ class SamplingSection:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        require(self.group_size >= 1, "sampling.group_size", "a number >= 1", self.group_size)
-        require(self.max_new_tokens >= 1, "sampling.max_new_tokens", "a number >= 1", self.max_new_tokens)
+        ranges = {"group_size": (1, LENGTH), "max_new_tokens": (1, LENGTH), "top_k": (0, COUNT)}
+        require_sizes(self, "sampling.", ranges)
         require(self.temperature > 0, "sampling.temperature", "a number > 0", self.temperature)
-        require(self.top_k >= 0, "sampling.top_k", "a number >= 0", self.top_k)
         require(0 < self.top_p <= 1, "sampling.top_p", "a number in (0, 1]", self.top_p)
         require(0 <= self.min_p < 1, "sampling.min_p", "a number in [0, 1)", self.min_p)
 
@@ -100,7 +99,8 @@ class OptimizerSection:
         """Checks the ranges."""
         rate = self.learning_rate
         require(rate is None or rate > 0, "optimizer.learning_rate", "null or a number > 0", rate)
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
+        require_sizes(self, "optimizer.", {"warmup_steps": (0, COUNT)})
+        for name in ("weight_decay", "max_grad_norm"):
             value = getattr(self, name)
             require(value >= 0, f"optimizer.{name}", "a number >= 0", value)
         for name in ("beta1", "beta2"):
@@ -138,11 +138,19 @@ class TrainingSection:
 
     def __post_init__(self) -> None:
         """Checks the ranges and that batches divide."""
-        for name in ("prompts_per_batch", "num_epochs", "inner_epochs", "minibatches", "accumulation"):
-            require(getattr(self, name) >= 1, f"training.{name}", "a number >= 1", getattr(self, name))
-        for name in ("max_steps", "memory_budget_gib", "chunk_prompts", "save_every"):
-            require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
-        require(self.keep_checkpoints >= 1, "training.keep_checkpoints", "a number >= 1", self.keep_checkpoints)
+        positive = (
+            "prompts_per_batch",
+            "num_epochs",
+            "inner_epochs",
+            "minibatches",
+            "accumulation",
+            "keep_checkpoints",
+        )
+        ranges = dict.fromkeys(positive, (1, COUNT)) | dict.fromkeys(("max_steps", "save_every"), (0, COUNT))
+        ranges |= {"prompts_per_batch": (1, LENGTH), "chunk_prompts": (0, LENGTH)}
+        require_sizes(self, "training.", ranges)
+        budget = self.memory_budget_gib
+        require(budget >= 0, "training.memory_budget_gib", "a number >= 0", budget)
         parts = self.minibatches * self.accumulation
         require(
             self.prompts_per_batch % parts == 0,
@@ -209,8 +217,8 @@ class EvaluationSection:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        for name in ("prompts", "validation_prompts", "every", "gallery"):
-            require(getattr(self, name) >= 0, f"evaluation.{name}", "a number >= 0", getattr(self, name))
+        names = ("prompts", "validation_prompts", "every", "gallery")
+        require_sizes(self, "evaluation.", dict.fromkeys(names, (0, COUNT)))
 
 
 @dataclass(frozen=True)
@@ -229,6 +237,5 @@ class WarmStartSection:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        require(self.steps >= 0, "warm_start.steps", "a number >= 0", self.steps)
-        require(self.batch >= 1, "warm_start.batch", "a number >= 1", self.batch)
+        require_sizes(self, "warm_start.", {"steps": (0, COUNT), "batch": (1, LENGTH)})
         require(self.learning_rate > 0, "warm_start.learning_rate", "a number > 0", self.learning_rate)

@@ -11,6 +11,7 @@ import numpy as np
 
 from grpo_jax.models.decoder import Policy, make_policy
 from grpo_jax.models.hf import load_folder
+from grpo_jax.models.hf.tokens import chat_renderer, prompt_encoder
 
 
 class LanguagePolicy(NamedTuple):
@@ -33,17 +34,18 @@ class LanguagePolicy(NamedTuple):
     pad_id: int
 
     def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one."""
-        texts = list(prompts)
+        """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one.
+
+        Marks such as ``<|im_end|>`` come from the template alone; in a prompt they are text.
+
+        Raises:
+            UserError: The chat template or the tokenizer fails, or a prompt cannot be encoded.
+        """
         chat = bool(getattr(self.tokenizer, "chat_template", None))
-        if chat:
-            texts = [
-                self.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-                )
-                for text in texts
-            ]
-        ids = [list(self.tokenizer(text, add_special_tokens=not chat)["input_ids"]) for text in texts]
+        render = chat_renderer(self.tokenizer) if chat else str
+        vocabulary = self.config.vocab_size
+        encode = prompt_encoder(self.tokenizer, render, add_special_tokens=not chat, vocab_size=vocabulary)
+        ids = [encode(prompt) for prompt in prompts]
         width = max(map(len, ids))
         tokens = np.full((len(ids), width), self.pad_id, np.int32)
         mask = np.arange(width) >= width - np.array([[len(row)] for row in ids])

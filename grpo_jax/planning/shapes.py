@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from grpo_jax.config.named import own_package
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, shown
 from grpo_jax.models import hf
+from grpo_jax.models.families.fields import POSITIVE, WIDTH, check_kinds
 from grpo_jax.models.hf.weights import read_json
 
 PUBLISHED_POLICIES: dict[str, dict[str, Any]] = {
@@ -31,21 +33,26 @@ PUBLISHED_POLICIES: dict[str, dict[str, Any]] = {
 
 def read_shape(path: str) -> tuple[Any, list[str]]:
     """The decoder's config of a folder or hub id, and what to say about the rest of the model."""
-    folder = Path(own_package("bridges").bundled(path, "policy") or path).expanduser()
-    if (folder / "config.json").is_file():
+    folder = Path(os.path.expanduser(str(own_package("bridges").bundled(path, "policy") or path)))
+    if os.path.isfile(folder / "config.json"):
         raw = read_json(folder / "config.json")
     elif path in PUBLISHED_POLICIES:
         raw = PUBLISHED_POLICIES[path]
-    elif folder.is_dir() or path.count("/") != 1:
-        raise UserError(f"policy.path: expected a folder with config.json or a hub id, got {path!r}")
+    elif os.path.isdir(folder) or path.count("/") != 1:
+        raise UserError(f"policy.path: expected a folder with config.json or a hub id, got {shown(path, 120)}")
     else:
         raw = read_json(_download_config(path))
-    notes = []
+    notes, model = [], hf.model_config(folder, raw)
     vision = raw.get("vision_config") or {}
-    if raw.get("model_type") == "qwen2_vl" and vision:
-        size = vision_size(vision)
+    if model.model_type == "qwen2_vl" and vision:
+        try:
+            size = vision_size(vision)
+        except (TypeError, LookupError, ValueError) as error:
+            raise UserError(
+                f"{folder / 'config.json'}: vision_config lacks a size or has a wrong one ({error})"
+            ) from error
         notes.append(f"vision tower: {size:,} parameters, not loaded (prompts are text); an export copies them")
-    return hf.model_config(folder, raw), notes
+    return model, notes
 
 
 def _download_config(name: str) -> Path:
@@ -62,6 +69,8 @@ def _download_config(name: str) -> Path:
 
 def vision_size(vision: dict[str, Any]) -> int:
     """Numbers in Qwen2-VL's vision tower: patches, blocks of two norms, attention and MLP, and the merger."""
+    check_kinds(vision, dict.fromkeys(("embed_dim", "patch_size", "depth", "hidden_size"), WIDTH))
+    check_kinds(vision, {"mlp_ratio": POSITIVE})
     width, patch = vision["embed_dim"], vision["patch_size"]
     inner, merged = int(width * vision["mlp_ratio"]), 4 * width
     block = 4 * width + (4 * width * width + 4 * width) + (2 * width * inner + inner + width)

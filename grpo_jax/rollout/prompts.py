@@ -1,19 +1,19 @@
-"""Prompts from files, from the package and from records in memory: checked, all mistakes named at once, and split."""
+"""Prompts from files, from the package and from records in memory: checked, mistakes named together, and split."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_jax.errors import UserError
+from grpo_jax.config.reading import read_json, require_text
+from grpo_jax.errors import UserError, said, shown
 from grpo_jax.rollout.data import RESERVED_COLUMNS, SPLITS, PromptSet, Row, check_held_out, split_rows
 
 TIERS = ("plain", "attributes", "crowded")
 
-_SHOWN_PROBLEMS = 20
+_SHOWN_CHARACTERS = 140
 
 
 class _Line(NamedTuple):
@@ -41,7 +41,7 @@ def load_prompts(path: str | Path, *, held_out: int | float = 0.2) -> PromptSet:
         The three parts. ``train`` is never empty; the others are where nothing is held out.
 
     Raises:
-        UserError: If the file is missing, unreadable or empty, or has bad lines: all of them are named at once.
+        UserError: If the file is missing, unreadable or empty, or has bad lines: the first are named, all are counted.
         ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
@@ -62,7 +62,7 @@ def split_records(records: Iterable[Mapping[str, Any]], *, held_out: int | float
         held_out: As for `load_prompts`.
 
     Raises:
-        UserError: If there are none, or bad ones: all of them are named at once.
+        UserError: If there are none, or bad ones: the first are named, all are counted.
         ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
@@ -103,7 +103,7 @@ def builtin_rows(name: str) -> tuple[Row, ...]:
     tier = name.partition(":")[2]
     if tier and tier not in TIERS:
         choices = ", ".join(f"builtin:{known}" for known in TIERS)
-        raise UserError(f"no built-in prompts called {name!r}: choose builtin, {choices}")
+        raise UserError(f"no built-in prompts called {shown(name)}: choose builtin, {choices}")
     text = resources.files("grpo_jax.rollout").joinpath("builtin_prompts.txt").read_text(encoding="utf-8")
     rows, heading = [], ""
     for line in text.splitlines():
@@ -148,13 +148,14 @@ def _read_lines(path: Path) -> list[_Line]:
     """Every line of a file; raises one error that names all bad ones."""
     kind = path.suffix.lower()
     if kind not in (".jsonl", ".txt"):
-        raise UserError(f"{path}: prompts come from a .jsonl or a .txt file, or from builtin[:TIER]")
+        raise UserError(f"{said(path)}: prompts come from a .jsonl or a .txt file, or from builtin[:TIER]")
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist: give a .jsonl or .txt file with prompts") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{said(path)} does not exist: give a .jsonl or .txt file with prompts") from None
+    except (OSError, ValueError) as error:  # NUL in a path is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{said(path)} cannot be read: {reason}") from None
     lines: list[_Line] = []
     problems: list[str] = []
     for number, data in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
@@ -178,11 +179,11 @@ def _parse_line(data: bytes, kind: str, number: int) -> _Line | str | None:
     if not text:
         return None
     if kind == ".txt":
-        return _Line(Row(number, text), None)
+        return _parse_record({"prompt": text}, number)
     try:
-        record = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return f"not JSON ({error})"
+        record = read_json(text)
+    except ValueError as error:
+        return str(error)
     if not isinstance(record, dict):
         return f'expected an object like {{"prompt": "…"}}, got {type(record).__name__}'
     return _parse_record(record, number)
@@ -192,17 +193,21 @@ def _parse_record(record: dict[Any, Any], identity: int) -> _Line | str:
     """A record's row and part, or what is wrong with it."""
     nameless = [name for name in record if not isinstance(name, str)]
     if nameless:
-        return f"a column's name must be text, got {nameless[0]!r}"
+        return f"a column's name must be text, got {shown(nameless[0])}"
     split = record.pop("split", None)
-    if split is not None and split not in SPLITS:
-        return f'"split" must be one of {", ".join(SPLITS)}, got {split!r}'
+    if split is not None and not (isinstance(split, str) and split in SPLITS):
+        return f'"split" must be one of {", ".join(SPLITS)}, got {shown(split)}'
     if "prompt" not in record:
-        return f'no "prompt" (it has {", ".join(map(repr, record)) or "nothing"})'
+        return f'no "prompt" (it has {", ".join(map(shown, list(record)[:3])) or "nothing"})'
     prompt = record.pop("prompt")
     if not isinstance(prompt, str):
         return f'"prompt" must be text, got {type(prompt).__name__}'
     if not prompt.strip():
         return '"prompt" is empty'
+    try:
+        require_text(prompt)
+    except ValueError as error:
+        return str(error)
     clashes = [name for name in RESERVED_COLUMNS if name in record]
     if clashes:
         return f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it"
@@ -227,8 +232,11 @@ def _split_problems(lines: Sequence[_Line], name: str = "line") -> list[str]:
 
 
 def _listing(subject: str, problems: Sequence[str]) -> str:
-    """One message for all problems."""
-    shown = list(problems[:_SHOWN_PROBLEMS])
-    if len(problems) > len(shown):
-        shown.append(f"… and {len(problems) - len(shown)} more")
-    return "\n  ".join([f"{subject}: {len(problems)} bad line{'s' if len(problems) > 1 else ''}", *shown])
+    """One line for all problems: those that fit in, and how many more there are."""
+    bad, listed = f"{subject}: {len(problems)} bad line{'s' if len(problems) > 1 else ''}", []
+    for problem in problems:
+        if listed and sum(map(len, listed)) + len(problem) > _SHOWN_CHARACTERS:
+            break
+        listed.append(problem if len(problem) <= _SHOWN_CHARACTERS else f"{problem[:_SHOWN_CHARACTERS]}…")
+    more = len(problems) - len(listed)
+    return f"{bad}: {'; '.join(listed)}{f'; and {more} more' if more else ''}"

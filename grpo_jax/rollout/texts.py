@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.config.sections import DataSection
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, shown
+from grpo_jax.models.hf.tokens import chat_renderer, prompt_encoder, special_ids
 from grpo_jax.sampling.sampler import bucket_size
 
 _WORDS = re.compile(r"\w+(?:['’-]\w+)*")
@@ -40,31 +41,44 @@ def continued(written: str, prompt: str) -> Reading:
 
 
 def format_prompt(tokenizer: Any, prompt: str, *, form: str = "rewrite", instruction: str = "") -> list[int]:
-    """The tokens a completion of this prompt starts from.
+    """The tokens a completion of this prompt starts from (`prompt_format`)."""
+    return prompt_format(tokenizer, form=form, instruction=instruction)(prompt)
+
+
+def prompt_format(
+    tokenizer: Any, *, form: str = "rewrite", instruction: str = "", vocab_size: int | None = None
+) -> Callable[[str], list[int]]:
+    """encode(prompt) → the tokens that a completion of it starts from.
+
+    What the user wrote is text, whatever it says: the tokenizer's marks come from template and instruction alone.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
-        prompt: What the user wrote.
         form: In "append" the prompt itself is continued. Otherwise the user's turn of the tokenizer's chat template,
             with the answer left open; a tokenizer without a chat template gets the instruction as plain text.
         instruction: What the user's turn says; "{prompt}" stands for the prompt (other braces mean nothing).
             Empty: the prompt alone.
+        vocab_size: V, the model's; a token beyond it is refused.
 
     Raises:
-        UserError: If a non-empty instruction does not say where the prompt goes.
+        UserError: A non-empty instruction does not say where the prompt goes, the chat template fails, or as
+            `prompt_encoder`.
     """
     if form == "append":
-        return list(tokenizer(prompt)["input_ids"])
+        return prompt_encoder(tokenizer, str, add_special_tokens=True, vocab_size=vocab_size)
     if instruction and "{prompt}" not in instruction:
         raise UserError("data.instruction must contain {prompt}, the place of the user's prompt")
-    content = instruction.replace("{prompt}", prompt) if instruction else prompt
+
+    def instructed(prompt: str) -> str:
+        return instruction.replace("{prompt}", prompt) if instruction else prompt
+
     if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer(content)["input_ids"])
+        return prompt_encoder(tokenizer, instructed, add_special_tokens=True, vocab_size=vocab_size)
     # Templates that know no thinking ignore the switch; a thinking block would eat the tokens of the answer.
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    chat = chat_renderer(tokenizer, enable_thinking=False)
+    return prompt_encoder(
+        tokenizer, lambda prompt: chat(instructed(prompt)), add_special_tokens=False, vocab_size=vocab_size
     )
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +98,7 @@ def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple
 
 
 def make_encode(
-    tokenizer: Any, section: DataSection, *, pad_id: int, prompts: Sequence[str] = ()
+    tokenizer: Any, section: DataSection, *, pad_id: int, vocab_size: int | None = None, prompts: Sequence[str] = ()
 ) -> Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]:
     """encode(prompts) → left-padded tokens i32 [P, L] and mask.
 
@@ -92,21 +106,21 @@ def make_encode(
         tokenizer: The policy's.
         section: Form, instruction and the most tokens of a prompt.
         pad_id: Fills up on the left.
+        vocab_size: V, the model's; a token beyond it is refused.
         prompts: Prompts whose longest sets L, so that all batches have one shape.
 
     Raises:
-        UserError: A prompt is longer than data.max_prompt_tokens.
+        UserError: A prompt is longer than data.max_prompt_tokens, or as `prompt_format`.
     """
     limit = section.max_prompt_tokens
+    format_one = prompt_format(tokenizer, form=section.form, instruction=section.instruction, vocab_size=vocab_size)
 
     def tokens_of(prompts: Sequence[str]) -> list[list[int]]:
-        encoded = [
-            format_prompt(tokenizer, prompt, form=section.form, instruction=section.instruction) for prompt in prompts
-        ]
+        encoded = [format_one(prompt) for prompt in prompts]
         for prompt, ids in zip(prompts, encoded, strict=True):
             if len(ids) > limit:
                 raise UserError(
-                    f"prompt {prompt[:60]!r}… takes {len(ids)} tokens with its instruction; data.max_prompt_tokens is "
+                    f"prompt {shown(prompt)} takes {len(ids)} tokens with its instruction; data.max_prompt_tokens is "
                     f"{limit}: shorten it or raise the limit"
                 )
         return encoded
@@ -146,8 +160,7 @@ def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Seque
     if rule not in patterns:
         raise ValueError(f"rule must be all, {', '.join(patterns)}, got {rule!r}")
     pattern = re.compile(patterns[rule])
-    # Those that it has a name for are not all: chat marks and reserved tokens are special too.
-    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    special = special_ids(tokenizer)
     known = min(len(tokenizer), vocab_size)
     texts = tokenizer.batch_decode([[i] for i in range(known)], clean_up_tokenization_spaces=False)
     allowed = np.zeros(vocab_size, bool)

@@ -160,7 +160,13 @@ def make_environment(
     watched = {wanted.name: bind(wanted, judges) for wanted in rewards.watched}
     every_prompt = [row.prompt for part in world.prompts for row in part]
     return Environment(
-        encode=make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, prompts=every_prompt),
+        encode=make_encode(
+            loaded.tokenizer,
+            config.data,
+            pad_id=loaded.pad_id,
+            vocab_size=loaded.config.vocab_size,
+            prompts=every_prompt,
+        ),
         decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
         render=None if world.render is None else world.render(judges, rewards.asked),
         score=make_score(maximised, watched, missing=config.on_judge_error == "missing", columns_of=world.columns),

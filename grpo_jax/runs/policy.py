@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,9 @@ import jax
 
 from grpo_jax.config import Config, MeshSection, to_dict
 from grpo_jax.config.command_line import load_config
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, said
 from grpo_jax.models import hf
 from grpo_jax.models.adapters import first_adapters, lora_config
 from grpo_jax.models.decoder import make_policy
@@ -123,6 +125,8 @@ def load_policy(config: Config, devices: Sequence[jax.Device], say: Callable[...
         spread=over_prompts(mesh),
     )
     _check_room(config, functions.max_positions)
+    top_k, vocabulary = config.sampling.top_k, loaded.config.vocab_size
+    require(top_k <= vocabulary, "sampling.top_k", f"at most the policy's {vocabulary} tokens, or 0 for all", top_k)
     variables = {"params": put(loaded.params)}
     if lora is not None:
         variables["lora"] = put(first_adapters(section.lora, lora, loaded.config, variables["params"], config.seed))
@@ -160,8 +164,8 @@ def run_config(run_dir: str | Path) -> Config:
         UserError: There is no run, its config cannot be read, or it is not of a language policy.
     """
     path = Path(run_dir) / "config.yaml"
-    if not path.is_file():
-        raise UserError(f"{run_dir}: no config.yaml there; give the run directory of a training run")
+    if not os.path.isfile(path):
+        raise UserError(f"{said(run_dir)}: no config.yaml there; give the run directory of a training run")
     config = load_config(path)
     if not isinstance(config, Config):
         name = to_dict(config)["task"]["kind"]

@@ -12,6 +12,7 @@ import numpy as np
 
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
+from grpo_jax.models.hf.tokens import plain_tokens
 from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.rollout.data import batch_at
@@ -142,7 +143,7 @@ def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
     # Behind plain text a word starts with its space; behind a chat template's mark it does not.
     gap = "" if chat or not prompt or prompt[-1].isspace() else " "
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
-    ids = [*tokenizer(gap + text, add_special_tokens=False)["input_ids"], end]
+    ids = [*plain_tokens(tokenizer, gap + text), end]
     stop = next(place for place, token in enumerate(ids) if token in ends)
     return ids[: stop + 1][: parts.config.sampling.max_new_tokens]
 

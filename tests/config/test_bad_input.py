@@ -68,7 +68,7 @@ CYCLE = json.dumps([{"name": f"m:{name}", "condition_on": other} for name, other
         (["--training.max_step", "3"], "training.max_step: no such field; did you mean training.max_steps?"),
         (["--training.max_steps", "many"], "training.max_steps: expected a whole number, got 'many'"),
         (["--sampling.temperature", "-1"], "sampling.temperature: expected a number > 0, got -1.0"),
-        (["--sampling.temperature", "nan"], "sampling.temperature: expected a number > 0, got nan"),
+        (["--sampling.temperature", "nan"], "sampling.temperature: expected a finite number, got nan"),
         (
             ["--algorithm.advantage", "batch", "--algorithm.dead_groups", "drop"],
             "dead_groups: expected 'keep' with",
@@ -76,10 +76,10 @@ CYCLE = json.dumps([{"name": f"m:{name}", "condition_on": other} for name, other
         (["--training.prompts_per_batch", "3"], "training.prompts_per_batch: expected a multiple of"),
         (["--config", "no_such_config"], "no_such_config: no such file; configs that ship with grpo_jax: cartpole_"),
         (["--rewards", '[{"nom": "x"}]'], "rewards[0].nom: no such field; did you mean rewards[0].name?"),
-        (["--rewards", '[{"name": "m:a", "weight": .nan}]'], "rewards.a.weight: expected a finite number, got nan"),
+        (["--rewards", '[{"name": "m:a", "weight": .nan}]'], "rewards[0].weight: expected a finite number, got nan"),
         (
             ["--rewards", '[{"name": "m:a", "condition_on": "b", "threshold": .nan}, {"name": "m:b"}]'],
-            "rewards.a.threshold: expected a finite number, got nan",
+            "rewards[0].threshold: expected a finite number, got nan",
         ),
         (["--rewards", CYCLE], "rewards.a.condition_on: expected a chain that ends, got 'a → b → c → a'"),
         (

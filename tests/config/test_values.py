@@ -51,7 +51,7 @@ from grpo_jax.errors import UserError
         ),
         # ppo
         ({"ppo": {"discount": 1.1}}, r"ppo.discount: expected a number in \[0, 1\], got 1.1"),
-        ({"ppo": {"trace": float("nan")}}, "ppo.trace: expected a number in"),
+        ({"ppo": {"trace": float("nan")}}, "ppo.trace: expected a finite number"),
         ({"ppo": {"value_coef": -1.0}}, "ppo.value_coef: expected a finite number >= 0"),
         ({"ppo": {"value_rate": 0.0}}, "ppo.value_rate: expected a finite number > 0"),
         ({"ppo": {"value_clip": 0.0}}, "ppo.value_clip: expected null or a number > 0"),

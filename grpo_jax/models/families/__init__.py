@@ -6,6 +6,7 @@ A new family is a file that ends in its `Family`, and its row here.
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_jax.errors import shown
 from grpo_jax.models.families import gpt2, llama, qwen_vl
 from grpo_jax.models.families.family import Family
 from grpo_jax.models.families.gpt2 import GPT2Config
@@ -30,6 +31,6 @@ def read_config(fields: Mapping[str, Any]) -> ModelConfig:
         ValueError: the model_type is none of ``FAMILIES``, or a field is missing or not supported; it is named.
     """
     model_type = fields.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type must be one of {tuple(FAMILIES)}, got {model_type!r}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(f"model_type must be one of {tuple(FAMILIES)}, got {shown(model_type)}")
     return FAMILIES[model_type].config.from_hf(fields)

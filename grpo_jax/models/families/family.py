@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import linen as nn
 
+from grpo_jax.errors import shown
 from grpo_jax.models.layers import LayerInput
 
 # How the devices along a tensor axis share a projection: each makes some of its outputs, or reads some of its inputs.
@@ -110,4 +111,4 @@ def refuse_changed(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, .
     for name, values in neutral.items():
         value = fields.get(name)
         if value is not None and value not in values:
-            raise ValueError(f"{name}={value!r} is not supported for model_type {model_type!r}")
+            raise ValueError(f"{name}={shown(value)} is not supported for model_type {model_type!r}")

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from grpo_jax.errors import shown
+from grpo_jax.models.families import fields as kinds
 from grpo_jax.models.families.family import COLUMNS, FUSED, NEUTRAL, ROWS, Family, Naming, refuse_changed
 from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, attend_streams
 from grpo_jax.models.lora import LoraConfig
@@ -26,6 +28,13 @@ _ALIASES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
+}
+_FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings")
+_KINDS = {
+    **{"vocab_size": kinds.VOCABULARY, "n_embd": kinds.WIDTH, "n_inner": kinds.WIDTH, "n_layer": kinds.LAYERS},
+    **{"n_head": kinds.HEADS, "n_positions": kinds.TABLE_POSITIONS, "activation_function": kinds.NAME},
+    **dict.fromkeys(_FLAGS, kinds.FLAG),
+    **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), kinds.NOT_NEGATIVE),
 }
 _NEUTRAL = {**NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({},)}
 
@@ -71,7 +80,7 @@ class GPT2Config:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.hidden_size} and {self.num_heads}")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation_function must be one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
+            raise ValueError(f"activation_function must be one of {tuple(ACTIVATIONS)}, got {shown(self.activation)}")
 
     @property
     def model_type(self) -> str:
@@ -106,7 +115,9 @@ class GPT2Config:
         missing = [name for name in _REQUIRED if fields.get(name) is None]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
+        kinds.check_kinds(fields, _KINDS)
         refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
+        fields = {name: value for name, value in fields.items() if value is not None}
         inner = fields.get("n_inner")
         return cls(
             vocab_size=fields["vocab_size"],

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_jax.errors import shown
+from grpo_jax.models.families import fields as kinds
 from grpo_jax.models.families.family import NEUTRAL, refuse_changed
 from grpo_jax.models.layers import ACTIVATIONS
 from grpo_jax.models.rope import SCALINGS, RopeConfig
@@ -19,6 +21,30 @@ _REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+_KINDS = {
+    **dict.fromkeys(("hidden_size", "intermediate_size"), kinds.WIDTH),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), kinds.HEADS),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), kinds.POSITIONS),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), kinds.FLAG),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), kinds.TABLE),
+    "vocab_size": kinds.VOCABULARY,
+    "num_hidden_layers": kinds.LAYERS,
+    "sliding_window": kinds.POSITIONS,
+    "max_window_layers": kinds.whole(0, 2**31 - 1),
+    "layer_types": kinds.NAMES,
+    "hidden_act": kinds.NAME,
+    "rms_norm_eps": kinds.NOT_NEGATIVE,
+    "initializer_range": kinds.NOT_NEGATIVE,
+    "rope_theta": kinds.POSITIVE,
+}
+_ROPE_KINDS = {
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), kinds.POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"), kinds.NOT_NEGATIVE),
+    "original_max_position_embeddings": kinds.POSITIONS,
+    "rope_type": kinds.NAME,
+    "type": kinds.NAME,
+    "truncate": kinds.FLAG,
+}
 _DEFAULT_THETA = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5}
 _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
 
@@ -85,9 +111,9 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
+            raise ValueError(f"hidden_act must be one of {tuple(ACTIVATIONS)}, got {shown(self.activation)}")
         if len(self.windows) != self.num_layers:
-            raise ValueError(f"windows must have one entry per layer ({self.num_layers}), got {self.windows}")
+            raise ValueError(f"windows must have one entry per layer ({self.num_layers}), got {shown(self.windows)}")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -101,7 +127,9 @@ class DecoderConfig:
         model_type = config.get("model_type")
         if model_type not in TEXT_TYPES + VISION_TYPES:
             raise ValueError(f"model_type must be one of {TEXT_TYPES + VISION_TYPES}, got {model_type!r}")
+        kinds.check_kinds(config, {"text_config": kinds.TABLE, "tie_word_embeddings": kinds.FLAG})
         fields = _text_fields(config, model_type)
+        kinds.check_kinds(fields, _KINDS)
         missing = [name for name in _REQUIRED if fields.get(name) is None]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
@@ -116,8 +144,8 @@ class DecoderConfig:
             num_heads=fields["num_attention_heads"],
             num_kv_heads=fields.get("num_key_value_heads") or fields["num_attention_heads"],
             head_dim=_head_dim(fields, model_type),
-            activation=fields.get("hidden_act", "silu"),
-            rms_norm_eps=float(fields.get("rms_norm_eps", _DEFAULT_EPS.get(model_type, 1e-6))),
+            activation=fields.get("hidden_act") or "silu",
+            rms_norm_eps=float(_first(fields.get("rms_norm_eps"), _DEFAULT_EPS.get(model_type, 1e-6))),
             rope=_rope(fields, model_type),
             windows=_windows(fields, model_type),
             qkv_bias=True if qwen2_like else attention_bias,
@@ -125,10 +153,14 @@ class DecoderConfig:
             mlp_bias=model_type == "llama" and bool(fields.get("mlp_bias", False)),
             qk_norm=model_type in ("qwen3", "qwen3_vl"),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-            max_positions=fields.get("max_position_embeddings", 2048),
-            initializer_range=float(fields.get("initializer_range", 0.02)),
+            max_positions=fields.get("max_position_embeddings") or 2048,
+            initializer_range=float(_first(fields.get("initializer_range"), 0.02)),
             model_type=model_type,
         )
+
+
+def _first(value: Any, fallback: Any) -> Any:
+    return fallback if value is None else value
 
 
 def _text_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
@@ -168,16 +200,16 @@ def _windows(fields: Mapping[str, Any], model_type: str) -> tuple[int | None, ..
     window = fields.get("sliding_window")
     if model_type in ("llama", "qwen3_vl"):
         if window is not None or any(name != "full_attention" for name in types or ()):
-            raise ValueError(f"sliding_window={window}, layer_types={types} not supported for {model_type!r}")
+            raise ValueError(f"sliding_window={window}, layer_types={shown(types)} not supported for {model_type!r}")
         return (None,) * layers
     if not fields.get("use_sliding_window", False):
         window = None
     if types is None:
-        first = fields.get("max_window_layers", 80 if model_type in VISION_TYPES else 28)
+        first = _first(fields.get("max_window_layers"), 80 if model_type in VISION_TYPES else 28)
         return tuple(window if index >= first else None for index in range(layers))
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise ValueError(f"layer_types {unknown} are not supported")
+        raise ValueError(f"layer_types {shown(unknown)} are not supported")
     if len(types) != layers:
         raise ValueError(f"layer_types must have {layers} entries, one per layer, got {len(types)}")
     if "sliding_attention" in types and window is None:
@@ -188,6 +220,7 @@ def _windows(fields: Mapping[str, Any], model_type: str) -> tuple[int | None, ..
 def _rope(fields: Mapping[str, Any], model_type: str) -> RopeConfig:
     """From rope_parameters (transformers 5), or rope_theta with rope_scaling (before)."""
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
     nested = sorted(key for key, value in scaling.items() if isinstance(value, Mapping))
     if nested:
         raise ValueError(f"rope_parameters per layer type ({', '.join(nested)}) are not supported")
@@ -198,7 +231,7 @@ def _rope(fields: Mapping[str, Any], model_type: str) -> RopeConfig:
     if kind == "mrope" and model_type in VISION_TYPES:
         kind = "default"  # all three position axes agree on text, so the sections do not matter
     if kind not in SCALINGS:
-        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
+        raise ValueError(f"rope type {shown(kind)} is not supported; supported: {', '.join(SCALINGS)}")
     if kind == "default":
         return RopeConfig(theta=float(theta))
     original = (
@@ -207,19 +240,26 @@ def _rope(fields: Mapping[str, Any], model_type: str) -> RopeConfig:
         or fields.get("max_position_embeddings", 0)
     )
     factor = scaling.get("factor")
-    if factor is None and kind == "yarn":
-        factor = fields["max_position_embeddings"] / original
+    if factor is None and kind == "yarn" and original:
+        factor = (fields.get("max_position_embeddings") or original) / original
     needed = {"llama3": ("low_freq_factor", "high_freq_factor")}.get(kind, ())
     missing = [name for name in needed if scaling.get(name) is None] + (["factor"] if factor is None else [])
     if missing:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}")
+    if kind in ("llama3", "yarn") and not original:
+        raise ValueError(f"rope type {kind!r} needs original_max_position_embeddings or max_position_embeddings")
+    low, high = float(scaling.get("low_freq_factor") or 1.0), float(scaling.get("high_freq_factor") or 4.0)
+    if kind == "llama3" and low >= high:
+        raise ValueError(f"rope_parameters.low_freq_factor must be below high_freq_factor, got {low} and {high}")
+    if kind == "yarn" and float(theta) <= 1:
+        raise ValueError(f"rope_theta must be above 1 with rope type 'yarn', got {theta}")
     return RopeConfig(
         theta=float(theta),
         scaling=kind,
         factor=float(factor),
         original_length=int(original) if kind in ("llama3", "yarn") else 0,
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
         beta_fast=float(scaling.get("beta_fast") or 32.0),
         beta_slow=float(scaling.get("beta_slow") or 1.0),
         truncate=bool(scaling.get("truncate", True)),

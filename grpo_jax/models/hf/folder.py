@@ -1,6 +1,8 @@
 """Policies from Hugging Face folders, and back. Safetensors only; no code of a folder is ever run."""
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from safetensors import SafetensorError
 
-from grpo_jax.errors import UserError
-from grpo_jax.models.families import FAMILIES, ModelConfig, read_config
+from grpo_jax.errors import UserError, shown
+from grpo_jax.models.families import ModelConfig, read_config
 from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
+from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import (
     INDEX,
     TensorFiles,
@@ -75,15 +78,16 @@ def load_folder(
     name = str(folder.resolve()) if Path(name).expanduser().is_dir() else name
     raw = _read_config(folder)
     config = model_config(folder, raw)
+    loaded = load_tokenizer(folder) if tokenizer else None  # before the weights, which take long
+    eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, loaded)
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
     try:
         host = read_params(config, TensorFiles(weight_files(folder)), dtype)
     except UserError as error:
-        raise UserError(f"cannot load the policy in {folder}: {error}") from error
+        named = str(folder) in str(error)
+        raise error if named else UserError(f"cannot load the policy in {folder}: {error}") from error
     # A copy, since JAX may alias host memory and aliased buffers cannot be donated.
     params = put(host) if put else jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), host)
-    loaded = load_tokenizer(folder) if tokenizer else None
-    eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, loaded)
     return LoadedPolicy(config, params, loaded, eos_ids, pad_id, folder, name)
 
 
@@ -100,9 +104,11 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # tokenizers raise bare Exceptions of many kinds
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"cannot load the tokenizer in {folder}: {reason[0]}") from error
+    except BaseException as error:  # bare Exceptions of many kinds, and panics of Rust, which are none
+        if not is_failure(error):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        raise UserError(f"cannot load the tokenizer in {folder}: {reason}; copy its files again") from error
 
 
 def save_folder(
@@ -153,14 +159,14 @@ def resolve_folder(folder: str | Path) -> Path:
     Raises:
         UserError: if it is neither, or the hub does not give it.
     """
-    path = Path(folder).expanduser()
-    if path.is_dir():
-        return path
     name = str(folder)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):  # of any text: NUL and what is too long for a path are no folders
+        return Path(path)
+    if re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name, re.ASCII) and not name.startswith("."):
         return _from_hub(name)
     raise UserError(
-        f"policy {name!r} is not on this machine: give the path of a local folder with config.json, "
+        f"policy {shown(name, 120)} is not on this machine: give the path of a local folder with config.json, "
         "safetensors weights and tokenizer (for a model of the hub: `hf download ID --local-dir FOLDER`)"
     )
 
@@ -205,20 +211,21 @@ def model_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
     """
     try:
         return read_config(raw)
-    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise UserError(f"{folder / 'config.json'}: {error}. Supported architectures: {', '.join(FAMILIES)}") from error
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _special_ids(folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: Any) -> tuple[tuple[int, ...], int]:
     """End and padding ids: the generation config's, else the config's, else the tokenizer's."""
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
-    sources = (generation, raw, raw.get("text_config") or {})
+    nested = raw.get("text_config")
+    sources = (generation, raw, nested if isinstance(nested, Mapping) else {})
 
     def find(field: str, fallback: Any) -> tuple[int, ...]:
         for value in (*(source.get(field) for source in sources), fallback):
             ids = value if isinstance(value, list | tuple) else [value]
-            ids = tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))
+            ids = tuple(dict.fromkeys(i for i in ids if _is_id(i, vocab_size)))
             if ids:
                 return ids
         return ()
@@ -227,8 +234,12 @@ def _special_ids(folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: 
     if not eos_ids:
         raise UserError(f"{folder} names no end token: set eos_token_id in its generation_config.json")
     pad = getattr(tokenizer, "pad_token_id", None)
-    pads = (pad,) if isinstance(pad, int) and 0 <= pad < vocab_size else find("pad_token_id", None)
+    pads = (pad,) if _is_id(pad, vocab_size) else find("pad_token_id", None)
     return eos_ids, (pads or eos_ids)[0]
+
+
+def _is_id(value: Any, vocab_size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def _checked_leaves(config: ModelConfig, params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:

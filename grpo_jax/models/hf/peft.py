@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
-from grpo_jax.models.hf.weights import TensorFiles, read_json, shapes
+from grpo_jax.models.hf.weights import TensorFiles, listed, read_json, shapes
 from grpo_jax.models.lora import LoraConfig, check_targets
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -208,11 +208,10 @@ def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefix: str
         if name in files.names and files.shape(name) != shape
     ]
     if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"the weights beside it do not fit: {'; '.join(problems[:5])}{more}")
+        raise ValueError(f"the weights beside it do not fit: {listed(problems)}")
 
     def stacked(name: str, factor: str) -> jax.Array:
-        read = (files.read(_tensor(config, prefix, layer, name, factor)) for layer in layers)
-        return jnp.array(np.stack([value.T.astype(np.float32) for value in read]))
+        read = (files.read_finite(_tensor(config, prefix, layer, name, factor), np.float32) for layer in layers)
+        return jnp.array(np.stack([value.T for value in read]))
 
     return {"layers": {name: {factor: stacked(name, factor) for factor in _FACTORS} for name in lora.targets}}

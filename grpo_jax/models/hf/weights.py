@@ -1,6 +1,6 @@
 """Hugging Face tensor names ↔ places in the decoder's parameters, and the files that hold them."""
 
-import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +11,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from grpo_jax.errors import UserError
+from grpo_jax.config.reading import read_json as read_json_text
+from grpo_jax.errors import UserError, said
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.lora import MergedKernel
@@ -109,9 +110,11 @@ def weight_files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{folder / INDEX} has no weight_map; download the folder again")
         shards = sorted({str(shard) for shard in weight_map.values()})
-        missing = [s for s in shards if Path(s).name != s or not (folder / s).is_file()]
+        missing = [s for s in shards if Path(s).name != s or not os.path.isfile(folder / s)]
         if missing:
-            raise UserError(f"{folder} lacks weight files {', '.join(missing)}; download the folder again")
+            more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
+            named = ", ".join(map(said, missing[:2]))
+            raise UserError(f"{folder} lacks weight files {named}{more}; download the folder again")
         return [folder / shard for shard in shards]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -131,9 +134,13 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: if the file cannot be read or is something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        content = read_json_text(path.read_text(encoding="utf-8"), whole=None)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: not UTF-8 text; download the folder again") from error
+    except ValueError as error:
+        raise UserError(f"cannot read {path}: {error}; download the folder again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
@@ -154,10 +161,11 @@ class TensorFiles:
             try:
                 self._open[path] = safe_open(path, framework="numpy")
             except (SafetensorError, OSError, ValueError) as error:
-                raise UserError(f"{path} is broken or truncated ({error}); copy or download it again") from error
+                reason = " ".join(str(error).split())[:100]
+                raise UserError(f"{path} is broken or truncated ({reason}); copy or download it again") from error
             for name in self._open[path].keys():  # noqa: SIM118 (not a dict)
                 if name in self.names:
-                    raise UserError(f"{name} is in both {self.names[name].name} and {path.name}")
+                    raise UserError(f"{said(name)} is in both {self.names[name].name} and {path.name}")
                 self.names[name] = path
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -172,6 +180,24 @@ class TensorFiles:
         """The tensor."""
         return self._open[self.names[name]].get_tensor(name)
 
+    def read_finite(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
+        """The tensor in a dtype (None: its own), for computing with.
+
+        Raises:
+            UserError: if it holds NaN or infinity, or values that the dtype cannot hold.
+        """
+        value = self.read(name)
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = value.astype(dtype or value.dtype)
+            if np.isfinite(cast).all():
+                return cast
+            broken = not np.isfinite(value).all()
+        if broken:
+            raise UserError(
+                f"{said(name)} holds NaN or infinite values: copy {self.names[name]} again, or make it anew"
+            )
+        raise UserError(f"{said(name)} holds values that {cast.dtype} cannot: take float32 or bfloat16")
+
     def metadata(self, path: Path) -> dict[str, str]:
         """A file's metadata; transformers asks for the format."""
         return {"format": "pt", **(self._open[path].metadata() or {})}
@@ -181,24 +207,24 @@ def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None)
     """Parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's.
 
     Raises:
-        UserError: listing every tensor that is missing, unexpected, misshapen or of another kind.
+        UserError: naming tensors that are missing, unexpected, misshapen or of another kind, or one that is not finite.
     """
     table = name_table(config, files.names)
     problems = _problems(config, table, files)
     if problems:
-        raise UserError(f"weights do not fit config.json: {'; '.join(problems[:20])}{_more(problems)}")
+        raise UserError(f"weights do not fit config.json: {listed(problems)}")
     leaves: dict[tuple[str, ...], np.ndarray] = {}
     for name, place in table.items():
-        value = files.read(name)
+        value = files.read_finite(name, dtype)
         value = value.T if place.transpose else value
         if place.layer is not None:
             if place.path not in leaves:
-                leaves[place.path] = np.empty((config.num_layers, *value.shape), dtype or value.dtype)
-            leaves[place.path][place.layer] = value.astype(leaves[place.path].dtype)
+                leaves[place.path] = np.empty((config.num_layers, *value.shape), value.dtype)
+            leaves[place.path][place.layer] = value
         elif place.path not in leaves:
-            leaves[place.path] = value.astype(dtype or value.dtype)
-        elif not np.array_equal(leaves[place.path], value.astype(leaves[place.path].dtype)):
-            raise UserError(f"{name} differs from the embedding although tie_word_embeddings is true")
+            leaves[place.path] = value
+        elif not np.array_equal(leaves[place.path], value):
+            raise UserError(f"{said(name)} differs from the embedding although tie_word_embeddings is true")
     return unflatten(leaves)
 
 
@@ -216,8 +242,10 @@ def _problems(config: ModelConfig, table: dict[str, Place], files: TensorFiles) 
     return problems
 
 
-def _more(problems: list[str]) -> str:
-    return f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+def listed(problems: list[str]) -> str:
+    """The first problems in one line, and how many more there are."""
+    more = f"; and {len(problems) - 2} more" if len(problems) > 2 else ""
+    return f"{'; '.join(problem[:100] for problem in problems[:2])}{more}"
 
 
 def write_shard(

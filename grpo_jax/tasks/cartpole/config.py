@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_jax.config.fields import may_change, named, require
+from grpo_jax.config.fields import COUNT, LENGTH, WIDTH, may_change, named, require, require_sizes
 from grpo_jax.config.run import TASKS
 
 
@@ -57,10 +57,10 @@ class CartPoleAlgorithm:
         """Checks the ranges and what does not go together."""
         for name in ("discount", "trace"):
             require(0 <= getattr(self, name) <= 1, f"algorithm.{name}", "a number in [0, 1]", getattr(self, name))
-        for name in ("kl_coef", "entropy_coef", "value_coef", "condition"):
+        for name in ("kl_coef", "entropy_coef", "value_coef"):
             require(getattr(self, name) >= 0, f"algorithm.{name}", "a number >= 0", getattr(self, name))
-        for name in ("epochs", "minibatches"):
-            require(getattr(self, name) >= 1, f"algorithm.{name}", "a number >= 1", getattr(self, name))
+        ranges = {"condition": (0, COUNT), "epochs": (1, COUNT), "minibatches": (1, COUNT)}
+        require_sizes(self, "algorithm.", ranges)
         require(0 < self.clip_low <= 1, "algorithm.clip_low", "a number in (0, 1]", self.clip_low)
         require(self.clip_high > 0, "algorithm.clip_high", "a number > 0", self.clip_high)
         require(self.value_clip is None or self.value_clip > 0, "algorithm.value_clip", "null or > 0", self.value_clip)
@@ -96,8 +96,8 @@ class CartPoleRollout:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(self.group_size >= 2, "rollout.group_size", "at least 2 (a group is compared)", self.group_size)
-        for name in ("groups", "environments", "steps"):
-            require(getattr(self, name) >= 1, f"rollout.{name}", "a number >= 1", getattr(self, name))
+        names = ("groups", "group_size", "environments", "steps")
+        require_sizes(self, "rollout.", dict.fromkeys(names, (1, LENGTH)))
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class CartPoleNetwork:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        require(all(width >= 1 for width in self.hidden), "network.hidden", "widths >= 1", self.hidden)
+        fits = all(1 <= width <= 2**16 for width in self.hidden) and len(self.hidden) <= 64
+        require(fits, "network.hidden", "up to 64 widths from 1 to 65536", self.hidden)
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,8 @@ class CartPoleTraining:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        require(self.iterations >= 1, "training.iterations", "a number >= 1", self.iterations)
-        require(self.save_every >= 0, "training.save_every", "a number >= 0", self.save_every)
-        require(self.keep_checkpoints >= 1, "training.keep_checkpoints", "a number >= 1", self.keep_checkpoints)
+        ranges = {"iterations": (1, COUNT), "save_every": (0, COUNT), "keep_checkpoints": (1, COUNT)}
+        require_sizes(self, "training.", ranges)
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,7 @@ class CartPoleEvaluation:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        require(self.episodes >= 1, "evaluation.episodes", "a number >= 1", self.episodes)
-        require(self.every >= 1, "evaluation.every", "a number >= 1", self.every)
+        require_sizes(self, "evaluation.", {"episodes": (1, LENGTH), "every": (1, COUNT)})
         require(0 < self.solved <= 500, "evaluation.solved", "a number in (0, 500]", self.solved)
 
 
@@ -221,7 +220,7 @@ class CartPoleConfig:
 
     def __post_init__(self) -> None:
         """Checks what no section can check alone."""
-        require(self.num_seeds >= 1, "num_seeds", "a number >= 1", self.num_seeds)
+        require_sizes(self, "", {"num_seeds": (1, WIDTH)})
         require(0 <= self.seed < 2**31, "seed", "a number in [0, 2^31)", self.seed)
         every, training = self.evaluation.every, self.training
         expected = f"a multiple of evaluation.every = {every}"

@@ -160,7 +160,7 @@ def json_pairs(text: str, problems: Problems, expected: str) -> list[tuple[str, 
     """The members of a JSON object, repeated keys included; inner objects come as lists of pairs."""
     try:
         value = json.loads(text, object_pairs_hook=_Pairs)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a ValueError also for a number of thousands of digits
         problems.add(getattr(error, "lineno", None), f"not JSON ({getattr(error, 'msg', error)})")
         return []
     if not isinstance(value, _Pairs):

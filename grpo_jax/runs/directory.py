@@ -53,7 +53,10 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     if isinstance(error, FileNotFoundError) and not path.parent.exists():
         return UserError(f"{path.parent} is gone: it was deleted under the run, and nothing more can be saved")
     reason = error.strerror or str(error)
-    return UserError(f"cannot write {path} ({reason}): make room or mend the permissions, then continue with --resume")
+    return UserError(
+        f"cannot write {path} ({reason}): make room or mend the permissions, then continue with --resume, "
+        "or start again if nothing was saved yet"
+    )
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:

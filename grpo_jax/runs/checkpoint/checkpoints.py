@@ -12,17 +12,19 @@ has a name is whole, and what a disk did to it later is noticed. What Orbax sees
 types of the state (optax's tuples, typed keys, Python numbers) come back from the template, not from the file.
 """
 
+import errno
 import json
-import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, one_line
+from grpo_jax.runs.checkpoint.echoes import silence
 from grpo_jax.runs.checkpoint.manifest import find_damage
 from grpo_jax.runs.checkpoint.series import Series
 from grpo_jax.runs.checkpoint.tree import EVALUATED, as_template, check_fits, items, leaves, plain, storable, target
@@ -63,8 +65,7 @@ class Checkpoints:
         """
         if keep < 1:
             raise ValueError(f"keep: expected at least 1, got {keep}")
-        for library in ("absl", "asyncio"):  # they log tracebacks of errors that are also raised
-            logging.getLogger(library).setLevel(logging.CRITICAL + 1)
+        silence()
         self.folder = Path(folder).absolute()
         self._read_only, self._note, self._pauses = read_only, note, tuple(pauses)
         self._sound: set[Path] = set()
@@ -180,7 +181,8 @@ class Checkpoints:
             self.wait()
         finally:
             for series in (self._steps, *self._named.values()):
-                series.close()
+                with suppress(Exception):  # of a write that failed, and was told already
+                    series.close()
 
     def __enter__(self) -> "Checkpoints":
         """Returns itself."""
@@ -335,18 +337,12 @@ def restore_params(run_dir: str | Path, which: int | str = "best", template: PyT
 def _is_disk_error(error: BaseException) -> bool:
     """Whether a write failed for the machine's reasons; tensorstore reports those as ValueError."""
     text = str(error)
-    return isinstance(error, OSError) or "os_error_code" in text or "No space left" in text
+    return isinstance(error, OSError) or "OS error" in text or "os_error_code" in text or "No space left" in text
 
 
 def _first_line(error: BaseException) -> str:
     text = str(error)
-    for known in (
-        "No space left on device",
-        "Permission denied",
-        "Read-only file system",
-        "Disk quota exceeded",
-    ):
-        if known in text:
-            return known
-    line = (text.strip().splitlines() or [type(error).__name__])[0]
-    return line if len(line) <= 200 else line[:200] + "…"
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG, errno.ENOMEM):
+        if os.strerror(code) in text:
+            return os.strerror(code)
+    return one_line(error, 80)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_jax.errors import UserError, extras_named, is_own_doing, one_line, shown
+from grpo_jax.errors import Stopped, UserError, extras_named, one_line, shown
 
 KEY = "kind"
 """The key beside an object's fields that says its class."""
@@ -101,9 +101,9 @@ def load_module(place: str, what: str) -> ModuleType:
         if not is_file and error.name and (place == error.name or place.startswith(error.name + ".")):
             raise UserError(f"{what}: no module {place}; a file is written as file.py:name") from None
         raise UserError(f"{what}: {place} needs the module {error.name}, which is not installed") from error
+    except Stopped:
+        raise
     except BaseException as error:  # sys.exit in a user's file would end the command, with its own exit code
-        if not is_own_doing(error):
-            raise
         name = Path(place).name if is_file else place
         raise UserError(f"{what}: importing {name} raised {type(error).__name__}: {one_line(error)}") from error
 

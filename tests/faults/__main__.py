@@ -3,17 +3,31 @@
 python -m faults FOLDER SEED KIND:COUNT[:NAME,NAME…] …
 """
 
+from __future__ import annotations
+
 import importlib
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
-folder, seed, *kinds = sys.argv[1:]
-if any(wanted.startswith("disk:") for wanted in kinds):
-    importlib.import_module("faults.disk").prepare(Path(folder))
-for wanted in kinds:
-    kind, count, *names = wanted.split(":")
-    module = importlib.import_module(f"faults.{kind}")
-    more = {"names": tuple(names[0].split(","))} if names else {}
-    for outcome in module.campaign(Path(folder) / kind, int(seed), int(count), **more):
-        print(json.dumps({"kind": kind, **outcome._asdict()}), flush=True)
+
+def main(folder: Path, seed: int, kinds: list[str]) -> None:
+    """Runs campaigns one after the other; each kind is the module of its name."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if any(wanted.startswith("disk:") for wanted in kinds):
+        importlib.import_module("faults.disk").prepare(folder)
+    for wanted in kinds:
+        kind, count, *names = wanted.split(":")
+        module, place = importlib.import_module(f"faults.{kind}"), folder / kind
+        place.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        more = {"names": tuple(names[0].split(","))} if names else {}
+        for outcome in module.campaign(place, seed, int(count), **more):
+            seconds, started = time.monotonic() - started, time.monotonic()
+            print(json.dumps({"kind": kind, "seed": seed, **outcome._asdict(), "seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), int(sys.argv[2]), sys.argv[3:])

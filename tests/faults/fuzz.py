@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib
 import io
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -185,24 +182,3 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
         elif len(mutable) > 4:
             del mutable[rng.randrange(len(mutable)) :]
     return bytes(mutable)
-
-
-def main() -> None:
-    """Runs one campaign, prints what was not handled, and how many were."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("kind", choices=("config", "prompts", "folders"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=1000)
-    options = parser.parse_args()
-    campaign = importlib.import_module(f"faults.fuzz_{options.kind}").campaign
-    handled = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for outcome in campaign(Path(folder), options.seed, options.count):
-            handled += outcome.handled
-            if not outcome.handled:
-                print(f"{outcome.case}\n  {outcome.note}", flush=True)
-    print(f"{options.kind}, seed {options.seed}: {handled} of {options.count} handled")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A small part of the fuzzers' cases, the same ones every time: each works or is one clear line.
 
-Many more: `python -m faults.fuzz config --seed 7 --count 20000`, from the folder `tests`.
+Many more: `python benchmarks/campaign.py --kinds fuzz_config:20000 fuzz_prompts:20000 fuzz_folders:2000`.
 """
 
 import pytest

@@ -15,16 +15,16 @@ from pathlib import Path
 
 def main(folder: Path, seed: int, kinds: list[str]) -> None:
     """Runs campaigns one after the other; each kind is the module of its name."""
+    folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if any(wanted.startswith("disk:") for wanted in kinds):
         importlib.import_module("faults.disk").prepare(folder)
     for wanted in kinds:
         kind, count, *names = wanted.split(":")
-        module, place = importlib.import_module(f"faults.{kind}"), folder / kind
-        place.mkdir(parents=True, exist_ok=True)
+        module = importlib.import_module(f"faults.{kind}")
         started = time.monotonic()
         more = {"names": tuple(names[0].split(","))} if names else {}
-        for outcome in module.campaign(place, seed, int(count), **more):
+        for outcome in module.campaign(folder, seed, int(count), **more):
             seconds, started = time.monotonic() - started, time.monotonic()
             print(json.dumps({"kind": kind, "seed": seed, **outcome._asdict(), "seconds": seconds}), flush=True)
 

@@ -75,7 +75,8 @@ def prepare(folder: Path) -> None:
 def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     """`count` calls that fail, each kind of call in turn; beside them small disks and limits on the size of files."""
     preload()
-    folder = folder.resolve()
+    folder = folder.resolve() / "disk"  # its runs are shorter than those of other faults
+    folder.mkdir(exist_ok=True)
     draw = random.Random(seed)
     kinds = make_runs(folder, ("cartpole", "text"))
     for kind in kinds:

@@ -31,6 +31,8 @@ def campaign(folder: Path, seed: int, count: int | None = None) -> Iterator[Outc
         seed: Chooses the faults, and the order.
         count: How many; None for all of them in both modes.
     """
+    folder = folder / "judges"
+    folder.mkdir(parents=True)
     place = make_place(folder)
     cases = [(fault, mode) for fault in FAULTS for mode in MODES]
     random.Random(seed).shuffle(cases)

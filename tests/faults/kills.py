@@ -73,12 +73,13 @@ class Reference(NamedTuple):
 
     @classmethod
     def of(cls, kind: Tried, folder: Path) -> Reference:
-        """Makes it."""
+        """Makes it, unless it was made."""
         times = folder / "times.jsonl"
         target = folder / "uninterrupted"
-        ended = train(kind, target, before=lambda: _watch(lambda *call: _note(times, *call)))
-        if ended.code != 0:
-            raise RuntimeError(f"the run without a fault failed: {ended.err or ended.out}")
+        if not (target / "summary.json").is_file():
+            ended = train(kind, target, before=lambda: _watch(lambda *call: _note(times, *call)))
+            if ended.code != 0:
+                raise RuntimeError(f"the run without a fault failed: {ended.err or ended.out}")
         seconds: dict[str, list[float]] = {}
         for phase, spent in map(json.loads, times.read_text().splitlines()):
             seconds.setdefault(phase, []).append(spent)

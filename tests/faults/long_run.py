@@ -31,11 +31,11 @@ class Sample(NamedTuple):
 def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     """One run of `count` iterations."""
     preload()
-    (kind,) = make_runs(folder, ("text",))
+    (kind,) = make_runs(folder / "long", ("text",))
     values = yaml.safe_load(kind.config.read_text())
     _shorten(values, seed, count)
     kind.config.write_text(yaml.safe_dump(values))
-    target = folder / "text" / "long"
+    target = kind.config.parent / "run"
     samples: list[Sample] = []
     ended = train(kind, target, after=lambda pid: _watch(pid, target / "metrics.jsonl", samples, count))
     if ended.code != 0:

@@ -75,9 +75,13 @@ NAMES = (*_OF_TEXT, *_OTHERS)
 
 
 def make_runs(folder: Path, names: tuple[str, ...] = NAMES) -> list[Tried]:
-    """Writes their configs, and what they need."""
+    """Writes their configs, and what they need; those that are there already are taken as they are."""
     found = []
     for name in names:
+        config = folder / name / "config.yaml"
+        found.append(Tried(name, config))
+        if config.is_file():
+            continue
         if name in _OF_TEXT:
             place = make_place(folder / name)
             values = yaml.safe_load(place.config.read_text())
@@ -85,9 +89,7 @@ def make_runs(folder: Path, names: tuple[str, ...] = NAMES) -> list[Tried]:
         else:
             (folder / name).mkdir(parents=True)
             values = _shipped(**_OTHERS[name])
-        config = folder / name / "config.yaml"
         config.write_text(yaml.safe_dump(values))
-        found.append(Tried(name, config))
     return found
 
 

@@ -1,0 +1,108 @@
+"""How runs end that do not come to their end: in one line, which the log keeps; and what goes on from there."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support.text_task import ROOT, assert_same_run, finished_run, train_here
+
+from grpo_jax.errors import UserError
+from grpo_jax.reports.console import Console
+from grpo_jax.runs.lock import RunLock
+from grpo_jax.runs.processes import announced
+from grpo_jax.runs.progress import Progress
+
+
+def test_what_ended_a_run_is_in_its_log_and_a_validation_that_failed_is_made_up_for(place, tmp_path, capsys):
+    expected, run = finished_run(place), tmp_path / "run"
+    assert train_here(place.config, run, judge="validation:3") == 2  # of iteration 4; no checkpoint is due there
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "the judge is away" in line and "Saved after iteration 4" in line
+    assert (run / "train.log").read_text().splitlines()[-1] == line
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
+    assert train_here(place.config, run, "--resume") == 0
+    assert_same_run(run, expected)
+
+    (run / "metrics.jsonl").unlink()
+    assert train_here(place.config, run, "--resume", "--training.max_steps", "7") == 0
+    assert "note: metrics.jsonl has 0 rows of 6 iterations: what is missing stays so" in capsys.readouterr().out
+
+
+def test_a_run_directory_in_use_is_refused_in_one_line_and_left_alone(place, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    held = RunLock(run)
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    assert train_here(place.config, run) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {run} is in use by process {os.getpid()} on ") and len(line) < 300
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+    held.release()
+
+
+LEAVING = """
+import sys, threading, time
+from grpo_jax import errors
+errors._LEAVING_SECONDS = 0.3
+threading.Thread(target=time.sleep, args=(600,), name=sys.argv[1]).start()
+print("said")
+errors.leave(3)
+"""
+
+
+@pytest.mark.parametrize("name", ["of someone's library", "abandoned score"])
+def test_a_thread_that_never_ends_does_not_hold_the_process(name):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, name], env=environment, timeout=60, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said\n", "")
+
+
+class Gone(io.StringIO):
+    """A terminal whose reader went away."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stream", [Gone(), io.StringIO()], ids=["no reader", "closed"])
+def test_a_terminal_that_is_gone_is_noted_in_the_log(stream, tmp_path):
+    if not isinstance(stream, Gone):
+        stream.close()
+    console = Console(tmp_path / "train.log", stream=stream)
+    for text in ("one", "two"):
+        console.say(text)
+    console.part("policy", "three")
+    console.close()
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert lines == ["note: the terminal is gone; the run goes on", "one", "two", "policy     three"]
+
+
+PROGRESS = Progress(3, 6, None, 0, {}, [0], {"config": {}, "task": {}}, {"before": {}})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"surprise": 1}, {"iteration": None}, {"notes": None}, {"seconds": 3}, {"identity": []}],
+)
+def test_a_checkpoint_that_remembers_other_things_is_of_another_version(changed, tmp_path):
+    saved = json.loads(json.dumps(PROGRESS._asdict()))
+    assert Progress.read({"progress": saved}, tmp_path) == PROGRESS
+    with pytest.raises(UserError, match="its checkpoints are of another version of grpo_jax"):
+        Progress.read({"progress": saved | changed}, tmp_path)
+    with pytest.raises(UserError, match="its checkpoints are of another version"):
+        Progress.read({}, tmp_path)
+    del saved["notes"]
+    with pytest.raises(UserError, match="its checkpoints are of another version"):
+        Progress.read({"progress": saved}, tmp_path)
+
+
+@pytest.mark.parametrize("value", ["²", "", "-1", "1e3", "9" * 400])
+def test_a_number_of_processes_that_is_none(value):
+    with pytest.raises(UserError, match="SLURM_STEP_NUM_TASKS: expected a number >= 1, got") as raised:
+        announced({"SLURM_STEP_NUM_TASKS": value})
+    assert len(str(raised.value)) < 200

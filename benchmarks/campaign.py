@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = (
     *("kills:140", "disk:1000", "judges:450", "corruption:2000", "terminal:11", "concurrency:16", "long_run:3000"),
-    *("fuzz_config:20000", "fuzz_prompts:26000", "fuzz_folders:4000"),
+    *("fuzz.config:20000", "fuzz.prompts:26000", "fuzz.folders:4000"),
 )
 WHAT = {
     "kills": "killed or stopped at random moments of every phase, and resumed",
@@ -36,9 +36,9 @@ WHAT = {
     "terminal": "terminals, judges and folders that go away while a run goes on",
     "concurrency": "several processes on one run directory",
     "long_run": "iterations of a tiny task, memory and files watched",
-    "fuzz_config": "mutated configs and command lines",
-    "fuzz_prompts": "mutated prompt files",
-    "fuzz_folders": "mutated model and tokenizer folders",
+    "fuzz.config": "mutated configs and command lines",
+    "fuzz.prompts": "mutated prompt files",
+    "fuzz.folders": "mutated model and tokenizer folders",
 }
 ALONE = ("long_run", "judges", "terminal")  # one run, or one list of cases: more workers would do it twice
 

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from support.imports import FILES, ROOT
 
+from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
 
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
+TO_A_CHILD = {"grpo_jax/rollout/isolated.py"}
+"""What a run hands to the process that it started itself, and nobody else can write to."""
 SOURCES = [*FILES.values(), *sorted((ROOT / "examples").rglob("*.py"))]
 
 
@@ -28,7 +31,7 @@ def test_no_module_reads_pickles_or_runs_what_it_read():
                 wrong |= given.get("allow_pickle", "False") != "False"
                 wrong |= given.get("trust_remote_code", "False") != "False"
                 wrong |= given.get("weights_only", "True") != "True"
-            if wrong:
+            if wrong and str(path.relative_to(ROOT)) not in TO_A_CHILD:
                 found.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)[:80]}")
     assert not found, "\n" + "\n".join(found)
 
@@ -52,14 +55,12 @@ def test_chat_templates_run_in_a_sandbox(tmp_path):
     """A template comes with a model's folder."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    from jinja2.exceptions import SecurityError
-
     from grpo_jax.rollout import texts
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     trace = tmp_path / "trace"
     tokenizer.chat_template = f"{{{{ cycler.__init__.__globals__.os.system('touch {trace}') }}}}"
-    with pytest.raises(SecurityError):
+    with pytest.raises(UserError, match="the chat template of the policy .* failed \\(SecurityError"):
         texts.format_prompt(tokenizer, "a")
     assert not trace.exists()

@@ -118,7 +118,7 @@ def test_result_lines():
     assert lines[3] == "baseline reward 0.200, reward after training 0.500: improvement +0.300, +150%"
 
 
-def test_a_full_disk_is_named():
+def test_a_full_disk_is_named(impatient):
     console = reporting.Console("/dev/full", stream=io.StringIO())
     with pytest.raises(UserError, match="cannot write /dev/full"):
         console.say("a line")

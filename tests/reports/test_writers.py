@@ -20,7 +20,7 @@ def test_rows_are_strict_json(tmp_path):
     assert [json.loads(line) for line in lines] == [{"step": s, "loss": s / 3, "kl": None} for s in (1, 2)]
 
 
-def test_a_full_disk_is_named():
+def test_a_full_disk_is_named(impatient):
     writer = JsonLines("/dev/full")
     with pytest.raises(UserError, match=r"cannot write /dev/full \(No space left on device\).*--resume"):
         writer.write(1, {"loss": 1.0})

@@ -78,6 +78,7 @@ def make_parts(teaches, **algorithm):
     }
     prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
     parts = SimpleNamespace(
+        stopping=lambda: False,
         config=make_config(values), environment=environment, prompts=prompts, key=jax.random.key(0), timeout=None,
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),

@@ -24,11 +24,11 @@ from typing import Any
 import jax
 
 from grpo_jax.errors import UserError, one_line
+from grpo_jax.runs import directory
 from grpo_jax.runs.checkpoint.echoes import silence
 from grpo_jax.runs.checkpoint.manifest import find_damage
 from grpo_jax.runs.checkpoint.series import Series
 from grpo_jax.runs.checkpoint.tree import EVALUATED, as_template, check_fits, items, leaves, plain, storable, target
-from grpo_jax.runs.directory import PAUSES
 
 PyTree = Any
 _NAMED = ("best", "final")
@@ -49,7 +49,7 @@ class Checkpoints:
         keep: int = 3,
         read_only: bool = False,
         note: Callable[[str], None] = lambda text: None,
-        pauses: Sequence[float] = PAUSES,
+        pauses: Sequence[float] | None = None,
     ):
         """Opens a folder and removes what an interrupted write left in it.
 
@@ -58,7 +58,7 @@ class Checkpoints:
           keep: how many `step_N` checkpoints stay; older ones are deleted after a newer one is committed.
           read_only: open for restoring only: nothing is made or removed (another process may be writing).
           note: tells of a write that failed and is tried again.
-          pauses: seconds before each further try.
+          pauses: seconds before each further try; None for `runs.directory.PAUSES`.
 
         Raises:
           UserError: the folder cannot be made or written, or is absent with `read_only`.
@@ -67,7 +67,11 @@ class Checkpoints:
             raise ValueError(f"keep: expected at least 1, got {keep}")
         silence()
         self.folder = Path(folder).absolute()
-        self._read_only, self._note, self._pauses = read_only, note, tuple(pauses)
+        self._read_only, self._note, self._pauses = (
+            read_only,
+            note,
+            tuple(directory.PAUSES if pauses is None else pauses),
+        )
         self._sound: set[Path] = set()
         if read_only and not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder; give the run directory of a training run")

@@ -187,7 +187,7 @@ def test_the_task_decides_the_fields(tmp_path, capsys):
         (["--algorithm.minibatches", "2"], "algorithm.minibatches: expected 1 but with ppo"),
         (["--algorithm.name", "ppo"], "algorithm.kl_coef: expected 0 with ppo"),
         (["--training.iterations", "15"], "training.iterations: expected a multiple of evaluation.every = 10, got 15"),
-        (["--network.hidden", "[0]"], "network.hidden: expected widths >= 1"),
+        (["--network.hidden", "[0]"], "network.hidden: expected up to 64 widths from 1 to 65536, got [0]"),
         (["--optimizer.learning_rate", "0"], "optimizer.learning_rate: expected a number > 0"),
         (["--num_seeds", "0"], "num_seeds: expected a number >= 1"),
         (["--judges.renderer.steps", "4"], "judges.renderer.steps: no such field"),

@@ -19,6 +19,7 @@ from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.binding import bind, find_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
+from grpo_jax.runs.checkpoint.manifest import seal
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.rewards import reward_columns
 from grpo_jax.tasks.recommendation.task import Recommendation
@@ -162,11 +163,12 @@ def test_another_catalogue_is_refused_by_name(folder, summary):
     with pytest.raises(UserError, match=r"made with other values \(task.dummy_items: 280 → 560\)"):
         run(config_of(folder, "whole", resume=True, task={**TASK, "dummy_items": 560}))
     shutil.copytree(folder / "whole", folder / "other")
-    (latest,) = (folder / "other" / "checkpoints").glob("step_2/meta/metadata")
+    (latest,) = (folder / "other" / "checkpoints").glob("step_2/meta.json")
     meta = json.loads(latest.read_text())
     titles = meta["progress"]["identity"]["task"]["catalogue"]
     meta["progress"]["identity"]["task"]["catalogue"] = "281 titles"
     latest.write_text(json.dumps(meta))
+    seal(latest.parent)
     with pytest.raises(UserError, match=rf"other data or models \(catalogue: 281 titles → {re.escape(titles)}\)"):
         run(config_of(folder, "other", resume=True))
 

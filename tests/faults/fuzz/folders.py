@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from faults.fuzz import mutated_bytes, odd_value, tried
+from faults.fuzz.mutations import mutated_bytes, odd_value, tried
 from faults.outcome import Outcome
 from support.tiny_models import causal_lm
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from faults.fuzz import mutated_bytes, odd_value, tried
+from faults.fuzz.mutations import mutated_bytes, odd_value, tried
 from faults.outcome import Outcome
 
 from grpo_jax.rollout.prompts import load_prompts, split_records

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from faults.fuzz import ODD_TEXTS, mutated_bytes, odd_value, tried
+from faults.fuzz.mutations import ODD_TEXTS, mutated_bytes, odd_value, tried
 from faults.outcome import Outcome
 
 from grpo_jax.config import to_dict, to_yaml

@@ -59,12 +59,12 @@ def main() -> int:
                 parser.error(f"--kinds: expected KIND:COUNT with one of {', '.join(WHAT)}, got {wanted!r}")
             outcomes += tried(Path(folder), kind, int(count), options.seed, options.workers)
             print(table([kind], outcomes), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps({"machine": machine(), "outcomes": outcomes}, indent=1) + "\n")
     broken = [outcome for outcome in outcomes if not outcome["handled"] or outcome["equal"] is False]
     for outcome in broken:
         print(f"\nNOT AS PROMISED, {outcome['kind']}, seed {outcome['seed']}: {outcome['case']}\n  {outcome['note']}")
     print("\n" + table([wanted.partition(":")[0] for wanted in options.kinds], outcomes))
-    if options.out:
-        options.out.write_text(json.dumps({"machine": machine(), "outcomes": outcomes}, indent=1) + "\n")
     return 1 if broken else 0
 
 

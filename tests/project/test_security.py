@@ -61,6 +61,6 @@ def test_chat_templates_run_in_a_sandbox(tmp_path):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     trace = tmp_path / "trace"
     tokenizer.chat_template = f"{{{{ cycler.__init__.__globals__.os.system('touch {trace}') }}}}"
-    with pytest.raises(UserError, match="the chat template of the policy .* failed \\(SecurityError"):
+    with pytest.raises(UserError, match=r"the chat template of the policy .* failed \(SecurityError"):
         texts.format_prompt(tokenizer, "a")
     assert not trace.exists()

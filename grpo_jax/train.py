@@ -57,7 +57,7 @@ def run(config: Any, *, prompts: Any = None, rewards: Any = None) -> dict[str, A
                     program = load_program(config, output, prompts=prompts, rewards=rewards, clock=clock, stop=stop)
         except Stopped:
             output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
-            return {"stopped": True, "iteration": None}
+            return {"stopped": True, "iteration": 0}
         keep = config.training.keep_checkpoints
         with Checkpoints(output.directory.checkpoints, keep=keep, note=output.note) as checkpoints:
             return execute(Run(program, checkpoints, output, clock), stop)

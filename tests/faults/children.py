@@ -21,7 +21,7 @@ class Ended(NamedTuple):
 
     Attributes:
         code: Its exit code; minus the signal's number where one ended it.
-        seconds: It took, from the signal on if it was sent one.
+        seconds: It took.
         out: Its standard output.
         err: Its standard error.
     """

@@ -40,7 +40,6 @@ PHASES = {
     "resume": ("grpo_jax.runs.experiment:resume",),
 }
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SECONDS = 20.0  # in which a stop must be honoured on a machine of two busy cores
 
 
 class Moment(NamedTuple):

@@ -14,7 +14,7 @@ from faults.kills import Reference, train
 from faults.outcome import Outcome
 from faults.runs import Tried, differences, make_runs, outcome_of
 
-STOP_SECONDS = 15.0
+STOP_SECONDS = 30.0
 
 
 def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:

@@ -142,7 +142,7 @@ def reason_of(error: BaseException) -> str:
     """What a reward did that raised this, in one line."""
     if isinstance(error, BadReturn):
         return str(error)
-    return f"it raised {one_line(type(error).__name__, 40)}: {one_line(error)}"
+    return f"it raised {one_line(type(error).__name__, 40)}: {one_line(error, 80)}"
 
 
 def _copied(value: Any) -> Any:

@@ -271,4 +271,4 @@ def _other_way(run: Run, error: StageError) -> str:
         return ", or give it a process that can be ended: isolated: true"
     if run.config.on_judge_error == "missing":
         return ""
-    return ", or give such completions no reward: --on_judge_error missing"
+    return ", or choose --on_judge_error missing"

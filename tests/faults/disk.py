@@ -72,13 +72,13 @@ def prepare(folder: Path) -> None:
     os.execve(sys.executable, sys.orig_argv, os.environ | {LIBRARY: library, "LD_PRELOAD": library})
 
 
-def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
+def campaign(folder: Path, seed: int, count: int, names: tuple[str, ...] = ("cartpole", "text")) -> Iterator[Outcome]:
     """`count` calls that fail, each kind of call in turn; beside them small disks and limits on the size of files."""
     preload()
     folder = folder.resolve() / "disk"  # its runs are shorter than those of other faults
     folder.mkdir(exist_ok=True)
     draw = random.Random(seed)
-    kinds = make_runs(folder, ("cartpole", "text"))
+    kinds = make_runs(folder, names)
     for kind in kinds:
         _shorten(kind)
     known = {kind.name: Reference.of(kind, folder / kind.name) for kind in kinds}

@@ -1,6 +1,7 @@
 """The terminal and train.log: lines, and one live line while a run goes on."""
 
 import io
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from grpo_jax.runs.directory import AppendedFile
 from grpo_jax.tasks.display import Display
 
+_EPOCH = ("reward/total/mean", "loss", "dead_groups/total", "seconds/total")
 _LIVE = (("loss", "loss"), ("dead_groups/total", "dead"), ("kl", "kl"), ("entropy", "entropy"))
 
 
@@ -195,6 +197,25 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
 
 def _is_reward(name: str) -> bool:
     return name.startswith("reward/") and name.endswith("/mean")
+
+
+class Epoch:
+    """What a line needs of the rows of the epoch that goes on; earlier ones are forgotten, or a long run would grow."""
+
+    def __init__(self) -> None:
+        """Before the first."""
+        self.number = 0
+        self.rows: list[dict[str, float]] = []
+
+    def ends_with(self, row: Mapping[str, float]) -> bool:
+        """Takes a row; whether it is the last of an epoch of ten iterations or more."""
+        if "epoch" not in row:
+            return False
+        number = math.ceil(row["epoch"])
+        if number != self.number:
+            self.number, self.rows = number, []
+        self.rows.append({name: row[name] for name in _EPOCH if name in row})
+        return row["epoch"] == number and len(self.rows) >= 10
 
 
 def epoch_line(epoch: int, rows: Sequence[Mapping[str, float]]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.errors import StageError, UserError, one_line
-from grpo_jax.reports.console import Console, LiveLine, epoch_line, result_lines
+from grpo_jax.reports.console import Console, Epoch, LiveLine, epoch_line, result_lines
 from grpo_jax.reports.page import write_report
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers
 from grpo_jax.runs.directory import RunDirectory, read_metrics
@@ -41,6 +41,7 @@ class RunOutput:
             raise
         self.say, self.part, self.note = self.console.say, self.console.part, self.console.note
         self._writers: list[MetricWriter] = []
+        self._epoch = Epoch()
         self._live: LiveLine | None = None
         self._open_line = ExitStack()
 
@@ -65,7 +66,10 @@ class RunOutput:
         )
         for note in notes:
             self.note(note)
-        return len(read_metrics(self.directory.metrics))
+        written = read_metrics(self.directory.metrics)
+        for row in written:
+            self._epoch.ends_with(row)
+        return len(written)
 
     def start(self, total: int, done: int = 0) -> None:
         """Starts the live line of `total` iterations, `done` of them before a resume."""
@@ -82,8 +86,8 @@ class RunOutput:
             self._write(writer, step, row)
         if self._live is not None:
             self._live.update(step, row)
-        if "epoch" in row:
-            self._epoch(row["epoch"])
+        if self._epoch.ends_with(row):
+            self.say(epoch_line(self._epoch.number, self._epoch.rows))
 
     def _write(self, writer: MetricWriter, step: int, row: Mapping[str, Any]) -> None:
         """What one writes that is not needed to go on ends with a note where it fails, and the run does not."""
@@ -94,14 +98,6 @@ class RunOutput:
                 raise
             self._writers.remove(writer)
             self.note(f"no more events for {type(writer).__name__}: {one_line(error)}")
-
-    def _epoch(self, epoch: float) -> None:
-        """Nothing for epochs of fewer iterations than ten."""
-        if epoch != int(epoch):
-            return
-        rows = [row for row in read_metrics(self.directory.metrics) if epoch - 1 < row["epoch"] <= epoch]
-        if len(rows) >= 10:
-            self.say(epoch_line(int(epoch), rows))
 
     def finish(self, finished: Finished, *, config: Any, starts: Sequence[int] = ()) -> None:
         """Writes summary.json, images/ and report.html, and prints the end of a run.

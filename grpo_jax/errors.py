@@ -63,8 +63,7 @@ def one_line(value: object, limit: int = 100) -> str:
     except BaseException:
         text = f"<{type(value).__name__}>"
     words = " ".join(text[: 4 * limit].split())
-    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
-    return plain if len(plain) <= limit else plain[: limit - 1] + "…"
+    return _cut("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words), limit)
 
 
 def is_own_doing(error: BaseException) -> bool:
@@ -79,13 +78,17 @@ def shown(value: object, most: int = 60) -> str:
         text = repr(value)
     except Exception as error:  # a number of 5000 digits, a list without end, anyone's own class
         text = f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return _cut(text, most)
 
 
 def said(name: object, most: int = 80) -> str:
     """A name as an error line shows it: as it stands, where it is short and can be printed."""
     text = str(name)
     return text if text.isprintable() and len(text) <= most else shown(text, most)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 @contextmanager
@@ -109,12 +112,17 @@ def mend_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            if nowhere != descriptor:
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
+            _open_nowhere(descriptor)
         if getattr(getattr(sys, name), "closed", False):
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 lasts as long as Python
+
+
+def _open_nowhere(descriptor: int) -> None:
+    """Makes a descriptor lead to nowhere, whether it is open or not."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != descriptor:
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
@@ -160,7 +168,8 @@ def leave(code: int) -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):  # its reader went away; Python would complain of it at the exit
-            _put_away(stream)
+            with suppress(OSError, ValueError, AttributeError):
+                _open_nowhere(stream.fileno())
 
     def insist() -> None:
         time.sleep(_LEAVING_SECONDS)
@@ -174,10 +183,3 @@ def leave(code: int) -> NoReturn:
 
 ABANDONED = "abandoned "
 """Begins the names of threads that nobody waits for."""
-
-
-def _put_away(stream: Any) -> None:
-    with suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)

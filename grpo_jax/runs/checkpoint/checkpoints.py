@@ -114,20 +114,21 @@ class Checkpoints:
         return None if found is None else found[2]
 
     def set_aside_damaged(self) -> list[str]:
-        """Takes damaged checkpoints out of the way; says of each in a line what is wrong with it.
+        """Takes those out of the way that are damaged and newer than the one that `restore("latest")` goes on from.
+
+        Those before it are not read: nothing goes on from them.
+
+        Returns:
+          What is wrong with each, in a line; also with `best`.
 
         Raises:
           UserError: no sound one of `step_N` and `final` would remain.
         """
-        self._latest()
-        lines = []
-        for series in (self._steps, *self._named.values()):
-            for number in series.numbers():
-                damage = self._damage(series, number)
-                if damage:
-                    series.set_aside(number)
-                    lines.append(f"{series.path(number)} is damaged ({damage}) and was set aside")
-        return lines
+        _, damaged = self._newest()
+        damaged += self._first_sound(self._named["best"])[1]
+        for series, number, _ in damaged:
+            series.set_aside(number)
+        return [f"{series.path(number)} is damaged ({why}) and was set aside" for series, number, why in damaged]
 
     def available(self) -> list[str]:
         """Names that can be restored, as they are written on the command line."""
@@ -266,22 +267,34 @@ class Checkpoints:
 
     def _latest(self):
         """(series, number, step) of the furthest sound one of `step_N` and `final`; None if there is nothing."""
+        return self._newest()[0]
+
+    def _newest(self):
+        """What `_latest` gives, and (series, number, what is wrong) of the damaged ones met on the way."""
         self.wait()
         found, damaged = [], []
         for series in (self._steps, self._named["final"]):
-            for number in reversed(series.numbers()):
-                damage = self._damage(series, number)
-                if not damage:
-                    step = number if series is self._steps else self._meta(series, number)["step"]
-                    found.append((series, number, step))
-                    break
-                damaged.append(f"{series.path(number).name}: {damage}")
+            number, met = self._first_sound(series)
+            damaged += met
+            if number is not None:
+                found.append((series, number, number if series is self._steps else self._meta(series, number)["step"]))
         if damaged and not found:
+            told = "; ".join(f"{series.path(number).name}: {why}" for series, number, why in damaged)
             raise UserError(
-                f"every checkpoint in {self.folder} is damaged ({'; '.join(damaged)[:160]}): copy the folder again "
-                "from where it came, or start a new run in another --run_dir"
+                f"every checkpoint in {self.folder} is damaged ({told[:160]}): copy the folder again from where it "
+                "came, or start a new run in another --run_dir"
             )
-        return max(found, key=lambda entry: entry[2], default=None)
+        return max(found, key=lambda entry: entry[2], default=None), damaged
+
+    def _first_sound(self, series):
+        """The newest sound number of a series, or None; and (series, number, what is wrong) of those above it."""
+        damaged = []
+        for number in reversed(series.numbers()):
+            damage = self._damage(series, number)
+            if not damage:
+                return number, damaged
+            damaged.append((series, number, damage))
+        return None, damaged
 
     def _find(self, which):
         """(series, number) of a sound checkpoint by name; waits for it if it is still being written."""

@@ -22,12 +22,15 @@ class LoraSection:
         alpha: Adapters are scaled by alpha / rank.
         targets: Projections that get an adapter, such as q_proj (GPT-2: c_attn, attn_c_proj, c_fc, mlp_c_proj); empty
             for all of them.
-        path: Folder of a PEFT adapter to start from; rank, alpha and targets are then its own.
+        vision: Whether all projections of the vision tower's layers get one too.
+        path: Folder of a PEFT adapter to start from; rank, alpha and targets are then its own, and the tower has
+            those that it has.
     """
 
     rank: int = 0
     alpha: float = 32.0
     targets: list[str] = field(default_factory=list)
+    vision: bool = False
     path: str | None = None
 
     def __post_init__(self) -> None:
@@ -35,9 +38,16 @@ class LoraSection:
         require_sizes(self, "policy.lora.", {"rank": (0, WIDTH)})
         require(self.alpha > 0, "policy.lora.alpha", "a number > 0", self.alpha)
         if self.path is not None:
-            own = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
-            alone = own == {"rank": 0, "alpha": 32.0, "targets": []}
-            require(alone, "policy.lora.path", "no rank, alpha or targets beside it: the adapter has its own", own)
+            own = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
+            alone = own == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
+            require(
+                alone,
+                "policy.lora.path",
+                "no rank, alpha or targets beside it, nor vision: the adapter has its own",
+                own,
+            )
+        used = self.used or not self.vision
+        require(used, "policy.lora.vision", "false without adapters (policy.lora.rank 0; policy.vision train)", True)
 
     @property
     def used(self) -> bool:
@@ -108,6 +118,8 @@ class PolicySection:
         quantised: Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md).
         remat: What the backward pass computes again to save memory: "none"; "products", attention and all that is
             elementwise, while results of products with weights are kept; "layer", whole layers.
+        vision: Whether the vision tower of a model that sees is "frozen" or "train"ed in all its weights; adapters on
+            a frozen one are policy.lora.vision.
         lora: Low-rank adapters.
         mesh: Several devices.
     """
@@ -118,5 +130,13 @@ class PolicySection:
     frozen_dtype: Dtype = "float32"
     quantised: Literal["none", "int8", "int4"] = "none"
     remat: Literal["none", "products", "layer"] = may_change("products")
+    vision: Literal["frozen", "train"] = "frozen"
     lora: LoraSection = field(default_factory=LoraSection)
     mesh: MeshSection = may_change(default_factory=MeshSection)
+
+    def __post_init__(self) -> None:
+        """Checks what cannot be together."""
+        alone = self.vision == "frozen" or not self.lora.used
+        require(
+            alone, "policy.vision", "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)", "train"
+        )

@@ -20,7 +20,9 @@ class Prefix(NamedTuple):
         values: of each layer [P, K, L, E].
         mask: bool [P, L], False on padding.
         positions: i32 [P, L], counted from each prompt's first real token.
-        lengths: i32 [P], real tokens of each prompt; the position of its completions' first token.
+        lengths: i32 [P], real tokens of each prompt.
+        advance: i32 [P], the position of its completions' first token: as many, or less where pictures are among
+            them, whose tokens share positions.
     """
 
     hidden: jax.Array
@@ -29,6 +31,19 @@ class Prefix(NamedTuple):
     mask: jax.Array
     positions: jax.Array
     lengths: jax.Array
+    advance: jax.Array
+
+
+class Rows(NamedTuple):
+    """What a cache holds of completions that go on at different lengths, after an environment has answered.
+
+    Attributes:
+        mask: bool [P, G, T], slots that hold a token; what is between them is not read.
+        advance: i32 [P, G], the position of each completion's next token.
+    """
+
+    mask: jax.Array
+    advance: jax.Array
 
 
 class Cache(NamedTuple):
@@ -37,12 +52,14 @@ class Cache(NamedTuple):
     Attributes:
         keys: of each layer [P, K, G, E, T], rotated; slots from ``length`` on are not read.
         values: of each layer [P, K, G, T, E].
-        length: i32 scalar, tokens written, the same for all completions.
+        length: i32 scalar, slots written, the same for all completions.
+        rows: what differs between completions; None while all of them fill slot after slot.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     length: jax.Array
+    rows: Rows | None = None
 
 
 def init_cache(layers: int, shape: tuple[int, int, int, int, int], dtype: jax.typing.DTypeLike) -> Cache:
@@ -56,7 +73,7 @@ def init_cache(layers: int, shape: tuple[int, int, int, int, int], dtype: jax.ty
 def write(
     cache: tuple[jax.Array, jax.Array], slot: jax.Array, keys: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Write one token's keys [P, K, G, E, 1] and values [P, K, G, 1, E] into a layer's cache; in place under jit.
+    """Write keys [P, K, G, E, A] and values [P, K, G, A, E] into a layer's cache from a slot on; in place under jit.
 
     Writing past the end overwrites the last slot: callers make room for every token they decode.
     """

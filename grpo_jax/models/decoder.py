@@ -14,9 +14,12 @@ from flax import linen as nn
 
 from grpo_jax.models import cache as caches
 from grpo_jax.models.cache import Cache, Prefix
+from grpo_jax.models.contexts import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.families import ModelConfig, family_of
-from grpo_jax.models.layers import Context, LayerInput, Tokens
+from grpo_jax.models.layers import Context, LayerInput, see
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters
+from grpo_jax.models.vision.pictures import VISUAL, PictureStates
+from grpo_jax.models.vision.tower import make_tower
 
 Variables = Mapping[str, Any]
 REMAT = ("none", "products", "layer")
@@ -29,29 +32,38 @@ class Policy(NamedTuple):
     functions without the ``lora`` collection are the base model. Masks may be integers, as tokenizers give them.
 
     Attributes:
-        prefill: (variables, tokens i32 [P, L], mask bool [P, L]) -> Prefix. Prompts are padded on the left.
+        prefill: (variables, tokens i32 [P, L], mask bool [P, L], pictures=None) -> Prefix. Prompts are padded on the
+            left; pictures (`PictureStates` [P, I, ..]) take the places of their placeholder tokens.
         unstack: (variables) -> the same with each layer's weights apart, as ``decode`` takes them: a copy made
             once, where stacked weights would be copied layer by layer for every token.
         decode: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
             token of each completion; the state predicts the next.
+        extend: (unstacked variables, prefix, tokens i32 [P, G, A], mask bool [P, G, A], cache with rows,
+            pictures=None) -> (hidden [P, G, D], cache): several more tokens of each completion, the first ones of each
+            row; the last one's state predicts the next. Pictures are [P, G, I, ..].
         init_cache: (P, G, T, dtype=None) -> empty Cache for T tokens per completion.
         forward_group: (variables, prompt_tokens i32 [P, L], prompt_mask bool [P, L], tokens i32 [P, G, T],
-            mask bool [P, G, T], steps=None) -> hidden [P, G, T, D], the states that predict each completion token
-            (the first is the prompt's last state). The prompt is computed once for its group. Where rows hold several
-            completions one after the other, steps i32 [P, G, T] count the tokens of each from 0.
+            mask bool [P, G, T], steps=None, pictures=None, answers=None) -> hidden [P, G, T, D], the states that
+            predict each completion token (the first is the prompt's last state). The prompt is computed once for its
+            group. Where rows hold several completions one after the other, steps i32 [P, G, T] count the tokens of
+            each from 0. Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
         head: (variables) -> unembedding [V, D] in the type it is stored in, so that its gradient is too; logits are
             hidden @ head.T in the type of hidden.
         max_positions: how many tokens prompt and completion may have together, where positions are learned;
             None where they go on (rotations).
+        see: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..], what the tower makes of pictures; None
+            for a model without one.
     """
 
     prefill: Callable[..., Prefix]
     unstack: Callable[[Variables], Variables]
     decode: Callable[..., tuple[jax.Array, Cache]]
+    extend: Callable[..., tuple[jax.Array, Cache]]
     init_cache: Callable[..., Cache]
     forward_group: Callable[..., jax.Array]
     head: Callable[[Variables], jax.Array]
     max_positions: int | None = None
+    see: Callable[..., PictureStates] | None = None
 
 
 class Decoder(nn.Module):
@@ -122,7 +134,7 @@ class Decoder(nn.Module):
             a leading axis, or a list.
         """
         family = family_of(self.config)
-        x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
+        x = see(jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype), context.sight)
         if family.learned_positions:
             # Past the table's end comes NaN, never another token's position.
             places = jnp.take(self.embed_positions, context.positions, axis=0, mode="fill", fill_value=jnp.nan)
@@ -169,32 +181,60 @@ def make_policy(
     family = family_of(config)
     if lora is not None:
         check_targets(lora, family.projections, config.model_type)
-    limit = config.max_positions if family.learned_positions else None
+    limit, vision = config.max_positions if family.learned_positions else None, getattr(config, "vision", None)
     decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
-    one_token = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
+    unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
 
     def apply(variables: Variables, *args, **kwargs):
         if lora is None and "lora" in variables:
             raise ValueError("variables hold a 'lora' collection but the policy was made with lora=None")
         return decoder.apply(variables, *args, **kwargs)
 
-    def prefill(variables: Variables, tokens: jax.Array, mask: jax.Array) -> Prefix:
+    def prefill(
+        variables: Variables, tokens: jax.Array, mask: jax.Array, pictures: PictureStates | None = None
+    ) -> Prefix:
         mask = _as_mask("tokens", tokens, mask, 2)
-        prompt, lengths = _prompt(mask)
+        prompts = prompt_context(config, mask, tokens, pictures)
         _check_room("tokens", mask, 0, limit)
-        context = Context(prompt.positions, prompt)
-        hidden, (keys, values) = apply(variables, jnp.where(mask, tokens, 0), context)
-        return Prefix(hidden[:, -1], tuple(keys), tuple(values), mask, prompt.positions, lengths)
+        hidden, (keys, values) = apply(variables, jnp.where(mask, tokens, 0), prompts.context)
+        order = prompts.context.prompt.positions
+        return Prefix(hidden[:, -1], tuple(keys), tuple(values), mask, order, prompts.lengths, prompts.advance)
 
-    def decode(variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        context = _decode_context(config, prefix, cache, tokens.shape[1])
+    def run_unstacked(
+        variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache, context: Context
+    ) -> tuple[jax.Array, Cache]:
         remembered = [
             LayerInput(prefix=(keys, values), cache=own)
             for keys, values, *own in zip(prefix.keys, prefix.values, cache.keys, cache.values, strict=True)
         ]
-        hidden, written = one_token.apply(variables, tokens, context, remembered)
+        hidden, written = unstacked.apply(variables, tokens, context, remembered)
         keys, values = zip(*written, strict=True)
-        return hidden, Cache(keys, values, cache.length + 1)
+        return hidden, cache._replace(keys=keys, values=values)
+
+    def decode(variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        if cache.rows is not None:
+            return extend(variables, prefix, tokens[..., None], jnp.ones((*tokens.shape, 1), bool), cache)
+        context = decode_context(config, prefix, cache, tokens.shape[1])
+        hidden, cache = run_unstacked(variables, prefix, tokens, cache, context)
+        return hidden, cache._replace(length=cache.length + 1)
+
+    def extend(
+        variables: Variables,
+        prefix: Prefix,
+        tokens: jax.Array,
+        mask: jax.Array,
+        cache: Cache,
+        pictures: PictureStates | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        if cache.rows is None:
+            raise ValueError("cache.rows must say what each completion holds, got None")
+        mask = _as_mask("tokens", tokens, mask, 3)
+        context, rows = extend_context(config, prefix, cache, tokens, mask, pictures)
+        row = jnp.where(mask, tokens, 0).reshape(len(tokens), -1)
+        hidden, cache = run_unstacked(variables, prefix, row, cache, context)
+        last = jnp.maximum(mask.sum(-1) - 1, 0)[..., None, None]
+        hidden = jnp.take_along_axis(hidden.reshape(*tokens.shape, -1), last, axis=2)[:, :, 0]
+        return hidden, cache._replace(length=cache.length + tokens.shape[2], rows=rows)
 
     def forward_group(
         variables: Variables,
@@ -203,16 +243,20 @@ def make_policy(
         tokens: jax.Array,
         mask: jax.Array,
         steps: jax.Array | None = None,
+        pictures: PictureStates | None = None,
+        answers: PictureStates | None = None,
     ) -> jax.Array:
         prompt_mask = _as_mask("prompt_tokens", prompt_tokens, prompt_mask, 2)
         mask = _as_mask("tokens", tokens, mask, 3)
         _check_room("prompt_tokens", prompt_mask, tokens.shape[2], limit)
-        prompt, lengths = _prompt(prompt_mask)
+        prompts = prompt_context(config, prompt_mask, prompt_tokens, pictures)
         inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
         if steps is None:
-            context = _group_context(prompt, lengths, tokens.shape)
+            context = group_context(config, prompts, inputs, mask[:, :, :-1], answers)
+        elif answers is None:
+            context = packed_context(prompts, steps[:, :, 1:], mask[:, :, 1:])
         else:
-            context = _packed_context(prompt, lengths, steps[:, :, 1:], mask[:, :, 1:])
+            raise ValueError("answers must be None where rows hold several completions (steps)")
         row = jnp.concatenate(
             [jnp.where(prompt_mask, prompt_tokens, 0), inputs.reshape(len(inputs), inputs[0].size)], 1
         )
@@ -228,10 +272,12 @@ def make_policy(
         prefill,
         _unstack,
         decode,
+        extend,
         partial(_init_cache, config, dtype),
         forward_group,
         partial(_head, config),
         limit,
+        vision and make_tower(vision, dtype, remat, lora, spread),
     )
 
 
@@ -250,7 +296,7 @@ def _init_cache(
 
 
 def _unstack(variables: Variables) -> Variables:
-    """Stacked ``layers`` of every collection as ``layers_0``, ``layers_1``, ..."""
+    """Stacked ``layers`` of every collection as ``layers_0``, ``layers_1``, ...; a tower as it is."""
 
     def split(tree: Mapping[str, Any]) -> dict[str, Any]:
         stacked = tree.get("layers", {})
@@ -258,7 +304,7 @@ def _unstack(variables: Variables) -> Variables:
         apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}
         return {name: part for name, part in tree.items() if name != "layers"} | apart
 
-    return {name: split(tree) for name, tree in variables.items()}
+    return {name: tree if name == VISUAL else split(tree) for name, tree in variables.items()}
 
 
 def _head(config: ModelConfig, variables: Variables) -> jax.Array:
@@ -277,9 +323,8 @@ def init_variables(
     The forward pass is traced for its shapes only. Under ``jax.eval_shape`` nothing is allocated.
     """
     decoder = Decoder(config, param_dtype=_dtype(param_dtype, "param_dtype"), remat="none")
-    prompt, _ = _prompt(jnp.ones((1, 1), bool))
-    context = Context(prompt.positions, prompt)
-    shapes = jax.eval_shape(decoder.init, key, prompt.positions, context)["params"]
+    context = prompt_context(config, jnp.ones((1, 1), bool)).context
+    shapes = jax.eval_shape(decoder.init, key, context.positions, context)["params"]
     weights_key, adapters_key = jax.random.split(key)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(weights_key, len(leaves))
@@ -300,58 +345,6 @@ def _draw(path: list[str], leaf: jax.ShapeDtypeStruct, key: jax.Array, config: M
         return jnp.zeros(leaf.shape, leaf.dtype)
     stddev = family_of(config).initial_stddev(config, path[-2:][0])
     return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev).astype(leaf.dtype)
-
-
-def _prompt(mask: jax.Array) -> tuple[Tokens, jax.Array]:
-    """Positions counted from the first real token; and how many real tokens there are, i32 [P]."""
-    count = jnp.cumsum(mask.astype(jnp.int32), axis=1)
-    return Tokens(jnp.maximum(count - 1, 0), mask), count[:, -1]
-
-
-def _continuation(lengths: jax.Array, steps: jax.Array) -> Tokens:
-    """Positions that continue each prompt: i32 [P, T] for steps i32 [T]."""
-    positions = lengths[:, None] + steps[None, :]
-    return Tokens(positions, jnp.ones(positions.shape, bool))
-
-
-def _group_context(prompt: Tokens, lengths: jax.Array, shape: tuple[int, int, int]) -> Context:
-    """Prompts followed by groups of completions of ``shape`` [P, G, T], each without its last token."""
-    prompts, group, steps = shape
-    if steps == 1:
-        return Context(prompt.positions, prompt)
-    completion = _continuation(lengths, jnp.arange(steps - 1, dtype=jnp.int32))
-    repeated = jnp.broadcast_to(completion.positions[:, None], (prompts, group, steps - 1))
-    positions = jnp.concatenate([prompt.positions, repeated.reshape(prompts, -1)], axis=1)
-    return Context(positions, prompt, completion)
-
-
-def _decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: int) -> Context:
-    """The token being decoded, the prompts it reads, and the slots of the cache that are written."""
-    completion = _continuation(prefix.lengths, cache.length[None])
-    positions = jnp.broadcast_to(completion.positions, (len(prefix.lengths), group))
-    slots = jnp.arange(cache.keys[0].shape[-1], dtype=jnp.int32)
-    written = Tokens(prefix.lengths[:, None] + slots, (slots <= cache.length)[None])
-    prompt = Tokens(prefix.positions, prefix.mask)
-    # A constant table: XLA would compute sines and cosines anew in every layer, for every head of every token.
-    with jax.ensure_compile_time_eval():
-        places = jnp.arange(prefix.mask.shape[1] + len(slots), dtype=jnp.int32)
-        table = family_of(config).rotation(config, places)
-    rotation = table and tuple(jnp.take(part, positions, axis=0) for part in table)
-    return Context(positions, prompt, completion, written, cache.length, rotation)
-
-
-def _packed_context(prompt: Tokens, lengths: jax.Array, steps: jax.Array, mask: jax.Array) -> Context:
-    """Prompts followed by rows of several completions: the places that predict tokens number ``steps`` [P, G, T].
-
-    A place holds the token before the one it predicts. Where a completion begins that token is another's: nobody
-    reads it, and its state is not used.
-    """
-    begins = steps == 0
-    positions = lengths[:, None, None] + jnp.maximum(steps - 1, 0)
-    completion = Tokens(positions, mask & ~begins, jnp.cumsum(begins, axis=-1, dtype=jnp.int32))
-    if steps.shape[2] == 0:
-        return Context(prompt.positions, prompt)
-    return Context(jnp.concatenate([prompt.positions, positions.reshape(len(steps), -1)], 1), prompt, completion)
 
 
 def _dtype(name: str, argument: str) -> jnp.dtype:

@@ -53,16 +53,32 @@ class Memory(NamedTuple):
     mask: jax.Array
 
 
+class Sight(NamedTuple):
+    """The pictures among the tokens that run.
+
+    Attributes:
+        states: [P, N, D] of a tower.
+        index: i32 [P, S], which of them stands in a token's place; -1 for text.
+        deepstack: [P, N, D], added at these places after the first layers, one for each.
+    """
+
+    states: jax.Array
+    index: jax.Array
+    deepstack: tuple[jax.Array, ...] = ()
+
+
 class Context(NamedTuple):
     """What every layer knows of the tokens.
 
     Attributes:
-        positions: i32 [P, S] of the S tokens that run (see ``attend_streams``).
+        positions: i32 [P, S] of the S tokens that run (see ``attend_streams``); [P, S, 3], time, row and column, where
+            pictures are among them.
         prompt: the prompts' tokens [P, L], running or remembered.
         completion: the completions' tokens [P, T], alike for the group, or [P, G, T]; None if there are none.
-        cached: decoding only: positions and validity of the cache's slots, the running token's included.
-        slot: decoding only: i32 scalar, where the running token is written.
+        cached: decoding only: positions and validity of the cache's slots, the running tokens' included.
+        slot: decoding only: i32 scalar, from where on the running tokens are written.
         rotation: cosine and sine of the positions, each float32 [P, S, E/2]; None where nothing is rotated.
+        sight: the pictures among the tokens; None where there are none.
     """
 
     positions: jax.Array
@@ -71,6 +87,7 @@ class Context(NamedTuple):
     cached: Tokens | None = None
     slot: jax.Array | None = None
     rotation: tuple[jax.Array, jax.Array] | None = None
+    sight: Sight | None = None
 
 
 class LayerInput(NamedTuple):
@@ -80,13 +97,36 @@ class LayerInput(NamedTuple):
         window: i32 scalar, or None if no layer has a window.
         scale: float32 scalar that multiplies the scores; None for E^-0.5 in all layers.
         prefix: the prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run.
+        depth: i32 scalar, the layer's number; None where no layer asks for it.
         cache: the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far.
     """
 
     window: jax.Array | None = None
     scale: jax.Array | None = None
+    depth: jax.Array | None = None
     prefix: tuple[jax.Array, jax.Array] | None = None
     cache: tuple[jax.Array, jax.Array] | None = None
+
+
+def see(x: jax.Array, sight: Sight | None) -> jax.Array:
+    """Embedded tokens [P, S, D] with a picture's state in the place of each of its tokens."""
+    return x if sight is None else _where_seen(sight.index, sight.states.astype(x.dtype), x)
+
+
+def add_deepstack(x: jax.Array, layer_input: LayerInput, context: Context) -> jax.Array:
+    """States [P, S, D] behind a layer with what the tower adds there (Meng et al. 2024, arXiv:2406.04334)."""
+    if context.sight is None or not context.sight.deepstack:
+        return x
+    layers = jnp.stack(context.sight.deepstack).astype(x.dtype)
+    depth = jnp.minimum(layer_input.depth, len(layers) - 1)
+    own = jax.lax.dynamic_index_in_dim(layers, depth, keepdims=False)
+    added = _where_seen(context.sight.index, own, jnp.zeros_like(x))
+    return x + jnp.where(layer_input.depth < len(layers), added, 0)
+
+
+def _where_seen(index: jax.Array, states: jax.Array, otherwise: jax.Array) -> jax.Array:
+    seen = jnp.take_along_axis(states, jnp.maximum(index, 0)[..., None], axis=1)
+    return jnp.where(index[..., None] >= 0, seen, otherwise)
 
 
 def attend(query: jax.Array, memories: Sequence[Memory], scale: jax.Array | None = None) -> jax.Array:

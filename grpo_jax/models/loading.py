@@ -12,6 +12,7 @@ import numpy as np
 from grpo_jax.models.decoder import Policy, make_policy
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.hf.tokens import chat_renderer, prompt_encoder
+from grpo_jax.models.vision.pictures import VISUAL
 
 
 class LanguagePolicy(NamedTuple):
@@ -24,6 +25,7 @@ class LanguagePolicy(NamedTuple):
         tokenizer: The folder's.
         eos_ids: Tokens that end a completion.
         pad_id: Token that fills up.
+        visual: The weights of its vision tower, or None if it was not asked for.
     """
 
     functions: Policy
@@ -32,6 +34,12 @@ class LanguagePolicy(NamedTuple):
     tokenizer: Any
     eos_ids: tuple[int, ...]
     pad_id: int
+    visual: dict[str, Any] | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What its functions take: the weights, and the vision tower's where it is loaded."""
+        return {"params": self.params} | ({} if self.visual is None else {VISUAL: self.visual})
 
     def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one.
@@ -62,17 +70,22 @@ class LanguagePolicy(NamedTuple):
         ]
 
 
-def load_policy(folder: str | Path, *, compute_dtype: str = "float32", remat: str = "products") -> LanguagePolicy:
-    """Loads a Llama, Qwen2, Qwen2.5, Qwen3, GPT-2 or Qwen-VL folder (of the last, the language model).
+def load_policy(
+    folder: str | Path, *, compute_dtype: str = "float32", remat: str = "products", vision: bool = False
+) -> LanguagePolicy:
+    """Loads a Llama, Qwen2, Qwen2.5, Qwen3, GPT-2 or Qwen-VL folder.
 
     Args:
         folder: A local folder, or a hub id.
         compute_dtype: Type of the activations; the weights are float32.
         remat: What the backward pass computes again (`models.decoder.make_policy`).
+        vision: Whether to load the vision tower too, where there is one.
 
     Raises:
         UserError: Something is missing, truncated, or of an unsupported kind; says how to mend it.
     """
-    loaded = load_folder(folder, param_dtype="float32")
+    loaded = load_folder(folder, param_dtype="float32", vision=vision)
     functions = make_policy(loaded.config, compute_dtype=compute_dtype, remat=remat)
-    return LanguagePolicy(functions, loaded.params, loaded.config, loaded.tokenizer, loaded.eos_ids, loaded.pad_id)
+    return LanguagePolicy(
+        functions, loaded.params, loaded.config, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, loaded.visual
+    )

@@ -1,13 +1,14 @@
 """Low-rank adapters: a collection of their own, so that leaving it out is the base model exactly."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.quantised import as_array
+from grpo_jax.models.vision.pictures import VISUAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +19,13 @@ class LoraConfig:
         rank: inner size of the adapters.
         alpha: their strength before division by the rank.
         targets: projections that get one, of those that the model's family has (``Family.projections``).
+        vision: the same of the vision tower beside it (``TowerFamily.projections``).
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
+    vision: tuple[str, ...] = ()
 
     def __post_init__(self):
         """Refuse an empty choice."""
@@ -31,6 +34,7 @@ class LoraConfig:
         if not self.targets:
             raise ValueError("targets must be at least one projection, got none")
         object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "vision", tuple(self.vision))
 
     @property
     def scale(self) -> float:
@@ -49,27 +53,36 @@ def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str)
         raise ValueError(f"targets must be some of {tuple(projections)} for model_type {model_type!r}, got {unknown}")
 
 
-def init_adapters(params: Mapping[str, Any], key: jax.Array, lora: LoraConfig) -> dict[str, Any]:
+def init_adapters(
+    params: Mapping[str, Any], key: jax.Array, lora: LoraConfig, visual: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Fresh adapters for a decoder's parameters, float32: A uniform, B zero, so nothing changes yet.
 
     Args:
         params: the decoder's parameters, or their shapes (``jax.eval_shape``).
         key: PRNG key.
         lora: which projections, which rank.
+        visual: the vision tower's, where it gets adapters too.
 
     Returns:
         The ``lora`` collection: per target ``a`` [layers, in, rank] and ``b`` [layers, rank, out].
     """
+    adapters = {"layers": _fresh(params["layers"], key, lora.targets, lora.rank)}
+    if lora.vision and visual is not None:
+        adapters[VISUAL] = {"layers": _fresh(visual["layers"], jax.random.fold_in(key, 1), lora.vision, lora.rank)}
+    return adapters
+
+
+def _fresh(layers: Mapping[str, Any], key: jax.Array, targets: tuple[str, ...], rank: int) -> dict[str, Any]:
     adapters = {}
-    for name, subkey in zip(lora.targets, jax.random.split(key, len(lora.targets)), strict=True):
-        layers, width_in, width_out = params["layers"][name]["kernel"].shape
+    for name, subkey in zip(targets, jax.random.split(key, len(targets)), strict=True):
+        count, width_in, width_out = layers[name]["kernel"].shape
         bound = width_in**-0.5
-        shape = (layers, width_in, lora.rank)
         adapters[name] = {
-            "a": jax.random.uniform(subkey, shape, jnp.float32, -bound, bound),
-            "b": jnp.zeros((layers, lora.rank, width_out), jnp.float32),
+            "a": jax.random.uniform(subkey, (count, width_in, rank), jnp.float32, -bound, bound),
+            "b": jnp.zeros((count, rank, width_out), jnp.float32),
         }
-    return {"layers": adapters}
+    return adapters
 
 
 class MergedKernel(NamedTuple):
@@ -103,46 +116,60 @@ def merging(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, 
     Raises:
         ValueError: as `merge`.
     """
-    params, adapters = _parts(variables, lora)
-    if not adapters:
-        return params
-    layers = {
-        name: {**own, "kernel": MergedKernel(own["kernel"], adapters.get(name), lora.scale)} if "kernel" in own else own
-        for name, own in params["layers"].items()
-    }
-    return {**params, "layers": layers}
+
+    def wait(layers: Mapping[str, Any], adapters: Mapping[str, Any], scale: float) -> dict[str, Any]:
+        return {
+            name: {**own, "kernel": MergedKernel(own["kernel"], adapters.get(name), scale)} if "kernel" in own else own
+            for name, own in layers.items()
+        }
+
+    return _with_adapters(variables, lora, wait)
 
 
 def merge(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, Any]:
     """The parameters with the adapters folded in; each kernel keeps its dtype, quantised ones become float32.
 
     Args:
-        variables: ``{"params": tree}``, with or without ``"lora"``.
+        variables: ``{"params": tree}``, with or without ``"lora"``, and ``"visual"`` where that has adapters.
         lora: the adapters' configuration; may be None when there are none.
+
+    Returns:
+        With ``visual`` where the tower is trained or has adapters, and so differs from its folder's.
 
     Raises:
         ValueError: if there are adapters but no configuration to scale them by.
     """
-    params, adapters = _parts(variables, lora)
-    if not adapters:
-        return params
-    layers = {
-        name: {**own, "kernel": as_array(own["kernel"], own["kernel"].dtype)} if "kernel" in own else own
-        for name, own in params["layers"].items()
-    }
-    for name, adapter in adapters.items():
-        kernel = layers[name]["kernel"]
-        layers[name] = {**layers[name], "kernel": _folded(kernel, adapter, lora.scale).astype(kernel.dtype)}
-    return {**params, "layers": layers}
+
+    def fold(layers: Mapping[str, Any], adapters: Mapping[str, Any], scale: float) -> dict[str, Any]:
+        layers = {
+            name: {**own, "kernel": as_array(own["kernel"], own["kernel"].dtype)} if "kernel" in own else own
+            for name, own in layers.items()
+        }
+        for name, adapter in adapters.items():
+            kernel = layers[name]["kernel"]
+            layers[name] = {**layers[name], "kernel": _folded(kernel, adapter, scale).astype(kernel.dtype)}
+        return layers
+
+    return _with_adapters(variables, lora, fold)
 
 
-def _parts(variables: Mapping[str, Any], lora: LoraConfig | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Parameters, and the adapters by projection."""
+def _with_adapters(
+    variables: Mapping[str, Any], lora: LoraConfig | None, fold: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
+    """The parameters with the adapters put into the layers by ``fold(layers, adapters, scale)``."""
+    params = dict(variables["params"])
     if "lora" not in variables:
-        return dict(variables["params"]), {}
+        return params
     if lora is None:
         raise ValueError("variables hold a 'lora' collection: merge needs its LoraConfig, got None")
-    return dict(variables["params"]), variables["lora"]["layers"]
+
+    def whole(tree: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
+        return {**tree, "layers": fold(tree["layers"], adapters["layers"], lora.scale)}
+
+    adapters = variables["lora"]
+    if VISUAL in adapters:
+        params[VISUAL] = whole(variables[VISUAL], adapters[VISUAL])
+    return whole(params, adapters)
 
 
 def _folded(kernel: Any, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:

@@ -25,6 +25,8 @@ class RopeConfig:
         beta_slow: yarn: dimensions turning less often than this are stretched in full.
         truncate: yarn: whether the range of dimensions is rounded outwards to integers.
         attention_factor: multiplies sine and cosine (yarn's temperature).
+        sections: how many frequencies turn with time, row and column, where positions have these three axes.
+        interleaved: the three take turns among the frequencies (Qwen3-VL) rather than follow one another.
     """
 
     theta: float = 10_000.0
@@ -37,6 +39,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -83,11 +87,37 @@ def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
     return (plain / rope.factor * ramp + plain * (1 - ramp)).astype(np.float32)
 
 
+def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Which axis of a position (0 time, 1 row, 2 column) each frequency turns with, i32 [head_dim / 2].
+
+    Raises:
+        ValueError: the sections do not add up.
+    """
+    if len(rope.sections) != 3 or sum(rope.sections) != head_dim // 2:
+        raise ValueError(f"rope sections must be three that add up to {head_dim // 2}, got {rope.sections}")
+    if not rope.interleaved:
+        return np.repeat(np.arange(3, dtype=np.int32), rope.sections)
+    found = np.zeros(head_dim // 2, np.int32)
+    for axis in (1, 2):
+        found[axis : 3 * rope.sections[axis] : 3] = axis
+    return found
+
+
 def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of each position, float32 [..., head_dim / 2], for integer positions [...]."""
+    return turned_by(rope, head_dim, positions[..., None])
+
+
+def rotation_of_pictures(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `rotation`, for positions [..., 3] of time, row and column."""
+    return turned_by(rope, head_dim, jnp.take(positions, axes(rope, head_dim), axis=-1))
+
+
+def turned_by(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine for the position of each frequency, [..., head_dim / 2], or of all alike, [..., 1]."""
     table = jnp.asarray(frequencies(rope, head_dim))
-    table = table.reshape((1,) * positions.ndim + table.shape)
-    angles = positions[..., None].astype(jnp.float32) * table
+    table = table.reshape((1,) * (positions.ndim - 1) + table.shape)
+    angles = positions.astype(jnp.float32) * table
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 

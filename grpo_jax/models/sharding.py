@@ -7,7 +7,7 @@ heads, units of the MLP, rows of the vocabulary (Shoeybi et al. 2019, arXiv:1909
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,18 +19,21 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_jax.models.families import FAMILIES
 from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS
+from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.vision.tower import TOWERS
 
 FSDP, TENSOR = "fsdp", "tensor"
 BOTH = (TENSOR, FSDP)
 
 
-def _projections(cut: str) -> str:
+def _projections(cut: str, families: Iterable[Any]) -> str:
     """A pattern of the families' projections that are cut this way."""
-    kinds = {name: kind for family in FAMILIES.values() for name, kind in family.projections.items()}
+    kinds = {name: kind for family in families for name, kind in family.projections.items()}
     return f"({'|'.join(name for name, kind in kinds.items() if kind == cut)})"
 
 
-_COLUMNS, _ROWS, _FUSED = map(_projections, (COLUMNS, ROWS, FUSED))
+_COLUMNS, _ROWS, _FUSED = (_projections(cut, FAMILIES.values()) for cut in (COLUMNS, ROWS, FUSED))
+_SEEN = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUSED)}
 
 
 class Partition(NamedTuple):
@@ -48,6 +51,16 @@ class Partition(NamedTuple):
 
 
 TABLE = (
+    # Towers are small beside their language models: what does not divide is whole on every device.
+    Partition(f"{VISUAL}/layers/{_SEEN[COLUMNS]}/kernel", P(None, FSDP, TENSOR), P()),
+    Partition(f"{VISUAL}/layers/{_SEEN[ROWS]}/kernel", P(None, TENSOR, FSDP), P()),
+    Partition(f"{VISUAL}/layers/{_SEEN[FUSED]}/kernel", P(None, BOTH), P()),
+    Partition(f"{VISUAL}/layers/[^/]*/[ab]", P()),
+    Partition(f"{VISUAL}/merger/fc1/kernel", P(FSDP, TENSOR), P()),
+    Partition(f"{VISUAL}/merger/fc2/kernel", P(TENSOR, FSDP), P()),
+    Partition(f"{VISUAL}/deepstack/fc1/kernel", P(None, FSDP, TENSOR), P()),
+    Partition(f"{VISUAL}/deepstack/fc2/kernel", P(None, TENSOR, FSDP), P()),
+    Partition(f"{VISUAL}/(patch_embed/kernel|pos_embed)", P(None, BOTH), P()),
     # [V, D]; vocabularies are what a tensor axis divides or not (GPT-2's 50257).
     Partition("embed_tokens|lm_head", P(TENSOR, FSDP), P(None, BOTH)),
     Partition("embed_positions", P(None, BOTH)),
@@ -184,8 +197,8 @@ def shard_policy(policy: Any, mesh: Mesh | None) -> Any:
     share_out = over_prompts(mesh)
 
     def shared_out(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(variables: Any, *arrays: jax.Array | None) -> Any:
-            return function(embedding_gathered(variables), *share_out(arrays))
+        def run(variables: Any, *arrays: Any, **named: Any) -> Any:
+            return function(embedding_gathered(variables), *share_out(arrays), **share_out(named))
 
         return run
 

@@ -11,8 +11,8 @@ from support.tiny_decoders import compiled
 
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.families import FAMILIES, family_of, llama, read_config
+from grpo_jax.models.hf.names import name_table
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
-from grpo_jax.models.hf.weights import name_table
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.sharding import make_mesh, shardings
 
@@ -26,6 +26,7 @@ LLAMA = dict(
 )
 QWEN2 = LLAMA | dict(model_type="qwen2")
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
+TOKENS = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
 
 
 def without(fields, name):
@@ -92,8 +93,9 @@ def test_old_and_new_forms_of_config_json_read_the_same():
     flat = text | dict(
         model_type="qwen2_vl",
         rope_theta=5e5,
-        rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]),
-        vision_config=dict(depth=32),
+        rope_scaling=dict(type="mrope", mrope_section=[2, 1, 1]),
+        vision_config=dict(depth=2, hidden_size=32),
+        **TOKENS,
     )
     nested = dict(
         model_type="qwen2_vl",
@@ -101,9 +103,10 @@ def test_old_and_new_forms_of_config_json_read_the_same():
         | dict(
             model_type="qwen2_vl_text",
             layer_types=["full_attention"] * 2,
-            rope_parameters=dict(rope_type="default", rope_theta=5e5, mrope_section=[16, 24, 24]),
+            rope_parameters=dict(rope_type="default", rope_theta=5e5, mrope_section=[2, 1, 1]),
         ),
-        vision_config=dict(depth=32),
+        vision_config=dict(depth=2, hidden_size=32),
+        **TOKENS,
         tie_word_embeddings=False,
     )
     assert read_config(flat) == read_config(nested)

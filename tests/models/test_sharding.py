@@ -80,6 +80,12 @@ def test_a_device_computes_its_prompts_alone(found):
     assert found["rows"] == [2 * (5 + 3 * 5)]
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_tower_sees_what_it_sees_on_one_device(found, mesh):
+    assert found["towers"][mesh]["apart"] < 1e-5
+    assert found["towers"][mesh]["rows"] == 8 // int(mesh[0])  # of eight prompts' pictures
+
+
 def test_two_processes_make_one_update():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

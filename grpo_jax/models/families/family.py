@@ -82,8 +82,8 @@ class Family(NamedTuple):
             block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see ``attend_streams``).
         final_norm: (config, param_dtype) -> the norm after the last layer.
         learned_positions: whether embedded positions are added to the embedded tokens.
-        rotation: (config, positions i32 [..]) -> cosine and sine, each float32 [.., E/2], by which the layers rotate
-            queries and keys; None where they do not.
+        rotation: (config, positions i32 [S] or [P, S], or [P, S, 3] with pictures among the tokens) -> cosine and sine,
+            each float32 [.., E/2], by which the layers rotate queries and keys; None where they do not.
         layer_inputs: (config) -> what each layer is given beside the states, stacked along a leading axis.
         projections: names of the layers' kernels, on which adapters can be put → ``COLUMNS``, ``ROWS`` or ``FUSED``.
         initial_stddev: (config, name of a projection or embedding) -> standard deviation of freshly drawn weights.

@@ -46,6 +46,10 @@ NAME = Kind("a name", lambda value: isinstance(value, str))
 NAMES = Kind(
     "a list of names", lambda value: isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
 )
+WIDTHS = Kind(
+    "a list of whole numbers",
+    lambda value: isinstance(value, list | tuple) and all(whole(0, 2**20).holds(one) for one in value),
+)
 TABLE = Kind("a table of fields", lambda value: isinstance(value, Mapping))
 
 

@@ -8,9 +8,9 @@ from flax import linen as nn
 
 from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
 from grpo_jax.models.families.llama_config import TEXT_TYPES, DecoderConfig
-from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, attend_streams
+from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, add_deepstack, attend_streams
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.rope import rotate, rotation
+from grpo_jax.models.rope import rotate, rotation, rotation_of_pictures
 
 
 class RMSNorm(nn.Module):
@@ -66,7 +66,8 @@ class Block(nn.Module):
         x = x + self.o_proj(mixed)
         y = self.post_attention_layernorm(x)
         gate = ACTIVATIONS[self.config.activation](self.gate_proj(y))
-        return x + self.down_proj(gate * self.up_proj(y)), new_keys_values
+        x = x + self.down_proj(gate * self.up_proj(y))
+        return add_deepstack(x, layer_input, context), new_keys_values
 
     def _heads(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""
@@ -86,15 +87,23 @@ def _final_norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMS
 
 
 def _rotation(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if positions.ndim == 3:
+        return rotation_of_pictures(config.rope, config.head_dim, positions)
     return rotation(config.rope, config.head_dim, positions)
 
 
 def _layer_inputs(config: DecoderConfig) -> LayerInput:
-    """The windows, i32 [layers]; None when no layer has one."""
+    """The windows, i32 [layers], None when no layer has one; the layers' numbers where pictures are added to some."""
+    depth = (
+        jnp.arange(config.num_layers, dtype=jnp.int32)
+        if getattr(config, "vision", None) and config.vision.deepstack_layers
+        else None
+    )
     if all(window is None for window in config.windows):
-        return LayerInput()
+        return LayerInput(depth=depth)
     everything = jnp.iinfo(jnp.int32).max
-    return LayerInput(window=jnp.array([everything if w is None else w for w in config.windows], jnp.int32))
+    windows = [everything if w is None else w for w in config.windows]
+    return LayerInput(window=jnp.array(windows, jnp.int32), depth=depth)
 
 
 PROJECTIONS = {

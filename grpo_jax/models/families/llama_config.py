@@ -8,8 +8,10 @@ from typing import Any
 from grpo_jax.errors import shown
 from grpo_jax.models.families import fields as kinds
 from grpo_jax.models.families.family import NEUTRAL, refuse_changed
+from grpo_jax.models.families.vision_fields import read_vision
 from grpo_jax.models.layers import ACTIVATIONS
 from grpo_jax.models.rope import SCALINGS, RopeConfig
+from grpo_jax.models.vision.config import VisionConfig
 
 TEXT_TYPES = ("llama", "qwen2", "qwen3")
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -42,10 +44,12 @@ _ROPE_KINDS = {
     **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"), kinds.NOT_NEGATIVE),
     "original_max_position_embeddings": kinds.POSITIONS,
     "rope_type": kinds.NAME,
+    "mrope_section": kinds.WIDTHS,
     "type": kinds.NAME,
     "truncate": kinds.FLAG,
 }
 _DEFAULT_THETA = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5}
+_DEFAULT_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
 _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
 
 
@@ -73,6 +77,7 @@ class DecoderConfig:
         max_positions: the context length the model was made for; informative.
         initializer_range: standard deviation of freshly drawn weights.
         model_type: Hugging Face's name of the architecture.
+        vision: the tower beside it, or None for a model of text.
     """
 
     vocab_size: int
@@ -94,6 +99,7 @@ class DecoderConfig:
     max_positions: int = 2048
     initializer_range: float = 0.02
     model_type: str = "llama"
+    vision: VisionConfig | None = None
 
     def __post_init__(self):
         """Fill in ``windows`` and refuse shapes that cannot be."""
@@ -146,7 +152,7 @@ class DecoderConfig:
             head_dim=_head_dim(fields, model_type),
             activation=fields.get("hidden_act") or "silu",
             rms_norm_eps=float(_first(fields.get("rms_norm_eps"), _DEFAULT_EPS.get(model_type, 1e-6))),
-            rope=_rope(fields, model_type),
+            rope=_with_sections(_rope(fields, model_type), fields, model_type),
             windows=_windows(fields, model_type),
             qkv_bias=True if qwen2_like else attention_bias,
             output_bias=False if qwen2_like else attention_bias,
@@ -156,6 +162,9 @@ class DecoderConfig:
             max_positions=fields.get("max_position_embeddings") or 2048,
             initializer_range=float(_first(fields.get("initializer_range"), 0.02)),
             model_type=model_type,
+            vision=read_vision(config, fields["vocab_size"], fields["hidden_size"])
+            if model_type in VISION_TYPES
+            else None,
         )
 
 
@@ -265,6 +274,23 @@ def _rope(fields: Mapping[str, Any], model_type: str) -> RopeConfig:
         truncate=bool(scaling.get("truncate", True)),
         attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
     )
+
+
+def _with_sections(rope: RopeConfig, fields: Mapping[str, Any], model_type: str) -> RopeConfig:
+    """With the shares of time, row and column among the frequencies, in models that see pictures."""
+    if model_type not in VISION_TYPES:
+        return rope
+    scaling, half = (
+        fields.get("rope_scaling") or fields.get("rope_parameters") or {},
+        _head_dim(fields, model_type) // 2,
+    )
+    given = scaling.get("mrope_section")
+    sections = tuple(_DEFAULT_SECTIONS[model_type] if given is None else given)
+    if given is None and sum(sections) != half:
+        return rope  # without pictures the three positions agree
+    if len(sections) != 3 or sum(sections) != half:
+        raise ValueError(f"mrope_section must be three numbers that add up to {half}, got {shown(list(sections))}")
+    return dataclasses.replace(rope, sections=sections, interleaved=model_type == "qwen3_vl")
 
 
 def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:

@@ -4,9 +4,18 @@ from grpo_jax.models.hf.folder import (
     LoadedPolicy,
     load_folder,
     load_tokenizer,
+    load_tower,
     model_config,
     resolve_folder,
     save_folder,
 )
 
-__all__ = ["LoadedPolicy", "load_folder", "load_tokenizer", "model_config", "resolve_folder", "save_folder"]
+__all__ = [
+    "LoadedPolicy",
+    "load_folder",
+    "load_tokenizer",
+    "load_tower",
+    "model_config",
+    "resolve_folder",
+    "save_folder",
+]

@@ -15,17 +15,19 @@ from safetensors import SafetensorError
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models.families import ModelConfig, read_config
 from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
+from grpo_jax.models.hf.names import flatten, name_table, shapes, tower_table
 from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import (
     INDEX,
     TensorFiles,
-    flatten,
     read_json,
     read_params,
-    shapes,
+    read_tower,
     weight_files,
     write_shard,
 )
+from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.vision.tower import tower_shapes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -43,6 +45,7 @@ class LoadedPolicy(NamedTuple):
         pad_id: id used to fill up; the first of ``eos_ids`` where the folder names none.
         folder: where it was loaded from.
         name: what others can load it by: the hub id, or the folder's absolute path.
+        visual: its vision tower's parameters, ``{"params": params, "visual": visual}``; None if it was not asked for.
     """
 
     config: ModelConfig
@@ -52,6 +55,7 @@ class LoadedPolicy(NamedTuple):
     pad_id: int
     folder: Path
     name: str
+    visual: dict[str, Any] | None = None
 
 
 def load_folder(
@@ -60,14 +64,17 @@ def load_folder(
     param_dtype: str | None = "float32",
     tokenizer: bool = True,
     put: Callable[[Any], Any] | None = None,
+    vision: bool = False,
 ) -> LoadedPolicy:
-    """Load a Llama, Qwen2, Qwen3, GPT-2 or Qwen-VL folder (of the last, the language model).
+    """Load a Llama, Qwen2, Qwen3, GPT-2 or Qwen-VL folder.
 
     Args:
         folder: a local folder, or a hub id.
         param_dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the folder's.
         tokenizer: whether to load the tokenizer too.
         put: takes the parameters from host memory to their devices; None copies them to the first.
+        vision: whether to load the vision tower too, where there is one (``load_tower``); without pictures it is not
+            needed.
 
     Raises:
         UserError: if something is missing, truncated, or of an unsupported kind; says how to mend it.
@@ -80,15 +87,42 @@ def load_folder(
     config = model_config(folder, raw)
     loaded = load_tokenizer(folder) if tokenizer else None  # before the weights, which take long
     eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, loaded)
+    params = (put or _copied)(_read_weights(read_params, folder, config, param_dtype))
+    policy = LoadedPolicy(config, params, loaded, eos_ids, pad_id, folder, name)
+    if vision and getattr(config, "vision", None) is not None:
+        policy = policy._replace(visual=load_tower(policy, param_dtype=param_dtype, put=put))
+    return policy
+
+
+def load_tower(
+    loaded: LoadedPolicy, *, param_dtype: str | None = "float32", put: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
+    """Load the vision tower of a policy's folder.
+
+    Args:
+        loaded: the policy, whose config has a tower.
+        param_dtype: as in ``load_folder``.
+        put: takes ``{"visual": parameters}`` from host memory to their devices; None copies them to the first.
+
+    Raises:
+        UserError: if a tensor is missing, truncated, or of an unsupported kind.
+    """
+    host = _read_weights(read_tower, loaded.folder, loaded.config, param_dtype)
+    return (put or _copied)({VISUAL: host})[VISUAL]
+
+
+def _read_weights(read: Callable[..., Any], folder: Path, config: ModelConfig, param_dtype: str | None) -> Any:
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
     try:
-        host = read_params(config, TensorFiles(weight_files(folder)), dtype)
+        return read(config, TensorFiles(weight_files(folder)), dtype)
     except UserError as error:
         named = str(folder) in str(error)
         raise error if named else UserError(f"cannot load the policy in {folder}: {error}") from error
-    # A copy, since JAX may alias host memory and aliased buffers cannot be donated.
-    params = put(host) if put else jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), host)
-    return LoadedPolicy(config, params, loaded, eos_ids, pad_id, folder, name)
+
+
+def _copied(tree: Any) -> Any:
+    # JAX may alias host memory, and aliased buffers cannot be donated.
+    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -103,12 +137,31 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except BaseException as error:  # bare Exceptions of many kinds, and panics of Rust, which are none
         if not is_failure(error):
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise UserError(f"cannot load the tokenizer in {folder}: {reason}; copy its files again") from error
+    template = _processor_template(folder)
+    if template is not None and "image" not in (getattr(tokenizer, "chat_template", None) or ""):
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _processor_template(folder: Path) -> str | None:
+    """The chat template with pictures that folders of 2024 keep apart from the tokenizer's own; None if there is none.
+
+    Raises:
+        UserError: its file is broken.
+    """
+    path = folder / "chat_template.json"
+    if not path.is_file():
+        return None
+    template = read_json(path).get("chat_template")
+    if not isinstance(template, str):
+        raise UserError(f"{path}: chat_template must be text, got {shown(template)}")
+    return template
 
 
 def save_folder(
@@ -119,17 +172,18 @@ def save_folder(
     *,
     dtype: str | None = None,
 ) -> None:
-    """Write a folder that transformers loads: the source's with the language model's weights replaced.
+    """Write a folder that transformers loads: the source's with the policy's weights replaced.
 
-    Configuration, tokenizer and vision weights are the source's. The folder appears at once when it is
-    complete, replacing an earlier export. Weights loaded and saved without a change are bit-equal.
+    Configuration and tokenizer are the source's, and so is the vision tower unless the parameters hold one. The folder
+    appears at once when it is complete, replacing an earlier export. Weights loaded and saved without a change are
+    bit-equal.
 
     Args:
         folder: where to write.
         source_folder: the folder that the policy came from.
         config: the decoder's configuration.
-        params: its parameters, adapters merged (``lora.merge`` or ``lora.merging``).
-        dtype: of the language model's weights; None keeps each tensor's dtype in the source.
+        params: its parameters, adapters merged (``lora.merge`` or ``lora.merging``); with ``visual`` the tower's too.
+        dtype: of the weights in params; None keeps each tensor's dtype in the source.
 
     Raises:
         UserError: if the folder cannot be written or is in use for something else.
@@ -144,8 +198,11 @@ def save_folder(
         with new_folder(folder) as work:
             shards = weight_files(source)
             files = TensorFiles(shards)
+            table = name_table(config, files.names)
+            if VISUAL in params:
+                table |= tower_table(config, files.names)
             for shard in shards:
-                write_shard(work / shard.name, shard, config, files, leaves, dtype and jnp.dtype(dtype))
+                write_shard(work / shard.name, shard, table, files, leaves, dtype and jnp.dtype(dtype))
             _copy_rest(source, work, dtype)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write the policy to {folder}: {error}") from error
@@ -243,7 +300,10 @@ def _is_id(value: Any, vocab_size: int) -> bool:
 
 
 def _checked_leaves(config: ModelConfig, params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    leaves, expected = flatten(params), flatten(shapes(config))
+    expected = shapes(config)
+    if VISUAL in params:
+        expected = {**expected, VISUAL: tower_shapes(config.vision)}
+    leaves, expected = flatten(params), flatten(expected)
     wrong = sorted(
         ".".join(path)
         for path in leaves.keys() | expected.keys()

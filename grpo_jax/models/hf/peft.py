@@ -7,9 +7,11 @@ same holds for GPT-2, whose Conv1D modules store their own weight the other way 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +22,11 @@ from safetensors.numpy import save_file
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
-from grpo_jax.models.hf.weights import TensorFiles, listed, read_json, shapes
-from grpo_jax.models.lora import LoraConfig, check_targets
+from grpo_jax.models.hf.names import shapes
+from grpo_jax.models.hf.weights import TensorFiles, listed, read_json
+from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -58,11 +63,12 @@ def save_adapters(
     folder = Path(folder)
     refuse_foreign(folder, CONFIG, "a folder of adapters")
     tensors = {}
-    for name in lora.targets:
-        for factor in _FACTORS:
-            stacked = np.asarray(jax.device_get(adapters["layers"][name][factor]), np.float32)
+    for part in _parts(config):
+        for name, factor in product(_targets_of(lora, part), _FACTORS):
+            stacked = np.asarray(jax.device_get(_layers(adapters, part)[name][factor]), np.float32)
             for layer, value in enumerate(stacked):
-                tensors[_tensor(config, _prefix(config), layer, name, factor)] = np.ascontiguousarray(value.T)
+                module = part.module(part.prefixes[0], layer, name)
+                tensors[_tensor(module, factor)] = np.ascontiguousarray(value.T)
     try:
         with new_folder(folder) as work:
             described = json.dumps(_describe(lora, config, base), indent=2)
@@ -81,7 +87,7 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
 
     Returns:
         Rank, alpha and targets, and the ``lora`` collection: per target ``a`` [layers, in, rank] and
-        ``b`` [layers, rank, out], float32.
+        ``b`` [layers, rank, out], float32; those of a vision tower in ``visual``.
 
     Raises:
         UserError: naming what is missing or unsupported: DoRA, rank-stabilised scales, biases, ranks that differ
@@ -95,10 +101,13 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
     raw, files = read_json(folder / CONFIG), TensorFiles([folder / WEIGHTS])
     try:
         _refuse_unsupported(raw)
-        prefix = _found_prefix(config, files.names)
-        lora = LoraConfig(raw.get("r"), float(raw.get("lora_alpha") or 0), _targets(raw, config, prefix))
-        check_targets(lora, family_of(config).projections, config.model_type)
-        return lora, _read(files, lora, config, prefix)
+        prefixes = [_found_prefix(config, part, files.names) for part in _parts(config)]
+        found = [_targets(raw, part, prefix) for part, prefix in zip(_parts(config), prefixes, strict=True)]
+        if not found[0]:
+            projections = tuple(_parts(config)[0].modules)
+            raise ValueError(f"target_modules={raw.get('target_modules')!r} reaches none of {projections}")
+        lora = LoraConfig(raw.get("r"), float(raw.get("lora_alpha") or 0), *found)
+        return lora, _read(files, lora, config, prefixes)
     except (ValueError, TypeError, re.error) as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
 
@@ -106,11 +115,11 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
 def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> dict[str, Any]:
     """The contents of adapter_config.json."""
     naming = family_of(config).naming
-    modules = naming.modules
     if naming.beside:  # a list would also reach modules of the same names in the vision tower
-        chosen = "|".join(re.escape(modules[name]) for name in lora.targets)
-        targets: str | list[str] = rf"{re.escape(_prefix(config))}layers\.\d+\.({chosen})"
+        parts = ((part, _targets_of(lora, part)) for part in _parts(config))
+        targets: str | list[str] = "|".join(part.pattern(names) for part, names in parts if names)
     else:
+        modules = naming.modules
         tails = [module.rpartition(".")[2] for module in modules.values()]
         chosen = {name: modules[name].rpartition(".")[2] for name in lora.targets}
         targets = [tail if tails.count(tail) == 1 else modules[name] for name, tail in chosen.items()]
@@ -131,26 +140,64 @@ def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> dict[str, Any
     }
 
 
-def _prefix(config: ModelConfig) -> str:
-    """Where transformers' model keeps its language model; the base's folder may name its tensors otherwise."""
-    return family_of(config).naming.prefixes[0]
+class _Part(NamedTuple):
+    """A stack of layers that adapters can be on: the decoder's, or a vision tower's.
+
+    Attributes:
+        path: where it is in parameters and adapters.
+        prefixes: what its modules' names may begin with; the first is transformers' own model's.
+        modules: projection → the rest of the module's name, with {} for the layer.
+        layers: how many.
+    """
+
+    path: tuple[str, ...]
+    prefixes: tuple[str, ...]
+    modules: Mapping[str, str]
+    layers: int
+
+    def module(self, prefix: str, layer: int, name: str) -> str:
+        """Name of a module."""
+        return f"{prefix}{self.modules[name].format(layer)}"
+
+    def pattern(self, names: Iterable[str]) -> str:
+        """A pattern of the modules of these projections in transformers' own model."""
+        escaped = (re.escape(self.modules[name]).replace(re.escape("{}"), r"\d+") for name in names)
+        return f"{re.escape(self.prefixes[0])}({'|'.join(escaped)})"
 
 
-def _module(config: ModelConfig, prefix: str, layer: int, name: str) -> str:
-    naming = family_of(config).naming
-    return f"{prefix}{naming.layers}.{layer}.{naming.modules[name]}"
+def _parts(config: ModelConfig) -> tuple[_Part, ...]:
+    """The decoder, and the vision tower where there is one."""
+    family, vision = family_of(config), getattr(config, "vision", None)
+    naming = family.naming
+    modules = {name: f"{naming.layers}.{{}}.{naming.modules[name]}" for name in family.projections}
+    decoder = _Part((), naming.prefixes, modules, config.num_layers)
+    if vision is None:
+        return (decoder,)
+    tower = TOWERS[vision.family]
+    modules = {name: tower.names[f"layers/{name}"] for name in tower.projections}
+    return decoder, _Part((VISUAL,), naming.beside[::-1], modules, vision.depth)
 
 
-def _tensor(config: ModelConfig, prefix: str, layer: int, name: str, factor: str) -> str:
-    return f"{_ROOT}{_module(config, prefix, layer, name)}.{_FACTORS[factor]}.weight"
+def _targets_of(lora: LoraConfig, part: _Part) -> tuple[str, ...]:
+    return lora.vision if part.path else lora.targets
 
 
-def _found_prefix(config: ModelConfig, names: Mapping[str, Any]) -> str:
+def _layers(tree: Mapping[str, Any], part: _Part) -> Mapping[str, Any]:
+    return reduce(lambda node, key: node[key], (*part.path, "layers"), tree)
+
+
+def _tensor(module: str, factor: str) -> str:
+    return f"{_ROOT}{module}.{_FACTORS[factor]}.weight"
+
+
+def _found_prefix(config: ModelConfig, part: _Part, names: Iterable[str]) -> str:
     """The prefix that an adapter's tensors use: that of the whole model, or of a part that was adapted alone."""
-    naming = family_of(config).naming
-    for prefix in naming.prefixes:
-        if any(name.startswith(f"{_ROOT}{prefix}{naming.layers}.") for name in names):
+    names, start = list(names), next(iter(part.modules.values())).partition("{}")[0]
+    for prefix in part.prefixes:
+        if any(name.startswith(f"{_ROOT}{prefix}{start}") for name in names):
             return prefix
+    if part.path:
+        return part.prefixes[0]
     raise ValueError(f"its tensors are not those of a {config.model_type!r} model, such as {next(iter(names), 'none')}")
 
 
@@ -168,7 +215,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not supported")
 
 
-def _targets(raw: Mapping[str, Any], config: ModelConfig, prefix: str) -> tuple[str, ...]:
+def _targets(raw: Mapping[str, Any], part: _Part, prefix: str) -> tuple[str, ...]:
     """The projections that target_modules (list of endings, pattern, or "all-linear") reaches, by PEFT's own rules."""
 
     def reached(wanted: Any, module: str) -> bool:
@@ -176,9 +223,9 @@ def _targets(raw: Mapping[str, Any], config: ModelConfig, prefix: str) -> tuple[
             return wanted.lower() == "all-linear" or re.fullmatch(wanted, module) is not None
         return any(module == ending or module.endswith(f".{ending}") for ending in wanted or ())
 
-    targets, projections = [], tuple(family_of(config).projections)
-    for name in projections:
-        modules = [_module(config, prefix, layer, name) for layer in range(config.num_layers)]
+    targets = []
+    for name in part.modules:
+        modules = [part.module(prefix, layer, name) for layer in range(part.layers)]
         adapted = [
             reached(raw.get("target_modules"), module) and not reached(raw.get("exclude_modules"), module)
             for module in modules
@@ -186,20 +233,20 @@ def _targets(raw: Mapping[str, Any], config: ModelConfig, prefix: str) -> tuple[
         if any(adapted) and not all(adapted):
             raise ValueError(f"target_modules reaches {name} in a part of the layers, which is not supported")
         targets += [name] * all(adapted)
-    if not targets:
-        raise ValueError(f"target_modules={raw.get('target_modules')!r} reaches none of {projections}")
     return tuple(targets)
 
 
-def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefix: str) -> dict[str, Any]:
+def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: Sequence[str]) -> dict[str, Any]:
     """The ``lora`` collection; what does not fit is named before anything is read."""
-    kernels, layers = shapes(config)["layers"], range(config.num_layers)
+    parts, kernels = _parts(config), shapes(config)
+    if config_vision := getattr(config, "vision", None):
+        kernels = {**kernels, VISUAL: tower_shapes(config_vision)}
     expected = {}
-    for name in lora.targets:
-        width_in, width_out = kernels[name]["kernel"].shape[1:]
-        for layer in layers:
-            expected[_tensor(config, prefix, layer, name, "a")] = (lora.rank, width_in)
-            expected[_tensor(config, prefix, layer, name, "b")] = (width_out, lora.rank)
+    for part, prefix in zip(parts, prefixes, strict=True):
+        for name, layer in product(_targets_of(lora, part), range(part.layers)):
+            width_in, width_out = _layers(kernels, part)[name]["kernel"].shape[1:]
+            module = part.module(prefix, layer, name)
+            expected |= {_tensor(module, "a"): (lora.rank, width_in), _tensor(module, "b"): (width_out, lora.rank)}
     problems = [f"{name} is missing" for name in expected if name not in files.names]
     problems += [f"{name} is unexpected" for name in files.names if name not in expected]
     problems += [
@@ -210,8 +257,15 @@ def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefix: str
     if problems:
         raise ValueError(f"the weights beside it do not fit: {listed(problems)}")
 
-    def stacked(name: str, factor: str) -> jax.Array:
-        read = (files.read_finite(_tensor(config, prefix, layer, name, factor), np.float32) for layer in layers)
-        return jnp.array(np.stack([value.T for value in read]))
+    def stacked(part: _Part, prefix: str, name: str, factor: str) -> jax.Array:
+        modules = (part.module(prefix, layer, name) for layer in range(part.layers))
+        return jnp.array(np.stack([files.read_finite(_tensor(own, factor), np.float32).T for own in modules]))
 
-    return {"layers": {name: {factor: stacked(name, factor) for factor in _FACTORS} for name in lora.targets}}
+    adapters = {}
+    for part, prefix in zip(parts, prefixes, strict=True):
+        own = {
+            name: {factor: stacked(part, prefix, name, factor) for factor in _FACTORS}
+            for name in _targets_of(lora, part)
+        }
+        adapters |= {"layers": own} if not part.path else {VISUAL: {"layers": own}} if own else {}
+    return adapters

@@ -7,7 +7,7 @@ marks switched off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,10 +34,16 @@ def chat_renderer(tokenizer: Any, **switches: Any) -> Callable[[str], str]:
         UserError: (``render``) the template fails, does what the sandbox forbids, or writes nothing.
     """
 
-    def render(content: str) -> str:
-        turn = [{"role": "user", "content": content}]
+    render_messages = messages_renderer(tokenizer, **switches)
+    return lambda content: render_messages([{"role": "user", "content": content}])
+
+
+def messages_renderer(tokenizer: Any, **switches: Any) -> Callable[[Sequence[dict[str, Any]]], str]:
+    """render(messages) → the chat template's text for a conversation, with the answer left open; as `chat_renderer`."""
+
+    def render(messages: Sequence[dict[str, Any]]) -> str:
         try:
-            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **switches)
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **switches)
         except Exception as error:  # a template is a program: it raises what it likes
             reason = f"{type(error).__name__}: {_line(error)}"
             raise UserError(f"{_template(tokenizer)} failed ({reason}): mend or replace it") from error
@@ -63,7 +69,32 @@ def prompt_encoder(
         UserError: The tokenizer fails; or (``encode``) a prompt has no tokens, one that the model lacks, or text like a
             mark inside a template that does not keep it apart.
     """
-    marks = _marks(tokenizer)
+    encode = texts_encoder(
+        tokenizer, lambda texts: render(texts[0]), 1, add_special_tokens=add_special_tokens, vocab_size=vocab_size
+    )
+    return lambda prompt: encode([prompt])
+
+
+def texts_encoder(
+    tokenizer: Any,
+    render: Callable[[Sequence[str]], str],
+    count: int,
+    *,
+    add_special_tokens: bool,
+    vocab_size: int | None = None,
+    further_marks: Collection[int] = (),
+) -> Callable[[Sequence[str]], list[int]]:
+    """encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts and no others.
+
+    Args:
+        tokenizer: As `prompt_encoder`, which also says what is raised.
+        render: Puts so many texts into their frame.
+        count: How many.
+        add_special_tokens: As `prompt_encoder`.
+        vocab_size: Likewise.
+        further_marks: Tokens that no text may become, beside the special ones.
+    """
+    marks = _marks(tokenizer) | frozenset(further_marks)
 
     def tokens_of(text: str, **choices: Any) -> list[int]:
         with failures_named(tokenizer):
@@ -75,33 +106,36 @@ def prompt_encoder(
     def whole(text: str) -> list[int]:
         return tokens_of(text, add_special_tokens=add_special_tokens)
 
-    frame = render(_PLACEHOLDER)
+    held = [_PLACEHOLDER] if count == 1 else [f"{_PLACEHOLDER}{number:04d}" for number in range(count)]
+    frame = render(held)
     expected = marks_in(whole(frame))
 
-    def apart(text: str) -> list[int] | None:
-        """The prompt's part of a rendered text encoded by itself; None where the template does not show it."""
-        head, found, rest = frame.partition(_PLACEHOLDER)
-        tail = rest.rpartition(_PLACEHOLDER)[2]
-        if not (found and len(text) >= len(head + tail) and text.startswith(head) and text.endswith(tail)):
+    def apart(text: str, texts: Sequence[str]) -> list[int] | None:
+        """The texts' parts of a rendered text encoded by themselves; None where the template does not show them."""
+        cut = _around_one(frame, text) if count == 1 else _around_several(frame, held, text, texts)
+        if cut is None:
             return None
-        inner = plain_tokens(tokenizer, text[len(head) : len(text) - len(tail)])
-        outer = [tokens_of(part, add_special_tokens=False) if part else [] for part in (head, tail)]
-        before, after = _added(whole(frame), tokens_of(frame, add_special_tokens=False))
-        ids = [*before, *outer[0], *inner, *outer[1], *after]
+        ids, (before, after) = [], _added(whole(frame), tokens_of(frame, add_special_tokens=False))
+        for place, part in enumerate(cut):
+            if place % 2:
+                ids += plain_tokens(tokenizer, part)
+            elif part:
+                ids += tokens_of(part, add_special_tokens=False)
+        ids = [*before, *ids, *after]
         return ids if marks_in(ids) == expected else None
 
-    def encode(prompt: str) -> list[int]:
-        text = render(prompt)
+    def encode(texts: Sequence[str]) -> list[int]:
+        text = render(texts)
         ids = whole(text)
         if marks_in(ids) != expected:
-            ids = apart(text)
+            ids = apart(text, texts)
         if ids is None:
             raise UserError(
-                f"prompt {shown(prompt)} holds text that the tokenizer of {_folder(tokenizer)} reads as a mark, and "
-                "its template does not keep them apart: take it out"
+                f"prompt {shown(_longest(texts))} holds text that the tokenizer of {_folder(tokenizer)} reads as a "
+                "mark, and its template does not keep them apart: take it out"
             )
         if not ids:
-            raise UserError(f"prompt {shown(prompt)} has no tokens in the tokenizer of {_folder(tokenizer)}")
+            raise UserError(f"prompt {shown(_longest(texts))} has no tokens in the tokenizer of {_folder(tokenizer)}")
         if vocab_size is not None and max(ids) >= vocab_size:
             raise UserError(
                 f"the tokenizer of {_folder(tokenizer)} gives token {max(ids)}, and the model has {vocab_size} "
@@ -110,6 +144,42 @@ def prompt_encoder(
         return ids
 
     return encode
+
+
+def _longest(texts: Sequence[str]) -> str:
+    return max(texts, key=len, default="")
+
+
+def _around_one(frame: str, text: str) -> tuple[str, str, str] | None:
+    """A rendered text as what stands before its one text, that text as the template shows it, and what is behind."""
+    head, found, rest = frame.partition(_PLACEHOLDER)
+    tail = rest.rpartition(_PLACEHOLDER)[2]
+    if not (found and len(text) >= len(head + tail) and text.startswith(head) and text.endswith(tail)):
+        return None
+    return head, text[len(head) : len(text) - len(tail)], tail
+
+
+def _around_several(frame: str, held: Sequence[str], text: str, texts: Sequence[str]) -> list[str] | None:
+    """A rendered text as frame, text, frame, …; None unless each text stands there once, as it is or stripped."""
+    places = sorted((frame.find(one), number) for number, one in enumerate(held))
+    if any(place < 0 for place, _ in places) or any(frame.count(one) != 1 for one in held):
+        return None
+    parts, position, start = [], 0, 0
+    for place, number in places:
+        outer = frame[start:place]
+        if not text.startswith(outer, position):
+            return None
+        position, start = position + len(outer), place + len(held[number])
+        tail = frame[start : min((p for p, _ in places if p > place), default=len(frame))]
+        inner = next(
+            (one for one in (texts[number], texts[number].strip()) if text.startswith(one + tail, position)), None
+        )
+        if inner is None:
+            return None
+        parts += [outer, inner]
+        position += len(inner)
+    tail = frame[start:]
+    return [*parts, tail] if text[position:] == tail else None
 
 
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:

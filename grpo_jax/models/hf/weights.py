@@ -1,10 +1,10 @@
-"""Hugging Face tensor names ↔ places in the decoder's parameters, and the files that hold them."""
+"""The files that hold a policy's tensors: read into stacked parameters, and written back."""
 
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,90 +13,14 @@ from safetensors.numpy import save_file
 
 from grpo_jax.config.reading import read_json as read_json_text
 from grpo_jax.errors import UserError, said
-from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families import ModelConfig, family_of
+from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.hf.names import Place, beside, name_table, passes_through, tower_table, unflatten
 from grpo_jax.models.lora import MergedKernel
+from grpo_jax.models.vision.pictures import VISUAL
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
-
-
-class Place(NamedTuple):
-    """Where one tensor belongs.
-
-    Attributes:
-        path: keys from the parameters' root to a leaf.
-        layer: index along the leaf's first axis, or None for a leaf that is not stacked.
-        transpose: the folder stores [out, in], the decoder [in, out].
-        shape: of the tensor in the folder.
-    """
-
-    path: tuple[str, ...]
-    layer: int | None
-    transpose: bool
-    shape: tuple[int, ...]
-
-
-def shapes(config: ModelConfig) -> dict[str, Any]:
-    """The decoder's parameters as shapes; nothing is allocated."""
-    return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]
-
-
-def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Leaves of nested dictionaries by path."""
-    leaves: dict[tuple[str, ...], Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves.update(flatten(value, (*path, key)))
-        else:
-            leaves[(*path, key)] = value
-    return leaves
-
-
-def unflatten(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """Nested dictionaries from leaves by path."""
-    tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return tree
-
-
-def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
-    """Tensor name → place, in the naming that a folder with these names uses.
-
-    A tied model has no head of its own; where the folder repeats the embedding as one, both names
-    lead to the embedding.
-    """
-    names, naming = set(names), family_of(config).naming
-    embedding = f"{naming.tensors['embed_tokens']}.weight"
-    prefix = next((p for p in naming.prefixes if p + embedding in names), naming.prefixes[0])
-    head = next((h for h in naming.heads if h in names), naming.heads[0])
-    table = {}
-    for path, leaf in flatten(shapes(config)).items():
-        kind = "bias" if path[-1] == "bias" else "weight"
-        if path == ("lm_head",):
-            table[head] = Place(path, None, False, leaf.shape)
-        elif path[0] != "layers":
-            table[f"{prefix}{naming.tensors[path[0]]}.{kind}"] = Place(path, None, False, leaf.shape)
-        else:
-            transpose = naming.transposed and path[-1] == "kernel"
-            shape = leaf.shape[:0:-1] if transpose else leaf.shape[1:]
-            for layer in range(config.num_layers):
-                name = f"{prefix}{naming.layers}.{layer}.{naming.modules[path[1]]}.{kind}"
-                table[name] = Place(path, layer, transpose, shape)
-    if config.tie_word_embeddings and head in names:
-        table[head] = table[prefix + embedding]
-    return table
-
-
-def passes_through(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor is none of the language model's and goes to an export untouched."""
-    naming = family_of(config).naming
-    return name.startswith(naming.beside) or re.search(naming.constants, name) is not None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -204,22 +128,39 @@ class TensorFiles:
 
 
 def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
-    """Parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's.
+    """The decoder's parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's.
 
     Raises:
         UserError: naming tensors that are missing, unexpected, misshapen or of another kind, or one that is not finite.
     """
     table = name_table(config, files.names)
-    problems = _problems(config, table, files)
+    unknown = [name for name in files.names if name not in table and not passes_through(config, name)]
+    return _read(table, unknown, files, dtype)
+
+
+def read_tower(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
+    """The vision tower's parameters, as `read_params`.
+
+    Raises:
+        UserError: as `read_params`.
+    """
+    table = tower_table(config, files.names)
+    unknown = [name for name in files.names if name not in table and beside(config, name)]
+    return _read(table, unknown, files, dtype)[VISUAL]
+
+
+def _read(table: dict[str, Place], unknown: list[str], files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
+    problems = _problems(table, files) + [f"{name} is unexpected" for name in unknown]
     if problems:
         raise UserError(f"weights do not fit config.json: {listed(problems)}")
+    stacked = Counter(place.path for place in table.values())
     leaves: dict[tuple[str, ...], np.ndarray] = {}
     for name, place in table.items():
         value = files.read_finite(name, dtype)
-        value = value.T if place.transpose else value
+        value = value.reshape(len(value), -1).T if place.transpose else value
         if place.layer is not None:
             if place.path not in leaves:
-                leaves[place.path] = np.empty((config.num_layers, *value.shape), value.dtype)
+                leaves[place.path] = np.empty((stacked[place.path], *value.shape), value.dtype)
             leaves[place.path][place.layer] = value
         elif place.path not in leaves:
             leaves[place.path] = value
@@ -228,12 +169,10 @@ def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None)
     return unflatten(leaves)
 
 
-def _problems(config: ModelConfig, table: dict[str, Place], files: TensorFiles) -> list[str]:
+def _problems(table: dict[str, Place], files: TensorFiles) -> list[str]:
     problems = [f"{name} is missing" for name in table if name not in files.names]
     for name in files.names:
         if name not in table:
-            if not passes_through(config, name):
-                problems.append(f"{name} is unexpected")
             continue
         if files.shape(name) != table[name].shape:
             problems.append(f"{name} has shape {files.shape(name)}, expected {table[name].shape}")
@@ -251,17 +190,16 @@ def listed(problems: list[str]) -> str:
 def write_shard(
     path: Path,
     source: Path,
-    config: ModelConfig,
+    table: Mapping[str, Place],
     files: TensorFiles,
     leaves: Mapping[tuple[str, ...], Any],
     dtype: np.dtype | None,
 ) -> None:
-    """Write one file like ``source`` with the language model's tensors taken from ``leaves``.
+    """Write one file like ``source`` with the tensors of the table taken from ``leaves``.
 
     Raises:
         UserError: if a value is too large for float16.
     """
-    table = name_table(config, files.names)
     tensors = {}
     for name, where in files.names.items():
         if where != source:
@@ -280,7 +218,7 @@ def _exported(name: str, leaves: Mapping[tuple[str, ...], Any], place: Place, dt
     elif place.layer is not None:
         leaf = jax.lax.dynamic_index_in_dim(leaf, place.layer, keepdims=False)
     value = np.asarray(leaf)
-    value = value.T if place.transpose else value
+    value = value.T.reshape(place.shape) if place.transpose else value
     if dtype == np.float16 and np.abs(value.astype(np.float32)).max(initial=0.0) > np.finfo(np.float16).max:
         raise UserError(f"{name} no longer fits float16; export with dtype float32 or bfloat16")
     return value.astype(dtype)

@@ -1,0 +1,187 @@
+"""What the layers are told of the tokens that run: where they stand, what they may read, which of them are pictures."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.cache import Cache, Prefix, Rows
+from grpo_jax.models.families import ModelConfig, family_of
+from grpo_jax.models.layers import Context, Sight, Tokens
+from grpo_jax.models.vision.pictures import PictureStates
+from grpo_jax.models.vision.positions import Places, find_places
+
+
+class Prompts(NamedTuple):
+    """Prompts that run.
+
+    Attributes:
+        context: theirs alone.
+        lengths: i32 [P], real tokens.
+        advance: i32 [P], the position behind each prompt.
+    """
+
+    context: Context
+    lengths: jax.Array
+    advance: jax.Array
+
+
+def prompt_context(
+    config: ModelConfig, mask: jax.Array, tokens: jax.Array | None = None, pictures: PictureStates | None = None
+) -> Prompts:
+    """Prompts [P, L]; order is counted from each one's first real token. The tokens are looked at for pictures only."""
+    count = jnp.cumsum(mask.astype(jnp.int32), axis=1)
+    prompt, lengths = Tokens(jnp.maximum(count - 1, 0), mask), count[:, -1]
+    if pictures is None:
+        return Prompts(Context(prompt.positions, prompt), lengths, lengths)
+    places = _places(config, tokens, mask, pictures)
+    return Prompts(Context(places.positions, prompt, sight=_sight(pictures, places.index)), lengths, places.advance)
+
+
+def group_context(
+    config: ModelConfig,
+    prompts: Prompts,
+    tokens: jax.Array,
+    mask: jax.Array,
+    answers: PictureStates | None = None,
+) -> Context:
+    """Prompts followed by the tokens [P, G, T] of their groups, each row from its first place on.
+
+    Args:
+        config: the model's.
+        prompts: as they run.
+        tokens: looked at for pictures only.
+        mask: bool [P, G, T].
+        answers: pictures [P, G, I, ..] that stand among the tokens.
+    """
+    count, group, steps = tokens.shape
+    if steps == 0:
+        return prompts.context
+    ahead = jnp.arange(steps, dtype=jnp.int32)
+    order = prompts.lengths[:, None] + ahead
+    completion = Tokens(order, jnp.ones(order.shape, bool))
+    if answers is None:
+        positions = jnp.broadcast_to((prompts.advance[:, None] + ahead)[:, None], (count, group, steps))
+        index = jnp.full((count, group * steps), -1, jnp.int32)
+    else:
+        places = _places(config, tokens, mask, answers)
+        positions = prompts.advance[:, None, None, None] + places.positions
+        index = _across_group(places.index, answers)
+    return _followed(prompts.context, positions, completion, index, answers)
+
+
+def packed_context(prompts: Prompts, steps: jax.Array, mask: jax.Array) -> Context:
+    """Prompts followed by rows of several completions: the places that predict tokens number ``steps`` [P, G, T].
+
+    A place holds the token before the one it predicts. Where a completion begins that token is another's: nobody
+    reads it, and its state is not used.
+    """
+    if steps.shape[2] == 0:
+        return prompts.context
+    begins, ahead = steps == 0, jnp.maximum(steps - 1, 0)
+    order = prompts.lengths[:, None, None] + ahead
+    completion = Tokens(order, mask & ~begins, jnp.cumsum(begins, axis=-1, dtype=jnp.int32))
+    index = jnp.full((len(steps), steps[0].size), -1, jnp.int32)
+    return _followed(prompts.context, prompts.advance[:, None, None] + ahead, completion, index, None)
+
+
+def decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: int) -> Context:
+    """The token being decoded, the prompts it reads, and the slots of the cache that are written."""
+    order = prefix.lengths[:, None] + cache.length
+    completion = Tokens(order, jnp.ones(order.shape, bool))
+    positions = jnp.broadcast_to(prefix.advance[:, None] + cache.length, (len(prefix.lengths), group))
+    slots = jnp.arange(cache.keys[0].shape[-1], dtype=jnp.int32)
+    written = Tokens(prefix.lengths[:, None] + slots, (slots <= cache.length)[None])
+    prompt = Tokens(prefix.positions, prefix.mask)
+    # A constant table: XLA would compute sines and cosines anew in every layer, for every head of every token.
+    with jax.ensure_compile_time_eval():
+        places = jnp.arange(prefix.mask.shape[1] + len(slots), dtype=jnp.int32)
+        table = family_of(config).rotation(config, places)
+    rotation = table and tuple(jnp.take(part, positions, axis=0) for part in table)
+    return Context(positions, prompt, completion, written, cache.length, rotation)
+
+
+def extend_context(
+    config: ModelConfig,
+    prefix: Prefix,
+    cache: Cache,
+    tokens: jax.Array,
+    mask: jax.Array,
+    pictures: PictureStates | None = None,
+) -> tuple[Context, Rows]:
+    """Further tokens [P, G, A] of completions of different lengths, and what the cache holds with them.
+
+    Args:
+        config: the model's.
+        prefix: their prompts.
+        cache: with ``rows``; the tokens are written from slot ``length`` on.
+        tokens: looked at for pictures only.
+        mask: bool [P, G, A], True for the first tokens of each row.
+        pictures: [P, G, I, ..] that stand among the tokens.
+    """
+    before, (count, group, steps) = cache.rows, tokens.shape
+    readable = jax.lax.dynamic_update_slice_in_dim(before.mask, mask, cache.length, axis=2)
+    held = jnp.cumsum(readable, axis=-1, dtype=jnp.int32)
+    order = prefix.lengths[:, None, None] + held - readable
+    completion = Tokens(jax.lax.dynamic_slice_in_dim(order, cache.length, steps, axis=2), mask)
+    prompt = Tokens(prefix.positions, prefix.mask)
+    ahead = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+    start, sight, advance = before.advance[..., None], None, before.advance + ahead[..., -1]
+    positions = (start + ahead - mask).reshape(count, group * steps)
+    if pictures is not None:
+        places = _places(config, tokens, mask, pictures)
+        positions = (start[..., None] + places.positions).reshape(count, group * steps, 3)
+        sight = _sight(pictures, _across_group(places.index, pictures))
+        advance = before.advance + places.advance
+    context = Context(positions, prompt, completion, Tokens(order, readable), cache.length, sight=sight)
+    return context, Rows(readable, advance)
+
+
+def _places(config: Any, tokens: jax.Array, mask: jax.Array, pictures: PictureStates) -> Places:
+    if getattr(config, "vision", None) is None:
+        raise ValueError("pictures must be None for a model without a vision tower")
+    token, capacity = config.vision.image_token, pictures.states.shape[-2]
+    return find_places(tokens, mask, pictures.grid, image_token=token, capacity=capacity)
+
+
+def _across_group(index: jax.Array, pictures: PictureStates) -> jax.Array:
+    """Indices [P, G, S] into each completion's own states as indices [P, G·S] into those of its whole group."""
+    count, group, _ = index.shape
+    own = pictures.states.shape[-3] * pictures.states.shape[-2]
+    first = jnp.arange(group, dtype=jnp.int32)[:, None] * own
+    return jnp.where(index >= 0, index + first, -1).reshape(count, -1)
+
+
+def _sight(pictures: PictureStates, index: jax.Array) -> Sight:
+    def of_rows(states: jax.Array) -> jax.Array:
+        return states.reshape(states.shape[0], -1, states.shape[-1])
+
+    return Sight(of_rows(pictures.states), index, tuple(map(of_rows, pictures.deepstack)))
+
+
+def _followed(
+    context: Context, positions: jax.Array, completion: Tokens, index: jax.Array, answers: PictureStates | None
+) -> Context:
+    """Prompts followed by completions, at positions [P, G, T] or, with pictures, [P, G, T, 3]."""
+    sight = context.sight
+    if sight is None and answers is None:
+        positions = jnp.concatenate([context.positions, positions.reshape(len(positions), -1)], axis=1)
+        return Context(positions, context.prompt, completion)
+    parts = [_with_axes(context.positions, 2), _with_axes(positions, 3).reshape(len(positions), -1, 3)]
+    seen = [] if sight is None else [sight]
+    first = 0 if sight is None else sight.states.shape[1]
+    before = jnp.full(context.prompt.positions.shape, -1, jnp.int32) if sight is None else sight.index
+    if answers is not None:
+        index = jnp.where(index >= 0, index + first, -1)
+        seen.append(_sight(answers, index))
+    joined = Sight(
+        jnp.concatenate([one.states for one in seen], axis=1),
+        jnp.concatenate([before, index], axis=1),
+        tuple(jnp.concatenate(layer, axis=1) for layer in zip(*[one.deepstack for one in seen], strict=True)),
+    )
+    return Context(jnp.concatenate(parts, axis=1), context.prompt, completion, sight=joined)
+
+
+def _with_axes(positions: jax.Array, rank: int) -> jax.Array:
+    """Positions of this rank with the three axes of a text token, which agree; others as they are."""
+    return jnp.stack([positions] * 3, axis=-1) if positions.ndim == rank else positions

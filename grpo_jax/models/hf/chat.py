@@ -1,0 +1,163 @@
+"""Conversations with pictures to tokens: the chat template places them, each as many placeholders as it has tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from grpo_jax.errors import UserError, shown
+from grpo_jax.models.hf.tokens import messages_renderer, texts_encoder
+
+PICTURE = None
+"""A picture among the parts of a message."""
+_PROBE = "7316940582"
+
+
+class Fixed(NamedTuple):
+    """Text of an instruction: unlike what a user writes, what looks like a mark in it is one."""
+
+    text: str
+
+
+Part = str | Fixed | None
+"""What a message is made of: text, an instruction's text, or a picture."""
+
+
+class Message(NamedTuple):
+    """One turn of a conversation: who speaks (system, user, assistant), and its parts in order."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+    @property
+    def text(self) -> str:
+        """Its texts, pictures left out."""
+        return "".join(map(_said, self.parts))
+
+
+def _said(part: Part) -> str:
+    """What a part says; a picture says nothing."""
+    return part.text if isinstance(part, Fixed) else part or ""
+
+
+class PictureTokens(NamedTuple):
+    """The tokens of a model that sees: around a picture, and in the place of each of its merged tokens."""
+
+    start: int
+    picture: int
+    end: int
+    video: int
+
+
+def picture_tokens(vision: Any) -> PictureTokens:
+    """Those that a tower's config names."""
+    return PictureTokens(vision.vision_start_token, vision.image_token, vision.vision_end_token, vision.video_token)
+
+
+def conversation_encoder(
+    tokenizer: Any,
+    *,
+    chat: bool,
+    tokens: PictureTokens | None = None,
+    vocab_size: int | None = None,
+    **switches: Any,
+) -> Callable[[Sequence[Message], Sequence[int]], list[int]]:
+    """encode(messages, tokens of each picture) → the tokens that the answer starts from.
+
+    Placed as transformers' processor places them: where the template puts a picture, which then stands for as many
+    placeholders as the picture has merged tokens. A template that knows no pictures gets them as text before it.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        chat: Whether its chat template is used; otherwise there is one message, and its text is continued.
+        tokens: Of pictures; None for a model that sees none.
+        vocab_size: V, the model's; a token beyond it is refused.
+        **switches: What the template is told beside the messages.
+
+    Raises:
+        UserError: As `texts_encoder`; the template drops a picture; or there are pictures and the model sees none.
+    """
+    render = messages_renderer(tokenizer, **switches) if chat else _continued
+    names = [] if tokens is None else tokenizer.convert_ids_to_tokens(list(tokens[:3]))
+    mark = "".join(names)
+    knows_pictures = chat and tokens is not None and _shows_pictures(render, names[1])
+    encoders: dict[Any, Callable[[Sequence[str]], list[int]]] = {}
+
+    def content(parts: Sequence[Part]) -> Any:
+        if knows_pictures and PICTURE in parts:
+            return _content_parts(parts)
+        return "".join(mark if part is PICTURE else _said(part) for part in parts)
+
+    def encoder_of(messages: Sequence[Message], count: int) -> Callable[[Sequence[str]], list[int]]:
+        def rendered(texts: Sequence[str]) -> str:
+            left = iter(texts)
+            filled = [
+                tuple(next(left) if isinstance(part, str) else part for part in message.parts) for message in messages
+            ]
+            spoken = zip(messages, filled, strict=True)
+            return render([{"role": message.role, "content": content(parts)} for message, parts in spoken])
+
+        return texts_encoder(
+            tokenizer,
+            rendered,
+            count,
+            add_special_tokens=not chat,
+            vocab_size=vocab_size,
+            further_marks=() if tokens is None else tokens,
+        )
+
+    def encode(messages: Sequence[Message], lengths: Sequence[int] = ()) -> list[int]:
+        parts = [part for message in messages for part in message.parts]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(lengths) != parts.count(PICTURE):
+            raise ValueError(f"lengths: expected one for each of {parts.count(PICTURE)} pictures, got {len(lengths)}")
+        if lengths and tokens is None:
+            raise UserError("the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder")
+        # Texts of a conversation change from row to row, its form does not.
+        form = tuple((message.role, *("" if isinstance(p, str) else p for p in message.parts)) for message in messages)
+        if form not in encoders:
+            encoders[form] = encoder_of(messages, len(texts))
+        ids = encoders[form](texts)
+        return ids if tokens is None else _expanded(ids, tokens.picture, lengths, texts)
+
+    return encode
+
+
+def _continued(messages: Sequence[dict[str, Any]]) -> str:
+    """The frame of a prompt that is continued: none."""
+    if len(messages) > 1:
+        raise UserError("a prompt of several messages needs a chat template, and the policy's tokenizer has none")
+    return messages[0]["content"]
+
+
+def _content_parts(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """A message as templates take pictures in it; texts that touch are one."""
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        if part is PICTURE:
+            content.append({"type": "image"})
+        elif content and content[-1]["type"] == "text":
+            content[-1]["text"] += _said(part)
+        else:
+            content.append({"type": "text", "text": _said(part)})
+    return content
+
+
+def _shows_pictures(render: Callable[..., str], picture: str) -> bool:
+    """Whether a template writes a placeholder for a picture, and the text beside it as text."""
+    try:
+        text = render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": _PROBE}]}])
+    except UserError:
+        return False
+    return text.count(picture) == 1 and text.count(_PROBE) == 1 and "{'type'" not in text
+
+
+def _expanded(ids: Sequence[int], picture: int, lengths: Sequence[int], texts: Sequence[str]) -> list[int]:
+    """The tokens with each picture's placeholder as often as the picture has tokens."""
+    if ids.count(picture) != len(lengths):
+        raise UserError(
+            f"prompt {shown(max(texts, key=len, default=''))} has {len(lengths)} pictures, and the policy's chat "
+            f"template writes {ids.count(picture)} placeholders: mend or replace it"
+        )
+    left = iter(lengths)
+    return [token for one in ids for token in ([one] * next(left) if one == picture else [one])]

@@ -1,0 +1,281 @@
+"""Pictures as a folder wants them: its settings, and its Hugging Face image processor. No code of a folder is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.errors import UserError, shown
+from grpo_jax.models.families import fields as kinds
+from grpo_jax.models.hf.tokens import is_failure
+from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.vision.patches import Picture
+
+FILES = ("processor_config.json", "preprocessor_config.json")
+"""Where settings stand: under "image_processor" of the first, as transformers 5 writes them, or alone in the second."""
+TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+EDGES = {"qwen2_vl": 448, "qwen2_5_vl": 448, "qwen3_vl": 512}
+"""Pixels along the sides of a picture by default: 256 tokens, and whole windows."""
+LONGEST_SHAPE = 200
+"""The processor takes no picture whose longer side is more than so many times the other."""
+
+_PIXELS = kinds.whole(1, 2**31 - 1)
+_THREE_NUMBERS = kinds.Kind(
+    "three finite numbers",
+    lambda value: (
+        isinstance(value, list | tuple) and len(value) == 3 and all(kinds.NOT_NEGATIVE.holds(v) for v in value)
+    ),
+)
+_KINDS = {
+    **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), kinds.whole(1, 2**10)),
+    **dict.fromkeys(("min_pixels", "max_pixels"), _PIXELS),
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), kinds.FLAG),
+    "image_mean": _THREE_NUMBERS,
+    "image_std": kinds.Kind("three numbers > 0", lambda value: _THREE_NUMBERS.holds(value) and min(value) > 0),
+    "rescale_factor": kinds.POSITIVE,
+    "resample": kinds.Kind(
+        "2 (bilinear) or 3 (bicubic)", lambda value: value in (2, 3) and not isinstance(value, bool)
+    ),
+    "size": kinds.TABLE,
+    "image_processor_type": kinds.Kind(f"one of {', '.join(TYPES)}", lambda value: value in TYPES),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureSettings:
+    """How a folder's processor prepares a picture.
+
+    Attributes:
+        patch: Pixels along a patch's side.
+        merge: Patches along the side of a merged token.
+        frames: How often a still picture stands in a patch.
+        mean: Of each channel, taken off after rescaling.
+        deviation: Of each channel, divided by.
+        rescale: Factor of a pixel's value in [0, 255].
+        resample: Pillow's number of the filter: 2 bilinear, 3 bicubic.
+        least: Fewest pixels of a prepared picture.
+        most: Most pixels of one.
+        edge: Pixels along both sides of every prepared picture; 0 where each keeps its shape.
+    """
+
+    patch: int = 14
+    merge: int = 2
+    frames: int = 2
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    rescale: float = 1 / 255
+    resample: int = 3
+    least: int = 56 * 56
+    most: int = 28 * 28 * 1280
+    edge: int = 0
+
+    @property
+    def step(self) -> int:
+        """Pixels along the side of a merged token, which the sides of a prepared picture are multiples of."""
+        return self.patch * self.merge
+
+    def fitted(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of a prepared picture, in pixels: `edge`, or as the processor (`smart_resize`) chooses them.
+
+        Raises:
+            ValueError: The picture is longer than the processor takes.
+        """
+        if min(height, width) < 1 or max(height, width) > LONGEST_SHAPE * min(height, width):
+            raise ValueError(
+                f"it is {width} x {height} pixels: a side may be at most {LONGEST_SHAPE} times as long as the other"
+            )
+        if self.edge:
+            return self.edge, self.edge
+        step, rows, columns = self.step, round(height / self.step), round(width / self.step)
+        if rows * columns * step**2 > self.most:
+            scale = math.sqrt(height * width / self.most)
+            rows, columns = (max(1, math.floor(side / scale / step)) for side in (height, width))
+        elif rows * columns * step**2 < self.least:
+            scale = math.sqrt(self.least / (height * width))
+            rows, columns = (math.ceil(side * scale / step) for side in (height, width))
+        return rows * step, columns * step
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of patches of a picture of this size; raises as `fitted`."""
+        fitted = self.fitted(height, width)
+        return fitted[0] // self.patch, fitted[1] // self.patch
+
+
+def read_settings(folder: Path, vision: Any, size: int | None = None) -> PictureSettings:
+    """The settings of a folder.
+
+    Args:
+        folder: Local, of a model that sees.
+        vision: Its tower's config: patches must be cut as the tower takes them.
+        size: `edge`: 0 keeps each picture's shape; None takes the family's, as far as the folder's limits allow.
+
+    Raises:
+        UserError: There are no settings, they are of another processor, or the size does not fit them.
+    """
+    path, fields = _fields(folder)
+    try:
+        settings = _settings(fields)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+    for name, mine, its in (
+        ("patch_size", settings.patch, vision.patch),
+        ("merge_size", settings.merge, vision.merge),
+        ("temporal_patch_size", settings.frames, vision.frames),
+    ):
+        if mine != its:
+            raise UserError(f"{path}: {name} is {mine}, and the model's tower (config.json, vision_config) takes {its}")
+    edge = _default_edge(settings, EDGES.get(vision.family, 448)) if size is None else size
+    _check_edge(settings, edge)
+    return dataclasses.replace(settings, edge=edge)
+
+
+def most_patches(folder: Path, vision: Any, size: int | None = None) -> int:
+    """The most patches of a prepared picture; where a folder is not here in full, as its family usually has it.
+
+    Raises:
+        UserError: As `read_settings`.
+    """
+    if any((folder / name).is_file() for name in FILES):
+        settings = read_settings(folder, vision, size)
+    else:
+        settings = PictureSettings(
+            vision.patch, vision.merge, edge=EDGES.get(vision.family, 448) if size is None else size
+        )
+    if not settings.edge:
+        return settings.most // settings.patch**2
+    rows, columns = settings.grid(settings.edge, settings.edge)
+    return rows * columns
+
+
+def _fields(folder: Path) -> tuple[Path, Mapping[str, Any]]:
+    """The file that settings stand in, and what it says."""
+    for name in FILES:
+        path = folder / name
+        content = read_json(path) if path.is_file() else {}
+        if name == FILES[0]:
+            content = content.get("image_processor") or {}
+        if isinstance(content, Mapping) and content:
+            return path, content
+    raise UserError(
+        f"{folder} does not say how pictures are prepared: copy the model's preprocessor_config.json into it"
+    )
+
+
+def _settings(fields: Mapping[str, Any]) -> PictureSettings:
+    """Raises ValueError naming the field."""
+    kinds.check_kinds(fields, _KINDS)
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if fields.get(name) is False:
+            raise ValueError(f"{name}=False is not supported: pictures are resized, rescaled and normalised, in RGB")
+    size = fields.get("size") or {}
+    edges = {name: size[name] for name in ("shortest_edge", "longest_edge") if size.get(name) is not None}
+    kinds.check_kinds(edges, dict.fromkeys(("shortest_edge", "longest_edge"), _PIXELS), "size.")
+    found = PictureSettings()
+    least = fields.get("min_pixels") or edges.get("shortest_edge") or found.least
+    most = fields.get("max_pixels") or edges.get("longest_edge") or found.most
+    if least > most:
+        raise ValueError(f"min_pixels must be at most max_pixels, got {shown(least)} and {shown(most)}")
+    return PictureSettings(
+        patch=fields.get("patch_size") or found.patch,
+        merge=fields.get("merge_size") or found.merge,
+        frames=fields.get("temporal_patch_size") or found.frames,
+        mean=_three(fields.get("image_mean") or found.mean),
+        deviation=_three(fields.get("image_std") or found.deviation),
+        rescale=float(fields.get("rescale_factor") or found.rescale),
+        resample=int(fields.get("resample") or found.resample),
+        least=least,
+        most=most,
+    )
+
+
+def _three(values: Sequence[float]) -> tuple[float, float, float]:
+    first, second, third = map(float, values)
+    return first, second, third
+
+
+def _default_edge(settings: PictureSettings, usual: int) -> int:
+    """The family's edge, smaller or larger where the folder's limits on pixels want it."""
+    step = settings.step
+    largest = max(1, math.isqrt(settings.most) // step) * step
+    smallest = -(-math.isqrt(max(settings.least - 1, 0)) // step) * step
+    return min(max(usual // step * step, smallest, step), largest)
+
+
+def _check_edge(settings: PictureSettings, edge: int) -> None:
+    """Raises UserError for a size that the processor would change."""
+    step, pixels = settings.step, edge * edge
+    if edge % step:
+        near = max(1, round(edge / step)) * step
+        raise UserError(
+            f"data.picture_size: expected a multiple of {step}, the pixels of a token (such as {near}), got {edge}"
+        )
+    if edge and not settings.least <= pixels <= settings.most:
+        raise UserError(
+            f"data.picture_size: expected {settings.least} to {settings.most} pixels, as the policy's folder has it, "
+            f"got {edge} x {edge} = {pixels}"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- preparing
+
+
+def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Any]], list[Picture]]:
+    """prepare(pictures of Pillow, RGB) → patches and grid of each, by the folder's own image processor.
+
+    It is the one of torchvision where that is installed, else the one of Pillow; they differ in the last bits.
+
+    Raises:
+        UserError: The processor cannot be loaded.
+    """
+    processor = _load_processor(folder)
+    torch_based = "Fast" in type(processor).__name__ or getattr(processor, "backend", "") == "torchvision"
+    limits = {"shortest_edge": settings.least, "longest_edge": settings.most}
+
+    def sized(picture: Any) -> Any:
+        if not settings.edge:
+            return picture
+        side = (settings.edge, settings.edge)
+        if not torch_based:
+            return picture.resize(side, resample=settings.resample)
+        import torch
+        from torchvision.transforms.v2 import InterpolationMode
+        from torchvision.transforms.v2 import functional as transforms
+
+        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
+        mode = {2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}[settings.resample]
+        return transforms.resize(pixels, list(side), interpolation=mode, antialias=True)
+
+    def prepare(pictures: Sequence[Any]) -> list[Picture]:
+        if not pictures:
+            return []
+        made = processor(
+            images=[sized(picture) for picture in pictures],
+            size=limits,
+            return_tensors="pt" if torch_based else "np",
+        )
+        values = np.asarray(made["pixel_values"], np.float32)
+        grids = [(int(rows), int(columns)) for _, rows, columns in np.asarray(made["image_grid_thw"])]
+        ends = np.cumsum([rows * columns for rows, columns in grids])
+        return [Picture(*parts) for parts in zip(np.split(values, ends[:-1]), grids, strict=True)]
+
+    return prepare
+
+
+def _load_processor(folder: Path) -> Any:
+    """transformers' own class for what the folder names; never one of the folder's."""
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except ModuleNotFoundError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        raise UserError(f"cannot load the image processor of {folder}: {reason}; copy its files again") from error

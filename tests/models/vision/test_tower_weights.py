@@ -1,0 +1,204 @@
+"""A tower's weights: read from a folder, written back, adapted, placed; and named when something is wrong with them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import transformers  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from support import tiny_models  # noqa: E402
+from support import torch_reference as reference  # noqa: E402
+from support.vision import tiny_pictures as tiny  # noqa: E402
+
+from grpo_jax.errors import UserError  # noqa: E402
+from grpo_jax.models import hf  # noqa: E402
+from grpo_jax.models.hf.exporting import export_policy  # noqa: E402
+from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
+from grpo_jax.models.loading import load_policy  # noqa: E402
+from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
+from grpo_jax.models.sharding import shardings  # noqa: E402
+from grpo_jax.models.vision.tower import TOWERS, init_tower, make_tower, tower_shapes  # noqa: E402
+from grpo_jax.training.state import TrainState, reference_variables  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=tiny.FAMILIES)
+def world(request, tmp_path_factory):
+    return tiny.seeing(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def tensors(folder):
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def tower_of_torch(folder, rows):
+    """Tower states that transformers computes from a folder."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype="float32").eval()
+    with torch.no_grad():
+        states, deepstack = tiny.torch_states(model, rows)
+    return [state for layer in (states, *deepstack) for state in layer]
+
+
+def all_states(seen, rows):
+    return [state for layer in (seen.states, *seen.deepstack) for state in tiny.flat_states(layer, rows)]
+
+
+def assert_states_agree(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_round_trip_is_bit_equal(tmp_path, family):
+    source = reference.folder(tmp_path / "source", family, dtype=torch.bfloat16, max_shard_size="20KB")
+    assert len(list(source.glob("*.safetensors"))) > 1
+    loaded = hf.load_folder(source, tokenizer=False, vision=True)
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded.visual)} == {np.dtype("float32")}
+    hf.save_folder(tmp_path / "export", source, loaded.config, {**loaded.params, "visual": loaded.visual})
+    before, after = tensors(source), tensors(tmp_path / "export")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    assert hf.load_folder(source, tokenizer=False).visual is None
+
+
+def test_a_trained_tower_is_written_and_transformers_agrees(world, tmp_path):
+    changed = jax.tree.map(lambda leaf: leaf * 1.1 + 0.01, {**world.loaded.params, "visual": world.loaded.visual})
+    export_policy(tmp_path / "export", world.loaded, {"params": changed}, None, dtype="float32")
+    before, after = tensors(world.loaded.folder), tensors(tmp_path / "export")
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    rows = tiny.draw(world.config, seed=3)
+    ours = jax.jit(make_tower(world.config))({"params": changed}, tiny.packed(rows, world.config))
+    assert_states_agree(all_states(ours, rows), tower_of_torch(tmp_path / "export", rows))
+
+
+def test_a_frozen_tower_is_written_as_it_was(world, tmp_path):
+    changed = jax.tree.map(lambda leaf: leaf + 1, world.loaded.params)
+    variables = {"params": changed, "visual": jax.tree.map(jnp.zeros_like, world.loaded.visual)}
+    export_policy(tmp_path / "export", world.loaded, variables, None, dtype="bfloat16")
+    before, after = tensors(world.loaded.folder), tensors(tmp_path / "export")
+    tower = [name for name in before if "visual" in name]
+    assert tower and all(torch.equal(before[name], after[name]) for name in tower)
+    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+def adapted(world, rank=2):
+    """Adapters on decoder and tower, away from their start of zeros."""
+    lora = LoraConfig(rank, 7.0, ("q_proj",), tuple(TOWERS[world.config.family].projections))
+    fresh = init_adapters(world.loaded.params, jax.random.key(0), lora, world.loaded.visual)
+    rng = np.random.default_rng(1)
+    return lora, fresh, jax.tree.map(lambda leaf: leaf + jnp.asarray(0.2 * rng.normal(size=leaf.shape), "f4"), fresh)
+
+
+@pytest.mark.parametrize("world", ["qwen2_5_vl"], indirect=True)
+def test_adapters_on_the_tower(world, tmp_path):
+    lora, fresh, adapters = adapted(world)
+    rows = tiny.draw(world.config, seed=4)
+    pictures = tiny.packed(rows, world.config)
+    see = jax.jit(make_tower(world.config, lora=lora))
+    variables = world.variables | {"lora": adapters}
+    plain, start, ours = (see(v, pictures) for v in (world.variables, world.variables | {"lora": fresh}, variables))
+    jax.tree.map(np.testing.assert_array_equal, plain, start)
+    assert np.abs(ours.states - plain.states).max() > 0.1
+    # Folded into the weights they compute the same.
+    export_policy(tmp_path / "export", world.loaded, variables, lora)
+    assert_states_agree(tower_of_torch(tmp_path / "export", rows), all_states(ours, rows))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_peft_computes_what_we_compute(world, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora, _, adapters = adapted(world)
+    save_adapters(tmp_path / "adapter", adapters, lora, world.loaded.config, base=str(world.loaded.folder))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(world.loaded.folder, dtype="float32").eval()
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    reached = {name for name, part in theirs.named_modules() if isinstance(part, peft.tuners.lora.LoraLayer)}
+    count = world.loaded.config.num_layers + len(lora.vision) * world.config.depth
+    assert len(reached) == count
+    rows = tiny.draw(world.config, seed=4)
+    pictures = tiny.packed(rows, world.config)
+    ours = jax.jit(make_tower(world.config, lora=lora))(world.variables | {"lora": adapters}, pictures)
+    with torch.no_grad():
+        states, deepstack = tiny.torch_states(theirs.base_model.model, rows)
+    assert_states_agree(all_states(ours, rows), [state for layer in (states, *deepstack) for state in layer])
+    again = load_adapters(tmp_path / "adapter", world.loaded.config)
+    assert again[0] == lora
+    jax.tree.map(np.testing.assert_array_equal, again[1], adapters)
+
+
+def test_adapters_that_the_tower_has_not_are_refused(world):
+    with pytest.raises(ValueError, match=r"vision must be some of \('qkv', 'proj'.* got \['q_proj'\]"):
+        make_tower(world.config, lora=LoraConfig(2, 4.0, ("q_proj",), ("q_proj",)))
+
+
+def test_broken_towers_are_named(tmp_path):
+    source = tiny_models.qwen2_5_vl(tmp_path / "source")
+    whole = load_file(source / "model.safetensors")
+    name = "visual.blocks.0.mlp.up_proj.weight"
+
+    def load_with(**changes):
+        kept = {key: tensor for key, tensor in (whole | changes).items() if tensor is not None}
+        save_file(kept, source / "model.safetensors", metadata={"format": "pt"})
+        hf.load_folder(source, tokenizer=False)  # text needs no tower
+        hf.load_folder(source, tokenizer=False, vision=True)
+
+    for changes, message in (
+        ({name: None}, f"cannot load the policy in .*{name} is missing"),
+        ({name: whole[name].T.contiguous()}, r"has shape \(16, 24\), expected \(24, 16\)"),
+        ({"visual.blocks.7.norm1.weight": torch.ones(16)}, "visual.blocks.7.norm1.weight is unexpected"),
+        ({name: torch.full((24, 16), torch.nan)}, f"{name} holds NaN or infinite values"),
+        ({name: torch.zeros((24, 16), dtype=torch.int8)}, f"{name} has dtype I8"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_with(**changes)
+    load_with()
+
+
+def test_both_namings_of_the_tower_are_read(tmp_path):
+    source = tiny_models.qwen3_vl(tmp_path / "source")
+    before = hf.load_folder(source, tokenizer=False, vision=True)
+    renamed = {name.removeprefix("model.") if "visual" in name else name: t for name, t in tensors(source).items()}
+    assert any(name.startswith("visual.") for name in renamed)
+    save_file(renamed, source / "model.safetensors", metadata={"format": "pt"})
+    after = hf.load_folder(source, tokenizer=False, vision=True)
+    jax.tree.map(np.testing.assert_array_equal, before.visual, after.visual)
+
+
+def test_a_loaded_policy_has_its_tower_where_it_is_asked_for(tmp_path):
+    source = tiny_models.qwen2_vl(tmp_path / "source")
+    policy = load_policy(source, vision=True)
+    assert policy.variables.keys() == {"params", "visual"}
+    assert load_policy(source).variables.keys() == {"params"}
+
+
+def test_a_mesh_shares_out_what_divides(world):
+    mesh = jax.sharding.AbstractMesh((2, 2), ("fsdp", "tensor"))
+    shapes = tower_shapes(world.config)
+    placed = shardings({"visual": shapes, "params": {"visual": shapes}}, mesh)
+    kernels = [
+        (path[-2].key, place.spec)
+        for path, place in jax.tree_util.tree_flatten_with_path(placed)[0]
+        if path[-1].key == "kernel"
+    ]
+    assert kernels and all(any(spec) for _, spec in kernels)
+    _, fresh, _ = adapted(world)
+    shardings({"lora": fresh}, mesh)
+    odd = jax.sharding.AbstractMesh((3, 5), ("fsdp", "tensor"))
+    assert all(not any(place.spec) for name, place in _flat(shardings({"visual": shapes}, odd)) if "layers" in name)
+
+
+def _flat(tree):
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def test_the_reference_of_adapters_sees_with_the_same_tower():
+    variables = {"params": 1, "visual": 2, "lora": 3, "value": 4}
+    state = TrainState(jnp.zeros(()), variables, None, None, jnp.zeros(()))
+    assert reference_variables(state) == {"params": 1, "visual": 2}
+
+
+def test_a_fresh_tower_is_drawn(world):
+    drawn = init_tower(world.config, jax.random.key(0))
+    assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, world.loaded.visual)
+    assert np.std(drawn["layers"]["qkv"]["kernel"]) == pytest.approx(0.02, rel=0.1)
+    assert np.all(drawn["layers"]["norm1"]["scale"] == 1) and not np.any(drawn["layers"]["qkv"]["bias"])

@@ -1,0 +1,206 @@
+"""The vision towers against transformers: states, gradients; and what must not change them."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from support.vision import tiny_pictures as tiny  # noqa: E402
+
+from grpo_jax.models.hf.names import flatten, tower_table  # noqa: E402
+from grpo_jax.models.vision import layers  # noqa: E402
+from grpo_jax.models.vision.config import ACTIVATIONS  # noqa: E402
+from grpo_jax.models.vision.patches import Picture, pack_windows, same_size  # noqa: E402
+from grpo_jax.models.vision.pictures import Pictures  # noqa: E402
+from grpo_jax.models.vision.qwen2_5_vl import windows_of  # noqa: E402
+from grpo_jax.models.vision.tower import make_tower, with_tower  # noqa: E402
+
+REMAT = {"qwen2_vl": "none", "qwen2_5_vl": "products", "qwen3_vl": "layer"}
+
+
+@pytest.fixture(scope="module", params=tiny.FAMILIES)
+def world(request, tmp_path_factory):
+    return tiny.seeing(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def see(world):
+    return jax.jit(make_tower(world.config))
+
+
+def test_states_are_those_of_transformers(world, see):
+    rows = tiny.draw(world.config)
+    seen = see(world.variables, tiny.packed(rows, world.config))
+    with torch.no_grad():
+        expected, deepstack = tiny.torch_states(world.torch, rows)
+    assert len(seen.deepstack) == len(deepstack) == len(world.config.deepstack_layers)
+    for ours, theirs in zip((seen.states, *seen.deepstack), (expected, *deepstack), strict=True):
+        for got, wanted in zip(tiny.flat_states(ours, rows), theirs, strict=True):
+            np.testing.assert_allclose(got, wanted, atol=1e-4)
+            assert wanted.abs().max() > 1
+    np.testing.assert_array_equal(seen.grid[0], [[3, 5], [2, 2], [0, 0]])
+
+
+def test_gradients_are_those_of_torch(world):
+    rows = tiny.draw(world.config, seed=1)
+    pictures = tiny.packed(rows, world.config)
+    tower = make_tower(world.config, remat=REMAT[world.config.family])
+    rng = np.random.default_rng(2)
+    weights = [rng.normal(size=(len(picture.patches) // 4, 32)).astype(np.float32) for row in rows for picture in row]
+
+    def ours(visual):
+        seen = tower(with_tower({"params": {}}, visual, trained=True), pictures)
+        states = (flat for layer in (seen.states, *seen.deepstack) for flat in tiny.flat_states(jnp.tanh(layer), rows))
+        return sum(jnp.sum(flat * weights[i % len(weights)]) for i, flat in enumerate(states))
+
+    grads = {("visual", *path): leaf for path, leaf in flatten(jax.jit(jax.grad(ours))(world.loaded.visual)).items()}
+    world.torch.zero_grad()
+    expected, deepstack = tiny.torch_states(world.torch, rows)
+    for layer in (expected, *deepstack):
+        for state, weight in zip(layer, weights, strict=True):
+            (state.tanh() * torch.tensor(weight)).sum().backward(retain_graph=True)
+    state = {name: w for name, w in world.torch.named_parameters() if "visual" in name}
+    table = tower_table(world.loaded.config, state)
+    assert table.keys() == state.keys()
+    for name, place in table.items():
+        got = grads[place.path] if place.layer is None else grads[place.path][place.layer]
+        got = np.asarray(got.T if place.transpose else got).reshape(place.shape)
+        wanted = state[name].grad.numpy()
+        own = np.abs(wanted).max()
+        assert own > 0 and np.abs(got - wanted).max() <= 1e-3 * own + 1e-6, name
+
+
+def test_room_in_the_bucket_changes_nothing(world, see):
+    rows = tiny.draw(world.config)
+    tight = see(world.variables, tiny.packed(rows, world.config))
+    wide = see(world.variables, tiny.packed([*rows, []], world.config, slots=4, patches=96))
+    for ours, wider in zip((tight.states, *tight.deepstack), (wide.states, *wide.deepstack), strict=True):
+        for one, other in zip(tiny.flat_states(ours, rows), tiny.flat_states(wider, rows), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+    # What lies behind a picture has no influence, whatever it is.
+    pictures = tiny.packed(rows, world.config)
+    behind = np.arange(pictures.patches.shape[2]) >= np.prod(pictures.grid, axis=-1)[..., None]
+    noisy = pictures._replace(patches=np.where(behind[..., None], 1e3, pictures.patches))
+    jax.tree.map(np.testing.assert_array_equal, see(world.variables, noisy), tight)
+
+
+def test_every_row_is_seen_alone(world, see):
+    rows = tiny.draw(world.config)
+    order = [3, 1, 0, 2]
+    pictures = tiny.packed(rows, world.config)
+    straight = see(world.variables, pictures)
+    turned = see(world.variables, jax.tree.map(lambda leaf: leaf[np.array(order)], pictures))
+    jax.tree.map(
+        partial(np.testing.assert_allclose, atol=1e-5),
+        turned,
+        jax.tree.map(lambda leaf: leaf[np.array(order)], straight),
+    )
+    grouped = see(world.variables, jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), pictures))
+    assert grouped.states.shape == (2, 2, *straight.states.shape[1:])
+    np.testing.assert_allclose(grouped.states.reshape(straight.states.shape), straight.states, atol=1e-5)
+
+
+def test_where_there_is_no_picture_there_is_nothing(world):
+    config = world.config
+    patches = np.zeros((2, 1, 16, config.pixels), np.float32)
+    grid = np.zeros((2, 1, 2), np.int32)
+    pictures = Pictures(patches, grid, pack_windows(grid, 16, config))
+    tower = make_tower(config)
+
+    def total(visual, patches):
+        seen = tower({"visual": visual}, pictures._replace(patches=patches))
+        return sum(jnp.sum(jnp.exp(layer)) for layer in (seen.states, *seen.deepstack)), seen
+
+    (_, seen), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(world.loaded.visual, patches)
+    assert all(not np.any(layer) for layer in (seen.states, *seen.deepstack))
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_a_head_turns_with_row_and_column(world, see):
+    """Rotation in two dimensions: the same patches as a tall and as a wide picture are not the same."""
+    (row,) = tiny.draw(world.config, [[(4, 8)]])
+    tall = [Picture(row[0].patches, (8, 4))]
+    wide, high = (see(world.variables, tiny.packed([one], world.config)).states[0, 0, :8] for one in (row, tall))
+    assert np.abs(wide - high).max() > 0.1
+
+
+def test_narrow_types_are_near(world, see):
+    rows = tiny.draw(world.config)
+    pictures = tiny.packed(rows, world.config)
+    wide = see(world.variables, pictures)
+    narrow = jax.jit(make_tower(world.config, dtype=jnp.bfloat16))(world.variables, pictures)
+    for one, other in zip((wide.states, *wide.deepstack), (narrow.states, *narrow.deepstack), strict=True):
+        assert other.dtype == jnp.bfloat16
+        assert np.abs(np.asarray(other, np.float32) - one).mean() < 0.03 * np.abs(one).mean()
+
+
+@pytest.mark.parametrize("world", ["qwen2_5_vl"], indirect=True)
+def test_heads_that_take_turns_see_the_same(world, see, monkeypatch):
+    rows = tiny.draw(world.config)
+    pictures = tiny.packed(rows, world.config)
+
+    def total(tower, visual):
+        seen = tower({"visual": visual}, pictures)
+        return jnp.sum(seen.states**2), seen
+
+    def run():
+        tower = make_tower(world.config)
+        return jax.jit(jax.value_and_grad(partial(total, tower), has_aux=True))(world.loaded.visual)
+
+    together = run()
+    monkeypatch.setattr(layers, "_MOST_SCORES", 1)
+    for one, other in zip(*map(jax.tree.leaves, (together, run())), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(one).max())
+
+
+def test_pictures_of_one_size_where_they_are(world, see):
+    rows = tiny.draw(world.config, [[(6, 6)], [(6, 6)]])
+    patches = jnp.stack([row[0].patches for row in rows])[:, None]
+    jax.tree.map(
+        np.testing.assert_array_equal, same_size(patches, (6, 6), world.config), tiny.packed(rows, world.config)
+    )
+
+
+def test_pictures_that_do_not_fit_are_refused(world, see):
+    (row,) = tiny.draw(world.config, [[(4, 4)]])
+    with pytest.raises(ValueError, match="multiples of 2 patches, got"):
+        tiny.packed([[Picture(row[0].patches, (3, 4))]], world.config)
+    with pytest.raises(ValueError, match=r"expected \[24, 96\] for a grid of 4 x 6, got \[16, 96\]"):
+        tiny.packed([[Picture(row[0].patches, (4, 6))]], world.config)
+    with pytest.raises(ValueError, match="there are more"):
+        tiny.packed([row], world.config, patches=12)
+    pictures = tiny.packed([row], world.config)
+    with pytest.raises(ValueError, match="96 numbers"):
+        see(world.variables, pictures._replace(patches=pictures.patches[..., :-1]))
+    with pytest.raises(ValueError, match="vision=True"):
+        see({"params": world.loaded.params}, pictures)
+    if world.config.window is not None:
+        with pytest.raises(ValueError, match="windows"):
+            see(world.variables, pictures._replace(windows=None))
+
+
+def test_windows_are_those_of_transformers():
+    from transformers.vision_utils import get_vision_window_index
+
+    config = tiny.hf.model_config("tiny", tiny.reference.model("qwen2_5_vl").config.to_dict()).vision
+    config = dataclasses.replace(config, window=4)
+    for grid in ((8, 8), (6, 10), (36, 36), (2, 30), (18, 8), (2, 2)):
+        index, seams = get_vision_window_index(torch.tensor([[1, *grid]]), 2, window_size=32, patch_size=4)
+        ours = windows_of(grid, config)
+        assert ours.shape[1] == 16
+        ours = [window[window >= 0] for window in ours]
+        np.testing.assert_array_equal(np.concatenate(ours), index)
+        np.testing.assert_array_equal(np.cumsum([0] + [4 * len(window) for window in ours]), seams)
+
+
+def test_the_fast_gelu_is_that_of_transformers():
+    from transformers.activations import ACT2FN
+
+    x = np.linspace(-6, 6, 101, dtype=np.float32)
+    np.testing.assert_allclose(
+        ACTIVATIONS["quick_gelu"](jnp.asarray(x)), ACT2FN["quick_gelu"](torch.tensor(x)), atol=1e-6
+    )

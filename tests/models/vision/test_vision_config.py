@@ -1,0 +1,139 @@
+"""What is read of a vision tower in config.json: every field honoured or refused by name."""
+
+import dataclasses
+
+import pytest
+
+from grpo_jax.models.families import read_config
+from grpo_jax.models.vision.config import VisionConfig
+
+TEXT = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+TOKENS = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
+COMMON = dict(depth=3, num_heads=2, in_chans=3, patch_size=14, spatial_patch_size=14, spatial_merge_size=2)
+# The fields of the hub's folders of each family, made small.
+TOWERS = {
+    "qwen2_vl": COMMON | dict(embed_dim=16, hidden_size=32, mlp_ratio=4, temporal_patch_size=2),
+    "qwen2_5_vl": COMMON
+    | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24, window_size=112, hidden_act="silu")
+    | dict(fullatt_block_indexes=[1, 7], tokens_per_second=2, temporal_patch_size=2),
+    "qwen3_vl": dict(depth=3, num_heads=2, in_channels=3, patch_size=16, hidden_act="gelu_pytorch_tanh")
+    | dict(hidden_size=16, out_hidden_size=32, intermediate_size=24, num_position_embeddings=50)
+    | dict(deepstack_visual_indexes=[0, 2], model_type="qwen3_vl", initializer_range=0.01),
+}
+
+
+def fields(family: str, **changes) -> dict:
+    return TEXT | TOKENS | dict(model_type=family, vision_config=TOWERS[family] | changes)
+
+
+def read(family: str, **changes) -> VisionConfig:
+    vision = read_config(fields(family, **changes)).vision
+    assert vision is not None
+    return vision
+
+
+def test_flat_and_nested_folders_have_the_same_tower():
+    for family in TOWERS:
+        flat = fields(family)
+        nested = TOKENS | dict(model_type=family, text_config=TEXT, vision_config=dict(flat["vision_config"]))
+        nested["vision_config"] |= dict(model_type=f"{family}_vision", dtype="bfloat16")
+        nested["vision_config"] |= dict(rope_parameters=dict(rope_type="axial", rope_theta=10000.0))
+        assert read_config(flat) == read_config(nested)
+        assert hash(read_config(flat)) == hash(read_config(nested))
+
+
+def test_each_family_has_its_shape():
+    tokens = dict(image_token=60, video_token=61, vision_start_token=62, vision_end_token=63)
+    common = dict(depth=3, width=16, heads=2, out=32, **tokens)
+    assert read("qwen2_vl") == VisionConfig("qwen2_vl", inner=64, patch=14, **common)
+    windows = dict(window=4, full_attention_layers=(1,), activation="silu")
+    assert read("qwen2_5_vl") == VisionConfig("qwen2_5_vl", inner=24, patch=14, **windows, **common)
+    deep = dict(positions=50, deepstack_layers=(0, 2), activation="gelu_pytorch_tanh", initializer_range=0.01)
+    assert read("qwen3_vl") == VisionConfig("qwen3_vl", inner=24, patch=16, **deep, **common)
+    assert read("qwen3_vl").side == 7 and read("qwen3_vl").pixels == 3 * 2 * 16 * 16
+
+
+def test_what_a_folder_does_not_say_is_as_transformers_has_it():
+    transformers = pytest.importorskip("transformers")
+    classes = {
+        "qwen2_vl": transformers.Qwen2VLConfig,
+        "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
+        "qwen3_vl": transformers.Qwen3VLConfig,
+    }
+    for family, made in classes.items():
+        whole = made(text_config=dict(hidden_size=3584)).to_dict()
+        bare = {name: value for name, value in whole.items() if not name.endswith("token_id")} | dict(vision_config={})
+        assert read_config(whole) == read_config(bare), family
+
+
+def test_every_field_that_changes_the_tower_is_honoured():
+    changes = dict(depth=4, num_heads=4, spatial_merge_size=1, temporal_patch_size=1, initializer_range=0.5)
+    changes |= dict(
+        in_channels=1, patch_size=7, hidden_act="relu", rope_theta=5.0, rope_parameters=dict(rope_theta=5.0)
+    )
+    own = dict(
+        qwen2_vl=dict(embed_dim=32, mlp_ratio=2.5),
+        qwen2_5_vl=dict(hidden_size=32, intermediate_size=8, window_size=56, fullatt_block_indexes=[0]),
+        qwen3_vl=dict(hidden_size=32, intermediate_size=8, num_position_embeddings=9, deepstack_visual_indexes=[1]),
+    )
+    repeated = {"in_channels": "in_chans", "patch_size": "spatial_patch_size"}
+    for family in TOWERS:
+        for name, value in (changes | own[family]).items():
+            also = {repeated[name]: value} if name in repeated and repeated[name] in TOWERS[family] else {}
+            assert read(family, **{name: value}, **also) != read(family), (family, name)
+    for name in TOKENS:
+        assert read_config(fields("qwen2_vl") | {name: 5}).vision != read("qwen2_vl"), name
+
+
+def test_a_folder_without_vision_config_is_text():
+    plain = {name: value for name, value in fields("qwen2_vl").items() if name != "vision_config"}
+    assert read_config(plain).vision is None
+    assert read_config(plain) == dataclasses.replace(read_config(fields("qwen2_vl")), vision=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (
+            "qwen2_vl",
+            dict(window_size=112),
+            "vision_config: window_size=112 is not supported for model_type 'qwen2_vl'",
+        ),
+        ("qwen2_5_vl", dict(mlp_ratio=4), "mlp_ratio=4 is not supported"),
+        ("qwen3_vl", dict(fullatt_block_indexes=[0]), "fullatt_block_indexes=.* is not supported"),
+        ("qwen2_vl", dict(hidden_size=16), "vision_config.hidden_size=16 does not fit .* hidden_size=32"),
+        ("qwen3_vl", dict(out_hidden_size=64), "vision_config.out_hidden_size=64 does not fit"),
+        ("qwen2_vl", dict(in_chans=1), "in_chans=1 differs from in_channels=3"),
+        ("qwen2_vl", dict(spatial_patch_size=7), "spatial_patch_size=7 differs"),
+        ("qwen2_vl", dict(num_heads=3), "width must be a multiple of num_heads"),
+        ("qwen2_vl", dict(num_heads=8), "multiple of 4"),
+        ("qwen2_vl", dict(head_dim=4), "head_dim=4"),
+        ("qwen2_vl", dict(hidden_act="swoosh"), "vision_config.hidden_act must be one of .*swoosh"),
+        ("qwen2_vl", dict(model_type="siglip"), "model_type='siglip'"),
+        ("qwen2_vl", dict(rope_parameters=dict(rope_type="yarn")), "rope type 'yarn'"),
+        ("qwen2_vl", dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5"),
+        ("qwen2_vl", dict(attention_dropout=0.1), "attention_dropout=0.1"),
+        ("qwen2_vl", dict(qkv_bias=False), "qkv_bias=False"),
+        ("qwen2_vl", dict(patch_size=[14, 14]), r"patch_size: expected a whole number .* got \[14, 14\]"),
+        ("qwen2_vl", dict(depth=0), "depth: expected a whole number"),
+        ("qwen2_5_vl", dict(window_size=20), "window_size=20 is smaller than a merged token"),
+        (
+            "qwen3_vl",
+            dict(deepstack_visual_indexes=[0, 3]),
+            "deepstack_visual_indexes must be ascending .* of 3 layers",
+        ),
+        ("qwen3_vl", dict(deepstack_visual_indexes=[2, 0]), "deepstack_visual_indexes must be ascending"),
+        ("qwen3_vl", dict(deepstack_visual_indexes=1), "deepstack_visual_indexes: expected a list of layers"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_unsupported_fields_are_refused_by_name(family, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read(family, **changes)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="image_token_id=64 is beyond the vocabulary of 64"):
+        read_config(fields("qwen2_vl") | dict(image_token_id=64))
+    with pytest.raises(ValueError, match="vision_config: expected a table"):
+        read_config(fields("qwen2_vl") | dict(vision_config=[1]))

@@ -1,0 +1,78 @@
+"""Tiny towers of each family with the same weights as transformers', and pictures of several sizes for them."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from support import torch_reference as reference
+
+from grpo_jax.models import hf
+from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.vision.patches import Picture, pack_pictures
+from grpo_jax.models.vision.pictures import Pictures
+
+FAMILIES = tuple(reference.VISION)
+# Rows with two pictures, one that is long, none, and three: whole windows, half windows, a single merged token.
+GRIDS = (((6, 10), (4, 4)), ((2, 14),), (), ((8, 8), (10, 6), (2, 2)))
+
+
+class Seeing(NamedTuple):
+    """A family's random model.
+
+    Attributes:
+        torch: transformers'.
+        loaded: its folder as we read it, tower included.
+    """
+
+    torch: Any
+    loaded: Any
+
+    @property
+    def config(self) -> VisionConfig:
+        """The tower's."""
+        return self.loaded.config.vision
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the frozen tower."""
+        return {"params": self.loaded.params, "visual": self.loaded.visual}
+
+
+def seeing(folder, family: str, **overrides) -> Seeing:
+    """A family's random model, and its folder read."""
+    model = reference.model(family, **overrides)
+    model.save_pretrained(folder)
+    return Seeing(model, hf.load_folder(folder, tokenizer=False, vision=True))
+
+
+def draw(config: VisionConfig, grids=GRIDS, seed: int = 0) -> list[list[Picture]]:
+    """Rows of random pictures."""
+    rng = np.random.default_rng(seed)
+
+    def picture(grid):
+        return Picture(rng.standard_normal((grid[0] * grid[1], config.pixels)).astype(np.float32), grid)
+
+    return [[picture(grid) for grid in row] for row in grids]
+
+
+def packed(rows, config: VisionConfig, **shape) -> Pictures:
+    """The rows in one array."""
+    pictures = pack_pictures(rows, config, **shape)
+    assert pictures is not None
+    return pictures
+
+
+def torch_states(model, rows) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """What transformers' tower makes of all rows' pictures, one after the other; and of deepstack, by layer."""
+    everything = [picture for row in rows for picture in row]
+    patches = torch.tensor(np.concatenate([picture.patches for picture in everything]))
+    grids = torch.tensor([[1, *picture.grid] for picture in everything])
+    seen = model.model.get_image_features(patches, grids, return_dict=True)
+    return list(seen.pooler_output), [list(layer) for layer in getattr(seen, "deepstack_features", None) or ()]
+
+
+def flat_states(states, rows, merged: int = 4) -> list:
+    """Our states [P, I, M, D] of the pictures that there are, one after the other, each [its own tokens, D]."""
+    return [
+        states[i, j, : len(picture.patches) // merged] for i, row in enumerate(rows) for j, picture in enumerate(row)
+    ]

@@ -62,7 +62,7 @@ def _shifted(rewards: jax.Array, present: jax.Array) -> tuple[jax.Array, jax.Arr
     return lowest, select(present, rewards - lowest)
 
 
-def _group_mean(rewards: jax.Array, present: jax.Array) -> jax.Array:
+def group_mean(rewards: jax.Array, present: jax.Array) -> jax.Array:
     """Mean of each group's present rewards, `[P, 1, N]`; 0 where there are none."""
     lowest, shifted = _shifted(rewards, present)
     mean = masked_mean(shifted, present, axis=1, keepdims=True)
@@ -209,7 +209,7 @@ def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | No
     rewards = as_float("rewards", rewards, ndim=3)
     present = ~jnp.isnan(rewards)
     weights = as_objective_weights(weights, rewards.shape[-1], rewards.dtype)
-    total = jnp.sum(jnp.where(present, rewards, _group_mean(rewards, present)) * weights, axis=-1)
+    total = jnp.sum(jnp.where(present, rewards, group_mean(rewards, present)) * weights, axis=-1)
     return jnp.where(present.any(axis=-1), total, jnp.nan)
 
 

@@ -1,0 +1,163 @@
+"""Completions in turns: what an environment answers is read into each completion's own cache, and the policy writes on.
+
+The prompt's keys and values stay shared by its group from the first turn to the last. A turn's first token follows
+from one pass over all that was said to a completion, of whatever length (`Policy.extend`).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.models.cache import Cache, Rows
+from grpo_jax.sampling.sampler import bucket_size, check_prompts, check_room, checked_tokens, pad_rows, pad_to_bucket
+from grpo_jax.sampling.token_choice import SamplingParams
+from grpo_jax.sampling.writing import (
+    Loop,
+    Samples,
+    begin,
+    generate,
+    group_keys,
+    halves,
+    logits_of,
+    make_writer,
+    run,
+    samples_of,
+)
+
+
+class Carried(NamedTuple):
+    """What a turn leaves to the next, on the device; P may be more than the prompts, by rows of padding.
+
+    Attributes:
+        prefix: The prompts (`models.cache.Prefix`).
+        cache: What has been read of each completion, its last token left out.
+        last: i32 [P, G], that token.
+        spoke: bool [P, G], false where a completion wrote nothing in this turn.
+    """
+
+    prefix: Any
+    cache: Cache
+    last: jax.Array
+    spoke: jax.Array
+
+
+class EpisodeSampler(NamedTuple):
+    """The functions that write completions turn by turn.
+
+    Attributes:
+        begin: (variables, prompt_tokens [P, L], prompt_mask, keys [P], pictures=None) -> (Samples, Carried), the first
+            turn; arguments as `sampler.make_sampler` says.
+        go_on: (variables, carried, tokens i32 [P, G, A], mask bool [P, G, A], keys [P], active bool [P, G],
+            pictures=None) -> (Samples, Carried), the next turn: what was said to each completion after its last token,
+            padded on the right, with `PictureStates` [P, G, I, ..] where pictures are among it. Completions that are
+            not active write nothing, and may not become active again. Keys differ from turn to turn.
+    """
+
+    begin: Callable[..., tuple[Samples, Carried]]
+    go_on: Callable[..., tuple[Samples, Carried]]
+
+
+def make_episode_sampler(
+    policy,
+    params: SamplingParams,
+    *,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    allowed_tokens=None,
+) -> EpisodeSampler:
+    """Makes the functions that write episodes; of the first turn, all is as with `sampler.make_sampler`.
+
+    Args:
+        policy: Has `prefill`, `unstack`, `decode`, `extend`, `init_cache` and `head`; see `models.decoder.Policy`.
+        params: Group size, length of a turn, and distribution.
+        eos_ids: Tokens that end a turn; may be empty.
+        pad_id: Token that fills up.
+        allowed_tokens: bool [V], the tokens that may be written; None for every token.
+
+    Raises:
+        ValueError: `allowed_tokens` is not bool [V] or allows nothing.
+    """
+    allowed_tokens = checked_tokens(allowed_tokens)
+    eos_ids, pad_id = tuple(int(i) for i in eos_ids), int(pad_id)
+
+    @jax.jit
+    def first(variables, *arguments) -> tuple[Samples, Carried]:
+        loop = generate(policy, params, eos_ids, pad_id, allowed_tokens, variables, *arguments)
+        rows = Rows(
+            jnp.zeros((*loop.done.shape, 0), bool), jnp.repeat(loop.prefix.advance[:, None], params.group_size, 1)
+        )
+        return samples_of(loop), _carried(loop, rows)
+
+    @jax.jit
+    def further(variables, carried, tokens, mask, keys, active, pictures) -> tuple[Samples, Carried]:
+        (count, group), length = carried.last.shape, params.max_new_tokens
+        prefix, active = carried.prefix, active & carried.spoke
+        writer = make_writer(policy, params, eos_ids, pad_id, allowed_tokens, variables, prefix.hidden.dtype)
+        tokens = jnp.concatenate([carried.last[..., None], tokens], axis=-1)
+        mask = jnp.concatenate([active[..., None], mask & active[..., None]], axis=-1)
+        size = carried.cache.keys[0].shape[-1] + tokens.shape[-1] + length
+        cache = _grown(carried.cache, policy.init_cache(count, group, size))
+        hidden, cache = policy.extend(writer.unstacked, prefix, tokens, mask, cache, pictures)
+        said = cache.rows
+        loop = begin(prefix, group_keys(keys, group), ~active, length, pad_id, cache)
+        loop = writer.record(loop, logits_of(writer.head, hidden.reshape(count * group, -1)))
+        loop = run(writer.step, loop, length, halves(count, length, eos_ids))
+        return samples_of(loop), _carried(loop, Rows(said.mask[..., : size - length], said.advance))
+
+    def start(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> tuple[Samples, Carried]:
+        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
+        check_prompts(tokens, mask, keys)
+        check_room(getattr(policy, "max_positions", None), mask, params.max_new_tokens)
+        padded = pad_to_bucket(tokens, mask, keys, pad_id)
+        samples, carried = first(variables, *padded, pad_rows(pictures, len(padded[0])))
+        return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
+
+    def go_on(variables, carried, tokens, mask, keys, active, pictures=None) -> tuple[Samples, Carried]:
+        tokens, mask, active = np.asarray(tokens, np.int32), np.asarray(mask, bool), np.asarray(active, bool)
+        _check_answers(tokens, mask, keys, active)
+        more = carried.last.shape[0] - len(tokens)
+        longer = bucket_size(tokens.shape[-1], smallest=8) - tokens.shape[-1]
+        padded = [np.pad(array, ((0, more), (0, 0), (0, longer))) for array in (tokens, mask)]
+        keys, pictures = (pad_rows(tree, len(tokens) + more) for tree in (keys, pictures))
+        active = np.pad(active, ((0, more), (0, 0)))
+        samples, carried = further(variables, carried, *padded, keys, active, pictures)
+        return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
+
+    return EpisodeSampler(start, go_on)
+
+
+def _carried(loop: Loop, rows: Rows) -> Carried:
+    """What a turn leaves; `rows` is what was read before its first token."""
+    written = loop.mask.sum(-1, dtype=jnp.int32)
+    read = jnp.maximum(written - 1, 0)
+    own = jnp.arange(loop.mask.shape[-1]) < read[..., None]
+    rows = Rows(jnp.concatenate([rows.mask, own], axis=-1), rows.advance + read)
+    last = jnp.take_along_axis(loop.tokens, read[..., None], axis=-1)[..., 0]
+    size = jnp.int32(rows.mask.shape[-1])
+    return Carried(loop.prefix, loop.cache._replace(length=size, rows=rows), last, written > 0)
+
+
+def _grown(cache: Cache, larger: Cache) -> Cache:
+    """What a cache holds at the beginning of a larger one."""
+
+    def moved(part: jax.Array, room: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(room, part, (0,) * part.ndim)
+
+    rows = cache.rows
+    assert rows is not None  # a turn has left them
+    keys, values = (tuple(map(moved, *parts)) for parts in ((cache.keys, larger.keys), (cache.values, larger.values)))
+    room = jnp.zeros((*rows.mask.shape[:2], keys[0].shape[-1]), bool)
+    return Cache(keys, values, cache.length, Rows(moved(rows.mask, room), rows.advance))
+
+
+def _check_answers(tokens: np.ndarray, mask: np.ndarray, keys: jax.Array, active: np.ndarray) -> None:
+    if tokens.ndim != 3 or tokens.shape != mask.shape or tokens.shape[:2] != active.shape or len(keys) != len(tokens):
+        raise ValueError(
+            "tokens and mask must be [P, G, A], active [P, G] and keys [P], got the shapes "
+            f"{tokens.shape}, {mask.shape}, {active.shape} and {keys.shape}"
+        )
+    if (mask[..., 1:] & ~mask[..., :-1]).any():
+        raise ValueError("mask must be true for the first tokens of each answer and false after them")

@@ -1,0 +1,209 @@
+"""Writing completions: the loop that chooses a token, decodes it and chooses the next, inside one compiled program.
+
+A step costs a pass over the weights (`Policy.unstack` lays them apart once), the prompts' keys and values once for
+their group, the filled part of the cache, and one draw. Prompts whose whole group has ended leave in halves.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from grpo_jax.sampling.token_choice import choose_tokens
+
+Array = jax.Array | np.ndarray
+
+# A step is compiled once more for each size of the cache and for half of the prompts: only where that pays.
+_CACHE_STEP, _CACHE_SIZES = 64, 4  # tokens that are worth another size, and how many sizes at most
+_HALVING = 32  # tokens above which completions end at times that differ enough
+
+
+class Samples(NamedTuple):
+    """Completions of P prompts, on a device or fetched from it.
+
+    Attributes:
+        tokens: int32 [P, G, T], `pad_id` after the end.
+        mask: bool [P, G, T], true for tokens of the completion, the end-of-sequence token included.
+        logprobs: float32 [P, G, T] under the policy; 0 after the end.
+        sampler_logprobs: float32 [P, G, T] under the distribution drawn from; 0 after the end.
+        truncated: bool [P, G], true where no end-of-sequence token came within T tokens.
+        present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
+            what was said to it in between. None where the policy wrote all of it.
+        turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
+    """
+
+    tokens: Array
+    mask: Array
+    logprobs: Array
+    sampler_logprobs: Array
+    truncated: Array
+    present: Array | None = None
+    turn: Array | None = None
+
+
+class Loop(NamedTuple):
+    """What one decoding step hands to the next; every array begins with the axis of prompts."""
+
+    step: jax.Array
+    prefix: Any
+    keys: jax.Array
+    done: jax.Array
+    last: jax.Array
+    cache: Any
+    tokens: jax.Array
+    mask: jax.Array
+    logprobs: jax.Array
+    sampler_logprobs: jax.Array
+
+
+def begin(prefix: Any, keys: jax.Array, done: jax.Array, length: int, pad_id: int, cache: Any) -> Loop:
+    """The state before the first token, for keys [P, G]; what is done [P] or [P, G] already costs no step."""
+    slab = (*keys.shape, length)
+    return Loop(
+        step=jnp.int32(0),
+        prefix=prefix,
+        keys=keys,
+        done=jnp.broadcast_to(done.reshape(len(done), -1), keys.shape),
+        last=jnp.full(keys.shape, pad_id, jnp.int32),
+        cache=cache,
+        tokens=jnp.full(slab, pad_id, jnp.int32),
+        mask=jnp.zeros(slab, bool),
+        logprobs=jnp.zeros(slab, jnp.float32),
+        sampler_logprobs=jnp.zeros(slab, jnp.float32),
+    )
+
+
+def _unfinished(loop: Loop) -> jax.Array:
+    """Prompts with a completion that goes on, i32 scalar."""
+    return jnp.sum(~jnp.all(loop.done, axis=1))
+
+
+def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Loop:
+    """Step until so many tokens are written, or nothing is left to write; perhaps the second half at half the cost."""
+    if not halve:
+        return _run(step, loop, until, 0)
+    return _run_half(step, _run(step, loop, until, loop.done.shape[0] // 2), until)
+
+
+def _run(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, more_than: int) -> Loop:
+    """Step until so many tokens are written or no more prompts than that are unfinished."""
+    return lax.while_loop(lambda loop: (loop.step < until) & (_unfinished(loop) > more_than), step, loop)
+
+
+def _run_half(step: Callable[[Loop], Loop], loop: Loop, until: int) -> Loop:
+    """Go on with half of the prompts once the other half's groups have ended, at half the cost."""
+    half = loop.done.shape[0] // 2
+    order = jnp.argsort(jnp.all(loop.done, axis=1), stable=True)[:half]
+    few = jax.tree.map(lambda x: x[order] if x.ndim else x, loop)
+    few = _run(step, few, jnp.where(_unfinished(loop) > half, 0, until), 0)
+    return jax.tree.map(lambda x, part: x.at[order].set(part) if x.ndim else part, loop, few)
+
+
+def cache_sizes(length: int) -> list[int]:
+    """Sizes the cache grows through until it holds `length` tokens; attention reads all of the current one.
+
+    >>> cache_sizes(40), cache_sizes(200)
+    ([40], [56, 112, 168, 200])
+    """
+    parts = -(-length // _CACHE_STEP)
+    size = -(-length // min(parts, _CACHE_SIZES))
+    size = -(-size // 8) * 8
+    return [*range(size, length, size), length]
+
+
+def move(cache: Any, larger: Any) -> Any:
+    """What a cache holds, at the beginning of a larger one."""
+    return jax.tree.map(lambda part, room: lax.dynamic_update_slice(room, part, (0,) * part.ndim), cache, larger)
+
+
+class Writer(NamedTuple):
+    """One sampler's compiled parts for one set of variables: what a step is, and how the first token is chosen."""
+
+    step: Callable[[Loop], Loop]
+    record: Callable[[Loop, jax.Array], Loop]
+    head: jax.Array
+    unstacked: Any
+
+
+def make_writer(policy, params, eos_ids, pad_id, allowed_tokens, variables, dtype) -> Writer:
+    """A sampler's parts for these variables; `dtype` is that of the states."""
+    # Converted and unstacked here, not in the loop, where it would cost a pass over the weights for every token.
+    head, unstacked = policy.head(variables).astype(dtype), policy.unstack(variables)
+    _check_vocabulary(head.shape[0], eos_ids, pad_id, allowed_tokens)
+
+    def record(loop: Loop, logits) -> Loop:
+        """Choose the token of this step for every row from logits [V, P·G] and write it down."""
+        step_keys = jax.vmap(lambda key: jax.random.fold_in(key, loop.step))(loop.keys.reshape(-1))
+        choice = choose_tokens(logits, step_keys, params, allowed_tokens)
+        choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
+        active = ~loop.done
+        tokens = jnp.where(active, choice.tokens, pad_id)
+        ended = functools.reduce(jnp.logical_or, [tokens == eos for eos in eos_ids], jnp.zeros_like(active))
+        at = (..., loop.step)
+        return loop._replace(
+            step=loop.step + 1,
+            done=loop.done | ended,
+            last=tokens,
+            tokens=loop.tokens.at[at].set(tokens),
+            mask=loop.mask.at[at].set(active),
+            logprobs=loop.logprobs.at[at].set(jnp.where(active, choice.logprobs, 0.0)),
+            sampler_logprobs=loop.sampler_logprobs.at[at].set(jnp.where(active, choice.sampler_logprobs, 0.0)),
+        )
+
+    def step(loop: Loop) -> Loop:
+        hidden, cache = policy.decode(unstacked, loop.prefix, loop.last, loop.cache)
+        return record(loop._replace(cache=cache), logits_of(head, hidden.reshape(-1, hidden.shape[-1])))
+
+    return Writer(step, record, head, unstacked)
+
+
+def logits_of(head: jax.Array, hidden: jax.Array) -> jax.Array:
+    """float32 [V, rows] of states [rows, D]."""
+    return jnp.einsum("vd,rd->vr", head, hidden, preferred_element_type=jnp.float32)
+
+
+def group_keys(keys: jax.Array, group: int) -> jax.Array:
+    """[P, G] of the prompts' keys [P]."""
+    return jax.vmap(lambda key: jax.vmap(lambda g: jax.random.fold_in(key, g))(jnp.arange(group)))(keys)
+
+
+def generate(
+    policy, params, eos_ids, pad_id, allowed_tokens, variables, prompts, prompt_mask, keys, real, pictures
+) -> Loop:
+    """The compiled part, once per bucket of shapes. `real` bool [P] is false for rows added as padding."""
+    (rows, _), group, length = prompts.shape, params.group_size, params.max_new_tokens
+    seen = () if pictures is None else (pictures,)
+    prefix = policy.prefill(variables, prompts, prompt_mask, *seen)
+    writer = make_writer(policy, params, eos_ids, pad_id, allowed_tokens, variables, prefix.hidden.dtype)
+    sizes = cache_sizes(length)
+    keys = group_keys(keys, group)
+    loop = begin(prefix, keys, ~real, length, pad_id, policy.init_cache(rows, group, sizes[0]))
+    # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
+    loop = writer.record(loop, jnp.repeat(logits_of(writer.head, prefix.hidden), group, axis=1))
+    halve = halves(rows, length, eos_ids)
+    for size in sizes:
+        loop = loop._replace(cache=move(loop.cache, policy.init_cache(rows, group, size)))
+        loop = run(writer.step, loop, size, halve)
+    return loop
+
+
+def halves(rows: int, length: int, eos_ids: tuple[int, ...]) -> bool:
+    """Whether half of the prompts may go on alone."""
+    return bool(eos_ids) and rows > 1 and length > _HALVING
+
+
+def samples_of(loop: Loop) -> Samples:
+    """What has been written."""
+    return Samples(loop.tokens, loop.mask, loop.logprobs, loop.sampler_logprobs, truncated=~loop.done)
+
+
+def _check_vocabulary(size: int, eos_ids: tuple[int, ...], pad_id: int, allowed_tokens) -> None:
+    if allowed_tokens is not None and allowed_tokens.shape != (size,):
+        raise ValueError(f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed_tokens.shape}")
+    for name, ids in (("eos_ids", eos_ids), ("pad_id", (pad_id,))):
+        if any(not 0 <= i < size for i in ids):
+            raise ValueError(f"{name} must lie in [0, {size}), the vocabulary of the policy, got {ids}")

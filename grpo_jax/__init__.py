@@ -33,6 +33,7 @@ _PUBLIC = {
     "models.loading": ("LanguagePolicy", "load_policy"),
     "predict": ("load_rewriter",),
     "rollout.data": ("PromptSet",),
+    "rollout.episodes": ("Answer", "Episode", "Turn"),
     "rollout.prompts": ("make_prompt_set",),
     "sampling.sampler": ("Samples", "make_sampler"),
     "sampling.token_choice": ("SamplingParams",),

@@ -137,7 +137,7 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
         with extras_named():
             result = function()
     except (UserError, StageError) as error:
-        if debug or (isinstance(error, StageError) and error.stage == "sample"):
+        if debug or (isinstance(error, StageError) and error.stage.startswith("sample")):
             raise
         # One line whatever a user's file, or a library, put into the message.
         _complain(f"error: {' '.join(str(error).split())}")

@@ -40,6 +40,9 @@ class AlgorithmSection:
         dead_groups: Groups that teach nothing (gdpo: no reward varies in them; else: their sum does not): "keep"
             them as zeros, "drop" them out of the loss and its denominators, or "resample" other prompts for them.
         resample_rounds: Further draws of one iteration, at most, with dead_groups "resample".
+        turn_advantage: What weighs the tokens of an episode: "last", the rewards of its last turn alone, alike for all
+            turns; "return", of each turn the rewards from there on, compared with the same turn of the group.
+        turn_discount: Discount of later turns' rewards with turn_advantage "return".
     """
 
     preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo"] = "grpo"
@@ -60,6 +63,8 @@ class AlgorithmSection:
     overlong_buffer: int = 0
     dead_groups: Literal["keep", "drop", "resample"] = "keep"
     resample_rounds: int = 3
+    turn_advantage: Literal["last", "return"] = "last"
+    turn_discount: float = 1.0
 
     def __post_init__(self) -> None:
         """Checks the ranges and what does not go together."""
@@ -72,7 +77,10 @@ class AlgorithmSection:
         share, cap = self.entropy_share, self.importance_cap
         require(0 < share <= 1, "algorithm.entropy_share", "a share in (0, 1]", share)
         require(cap == 0 or cap >= 1, "algorithm.importance_cap", "0 or a number >= 1", cap)
-        advantage = self.advantage
+        discount, advantage = self.turn_discount, self.advantage
+        require(0 <= discount <= 1, "algorithm.turn_discount", "a number in [0, 1]", discount)
+        by_turn = self.turn_advantage == "last" or not self.learns_values
+        require(by_turn, "algorithm.turn_advantage", "'last' with advantage 'gae'", self.turn_advantage)
         scaled = self.scale is None or advantage == "grpo"
         require(
             scaled, "algorithm.scale", f"null with advantage {advantage!r}, which has a scale of its own", self.scale

@@ -127,6 +127,8 @@ class Config:
         require(grouped, "sampling.group_size", "at least 2 (a group is compared)", group)
         buffer, labels = self.algorithm.overlong_buffer, [reward.label for reward in self.rewards]
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
+        chat = self.sampling.turns == 1 or self.data.form != "append"
+        require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", self.sampling.turns)
         free = buffer == 0 or "overlong" not in labels
         require(free, "rewards.overlong", "another name: the penalty of algorithm.overlong_buffer has it", labels)
 

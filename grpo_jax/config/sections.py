@@ -11,20 +11,25 @@ from typing import Any, Literal
 
 from grpo_jax.config.fields import COUNT, LENGTH, may_change, require, require_sizes
 
+MOST_TURNS = 64
+
 
 @dataclass(frozen=True)
 class DataSection:
     """Prompts.
 
     Args:
-        prompts: A .jsonl or .txt file; "builtin", "builtin:plain", "builtin:attributes" or "builtin:crowded" for the
-            prompts that ship with the package; or a name that the task knows.
+        prompts: A .jsonl, .txt or .parquet file, or the folder of a saved Hugging Face data set; "builtin",
+            "builtin:plain", "builtin:attributes" or "builtin:crowded" for the prompts that ship with the package; or a
+            name that the task knows.
         held_out: Share of a file's prompts kept apart for testing (and as many for validation) if it has no
             "split" column; 0 trains on all of them, and nothing is measured before and after.
         form: "rewrite" asks the policy for a new prompt; "append" lets it continue the user's.
         instruction: What a chat policy is told in the rewrite form; {prompt} stands for the user's prompt.
             Empty: the chat template alone.
-        max_prompt_tokens: Longest prompt in policy tokens, instruction included; a longer one is an error.
+        max_prompt_tokens: Longest prompt in policy tokens, instruction and pictures included; a longer one is an error.
+        picture_size: Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for
+            Qwen3-VL), within what the policy's folder allows; 0 keeps each one's shape, as its processor does.
         allowed_tokens: What may be sampled: "all" tokens; "ascii", those of printable ASCII characters alone;
             "english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone. End tokens always may.
     """
@@ -34,12 +39,15 @@ class DataSection:
     form: Literal["rewrite", "append"] = "rewrite"
     instruction: str = ""
     max_prompt_tokens: int = 256
+    picture_size: int | None = None
     allowed_tokens: Literal["all", "ascii", "english"] = "all"
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(0 <= self.held_out < 0.5, "data.held_out", "a share in [0, 0.5)", self.held_out)
         require_sizes(self, "data.", {"max_prompt_tokens": (1, LENGTH)})
+        size = self.picture_size
+        require(size is None or 0 <= size <= LENGTH, "data.picture_size", "null, 0 or a number of pixels", size)
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,14 @@ class SamplingSection:
 
     Args:
         group_size: Completions per prompt (G).
-        max_new_tokens: Longest completion (T).
+        max_new_tokens: Longest completion (T); of an episode the longest text of one turn.
         temperature: Softmax temperature of the trained distribution.
         top_k: Draw among the k likeliest tokens; 0 for all.
         top_p: Draw within the smallest set of this probability; 1 for all.
         min_p: Drop tokens below this share of the likeliest token's probability; 0 for none.
+        turns: How often the policy writes in an episode, at most: above 1 what the task answers stands between.
+        max_answer_tokens: Most tokens that stand between two turns, the chat template's marks and the places of
+            pictures among them; a longer answer is refused as a failed judge is.
     """
 
     group_size: int = 8
@@ -61,14 +72,27 @@ class SamplingSection:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    turns: int = 1
+    max_answer_tokens: int = 64
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         ranges = {"group_size": (1, LENGTH), "max_new_tokens": (1, LENGTH), "top_k": (0, COUNT)}
+        ranges |= {"turns": (1, MOST_TURNS), "max_answer_tokens": (1, LENGTH)}
         require_sizes(self, "sampling.", ranges)
         require(self.temperature > 0, "sampling.temperature", "a number > 0", self.temperature)
         require(0 < self.top_p <= 1, "sampling.top_p", "a number in (0, 1]", self.top_p)
         require(0 <= self.min_p < 1, "sampling.min_p", "a number in [0, 1)", self.min_p)
+
+    @property
+    def written_tokens(self) -> int:
+        """Most tokens that the policy writes for one completion, all turns together."""
+        return self.turns * self.max_new_tokens
+
+    @property
+    def stream_tokens(self) -> int:
+        """Most tokens behind a prompt: what the policy writes, and what is answered between its turns."""
+        return self.written_tokens + (self.turns - 1) * self.max_answer_tokens
 
 
 @dataclass(frozen=True)

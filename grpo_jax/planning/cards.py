@@ -14,6 +14,7 @@ from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.advice import Excess
 from grpo_jax.planning.policy import GIB, PolicyMemory, policy_memory
 from grpo_jax.planning.request import MEMORY
+from grpo_jax.training.memory import Shown
 
 RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""
@@ -51,9 +52,9 @@ class Card(NamedTuple):
 class Planner:
     """Plans of configs with one policy's shape on the same devices; each shape is compiled once."""
 
-    def __init__(self, model: Any, gib: tuple[float, ...]):
-        """Takes the decoder's config and the devices' memory."""
-        self._model, self._gib = model, gib
+    def __init__(self, model: Any, gib: tuple[float, ...], shown: Shown | None = None):
+        """Takes the decoder's config, the devices' memory and the pictures that the policy is shown."""
+        self._model, self._gib, self._shown = model, gib, shown
         self._known: dict[str, PolicyMemory] = {}
 
     def policy(self, config: Config) -> PolicyMemory:
@@ -63,7 +64,7 @@ class Planner:
             section = config.policy.mesh
             try:
                 mesh = make_mesh(section.fsdp, section.tensor, jax.devices()) if section.size > 1 else None
-                self._known[key] = policy_memory(config, self._model, mesh)
+                self._known[key] = policy_memory(config, self._model, mesh, self._shown)
             except ValueError as error:  # no such projection, a weight that does not divide, too few devices
                 raise UserError(f"policy: {error}") from error
         return self._known[key]
@@ -129,15 +130,15 @@ def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
     rank = f" of rank {lora.rank}" if lora.rank else ""
     dtype = f"{section.frozen_dtype}, adapters{rank} float32" if lora.used else "float32"
     chunk = config.training.chunk_prompts or config.training.prompts_per_batch
-    tokens = (
-        f"{chunk} x ({config.data.max_prompt_tokens} + {config.sampling.group_size} x {config.sampling.max_new_tokens})"
-    )
+    sampling_of, turns = config.sampling, config.sampling.turns
+    tokens = f"{chunk} x ({config.data.max_prompt_tokens} + {sampling_of.group_size} x {sampling_of.stream_tokens})"
+    held = "tokens" if turns == 1 else f"tokens, and what {turns - 1} turns before held"
     return [
         Line("parameters", memory.weights, dtype),
         Line("optimizer state", memory.optimizer, "float32"),
         Line("reference", memory.reference, "float32" if memory.reference else no_copy),
         Line("sampling: layers apart", memory.apart, "a copy in the order of decoding", sampling),
-        Line("sampling: decode cache", memory.cache, f"{tokens} tokens", sampling),
+        Line("sampling: decode cache", memory.cache, f"{tokens} {held}", sampling),
         Line("sampling: the rest", memory.sampling, limit, sampling),
         Line("update: gradients", memory.gradients, "float32", not sampling),
         Line("update: activations", memory.update, f"{limit}; remat: {section.remat}", not sampling),

@@ -17,7 +17,7 @@ from grpo_jax.planning.advice import changes_that_fit
 from grpo_jax.planning.cards import FREE, Card, Planner
 from grpo_jax.planning.policy import GIB, PolicyMemory
 from grpo_jax.planning.request import PLAN
-from grpo_jax.planning.shapes import read_shape
+from grpo_jax.planning.shapes import read_shape, read_shown
 from grpo_jax.runs.policy import NEW
 
 _PREALLOCATED = 0.75  # JAX's default share of a card
@@ -38,9 +38,10 @@ def show_plan(config: Any, gib: tuple[float, ...]) -> int:
         raise UserError(f"{PLAN}: a {name} run has no language policy and takes little; there is nothing to plan")
     if config.policy.path == NEW:
         raise UserError(f"{PLAN}: policy.path new is made of the task's words when the run begins; it is small")
-    model, notes = read_shape(config.policy.path)
+    model = read_shape(config.policy.path)
+    shown, notes = read_shown(config, model)
     _show_devices(gib, config)
-    planner = Planner(model, gib)
+    planner = Planner(model, gib, shown)
     memory, cards = planner.policy(config), planner.cards(config)
     _tell(config, memory, cards, notes)
     full = [card for card in cards if card.excess]

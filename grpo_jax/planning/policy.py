@@ -18,8 +18,19 @@ from grpo_jax.config.run import Config
 from grpo_jax.models.quantised import count_weights
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.value_head import VALUE
+from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.rollout.turns import IN_FLIGHT
+from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.sampler import SamplingParams, bucket_size, make_sampler
-from grpo_jax.training.memory import policy_functions, state_shapes, temporary_bytes, update_bytes, weight_dtype
+from grpo_jax.training.memory import (
+    Shown,
+    picture_shapes,
+    policy_functions,
+    state_shapes,
+    temporary_bytes,
+    update_bytes,
+    weight_dtype,
+)
 from grpo_jax.training.state import TrainState, trained_weights
 
 GIB = 2**30
@@ -29,14 +40,15 @@ class PolicyMemory(NamedTuple):
     """Bytes that the policy takes on each of its devices.
 
     Attributes:
-        parameters: Of the whole policy, their number.
+        parameters: Of the whole policy, their number; without a frozen vision tower.
         trained: How many of them gradients are taken for.
         weights: Parameters and adapters.
         optimizer: Moments of the trained ones.
         reference: A copy for the KL; 0 where the base itself or nothing is the reference.
         apart: The copy of the layers that decoding reads (`Policy.unstack`).
-        cache: Keys and values of one chunk's prompts, and of their completions.
-        sampling: What sampling takes beside these.
+        cache: Keys and values of one chunk's prompts, and of their completions; of episodes also those that the turn
+            before left, and the next chunk's, which waits for its answers.
+        sampling: What sampling takes beside these, and before it the vision tower.
         gradients: Of the trained ones, float32.
         update: What the update takes beside them: activations, logits of a chunk of tokens, the optimizer's steps.
         widened: Compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds.
@@ -75,7 +87,9 @@ class PolicyMemory(NamedTuple):
         return self.gradients + self.update
 
 
-def policy_memory(config: Config, model: Any, mesh: jax.sharding.Mesh | None = None) -> PolicyMemory:
+def policy_memory(
+    config: Config, model: Any, mesh: jax.sharding.Mesh | None = None, shown: Shown | None = None
+) -> PolicyMemory:
     """Counts and compiles what `config` does with a policy of the shape `model`.
 
     Prompts are taken to be as long as data.max_prompt_tokens allows.
@@ -84,18 +98,19 @@ def policy_memory(config: Config, model: Any, mesh: jax.sharding.Mesh | None = N
         config: The run.
         model: The decoder's config (`hf.model_config`).
         mesh: The policy's devices where they are several; figures are those of one of them.
+        shown: The pictures that it is shown; None without.
 
     Raises:
         ValueError: Adapters on projections that the architecture lacks, or weights that the mesh does not divide.
     """
     narrow = {config.policy.compute_dtype, weight_dtype(config)} - {"float32"}
     widened = bool(narrow) and jax.default_backend() == "cpu"
-    state = state_shapes(config, model, mesh)
+    state = state_shapes(config, model, mesh, pictures=shown is not None)
     trained = trained_weights(state.variables)
     same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
     wide = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **same)) if widened else config
     gradients = tree_bytes(trained)
-    apart = _layers_bytes(state_shapes(wide, model, mesh))
+    apart = _layers_bytes(state_shapes(wide, model, mesh, pictures=shown is not None))
     # Where they differ in type, the head is cast once for a whole program.
     casts = weight_dtype(config) != config.policy.compute_dtype and widened
     cast = model.vocab_size * model.hidden_size * jnp.dtype(config.policy.compute_dtype).itemsize if casts else 0
@@ -107,24 +122,54 @@ def policy_memory(config: Config, model: Any, mesh: jax.sharding.Mesh | None = N
         reference=tree_bytes(state.reference),
         apart=_layers_bytes(state),
         cache=cache_bytes(config, model),
-        sampling=max(_compiled_sampling(wide, model, mesh) - apart - cache_bytes(wide, model), 0) + cast,
+        sampling=_beside_the_cache(wide, model, mesh, shown, apart) + cast,
         gradients=gradients,
-        update=max(update_bytes(wide, model, mesh) - gradients, 0) + cast,
+        update=max(update_bytes(wide, model, mesh, shown) - gradients, 0) + cast,
         widened=widened,
     )
 
 
 def cache_bytes(config: Config, model: Any) -> int:
-    """Keys and values of a chunk of prompts and of their completions: 2 · layers · K · E · (P · L + P · G · T)."""
-    prompts, length = bucket_size(_chunk(config)), bucket_size(config.data.max_prompt_tokens, smallest=8)
-    tokens = prompts * (length + config.sampling.group_size * config.sampling.max_new_tokens)
+    """Keys and values of a chunk of prompts and of their completions: 2 · layers · K · E · (P · L + P · G · T).
+
+    Of episodes T is that of all turns; the cache of the turns before the last is there until the last one's is filled
+    from it, and where chunks are on their way at once, another one's beside it.
+    """
+    section, length = config.sampling, bucket_size(config.data.max_prompt_tokens, smallest=8)
+    if section.turns == 1:
+        return _cached(config, model, length + section.group_size * section.max_new_tokens)
+    waiting = length + section.group_size * _slots(config, section.turns - 1)
+    others = min(IN_FLIGHT, config.training.prompts_per_batch // _chunk(config)) - 1
+    growing = waiting + section.group_size * _slots(config, section.turns)
+    return _cached(config, model, growing + others * waiting)
+
+
+def _slots(config: Config, turns: int) -> int:
+    """Places in the cache of an episode of so many turns: of each answer also the token before it."""
+    section = config.sampling
+    return turns * section.max_new_tokens + (turns - 1) * (bucket_size(section.max_answer_tokens, smallest=8) + 1)
+
+
+def _cached(config: Config, model: Any, tokens: int) -> int:
+    """Keys and values of so many tokens for each prompt of a chunk, on one device."""
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    size = per_token * tokens * jnp.dtype(config.policy.compute_dtype).itemsize
+    size = per_token * bucket_size(_chunk(config)) * tokens * jnp.dtype(config.policy.compute_dtype).itemsize
     return size // (config.policy.mesh.fsdp * config.policy.mesh.tensor)
 
 
+def _beside_the_cache(config: Config, model: Any, mesh: Any, shown: Shown | None, apart: int) -> int:
+    """What sampling a chunk takes beside its cache and the copy of the layers; of episodes the larger of two turns."""
+    section, length = config.sampling, bucket_size(config.data.max_prompt_tokens, smallest=8)
+    first = _cached(config, model, length + section.group_size * section.max_new_tokens)
+    beside = [_compiled_sampling(config, model, mesh, shown) - apart - first]
+    if section.turns > 1:  # the prompts' and what the turns before left come from outside
+        last = _cached(config, model, section.group_size * _slots(config, section.turns))
+        beside.append(_compiled_turn(config, model, mesh) - apart - last)
+    return max(*beside, 0)
+
+
 def _layers_bytes(state: TrainState) -> int:
-    return tree_bytes([tree.get("layers", {}) for name, tree in state.variables.items() if name != VALUE])
+    return tree_bytes([tree.get("layers", {}) for name, tree in state.variables.items() if name not in (VALUE, VISUAL)])
 
 
 def tree_size(tree: Any) -> int:
@@ -147,18 +192,48 @@ def _chunk(config: Config) -> int:
     return config.training.chunk_prompts or config.training.prompts_per_batch
 
 
-def _compiled_sampling(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> int:
-    """Temporary bytes of sampling one chunk of prompts: caches, logits, and the layers' insides."""
+def _params(config: Config) -> SamplingParams:
     section = config.sampling
-    params = SamplingParams(
+    return SamplingParams(
         section.group_size, section.max_new_tokens, section.temperature, section.top_k, section.top_p, section.min_p
     )
-    sample = make_sampler(policy_functions(config, model, mesh), params, eos_ids=(0,), pad_id=0)
+
+
+def _compiled_turn(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> int:
+    """Temporary bytes of the last turn of a chunk's episodes."""
+    sampler = make_episode_sampler(policy_functions(config, model, mesh), _params(config), eos_ids=(0,), pad_id=0)
+    prompts, section = _chunk(config), config.sampling
+    tokens = np.zeros((prompts, config.data.max_prompt_tokens), np.int32)
+    said = np.zeros((prompts, section.group_size, section.max_answer_tokens), np.int32)
+    keys = jax.random.split(jax.random.key(0), prompts)
+    heard = said, np.ones_like(said, bool), keys, np.ones(said.shape[:2], bool)
+    variables = {name: tree for name, tree in state_shapes(config, model, mesh).variables.items() if name != VALUE}
+    carried = jax.eval_shape(lambda v: sampler.begin(v, tokens, np.ones_like(tokens, bool), keys)[1], variables)
+    for _ in range(section.turns - 2):
+        carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *heard)[1], variables, carried)
+    return temporary_bytes(
+        jax.jit(lambda v, before: gather(sampler.go_on(v, before, *heard)[0], mesh)), variables, carried
+    )
+
+
+def _compiled_sampling(config: Config, model: Any, mesh: jax.sharding.Mesh | None, shown: Shown | None = None) -> int:
+    """Temporary bytes of sampling one chunk of prompts: caches, logits, and the layers' insides.
+
+    With pictures those of their states too, or of the tower that makes them, which runs before.
+    """
+    policy = policy_functions(config, model, mesh)
+    sample = make_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     tokens = np.zeros((_chunk(config), config.data.max_prompt_tokens), np.int32)
     keys = jax.random.split(jax.random.key(0), len(tokens))
 
-    def draw(variables: Any) -> Any:
-        return gather(sample(variables, tokens, np.ones_like(tokens, bool), keys), mesh)
+    def draw(variables: Any, states: Any) -> Any:
+        return gather(sample(variables, tokens, np.ones_like(tokens, bool), keys, states), mesh)
 
-    variables = state_shapes(config, model, mesh).variables
-    return temporary_bytes(jax.jit(draw), {name: tree for name, tree in variables.items() if name != VALUE})
+    variables = state_shapes(config, model, mesh, pictures=shown is not None).variables
+    variables = {name: tree for name, tree in variables.items() if name != VALUE}
+    if shown is None or not shown.prompt:
+        return temporary_bytes(jax.jit(draw), variables, None)
+    pictures = picture_shapes(model.vision, (len(tokens), shown.prompt), shown.patches)
+    states = jax.eval_shape(policy.see, variables, pictures)
+    seen = tree_bytes(pictures) + temporary_bytes(jax.jit(policy.see), variables, pictures)
+    return tree_bytes(states) + max(temporary_bytes(jax.jit(draw), variables, states), seen)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from grpo_jax.config.named import own_package
+from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models import hf
-from grpo_jax.models.families.fields import POSITIVE, WIDTH, check_kinds
+from grpo_jax.models.adapters import lora_config, needs_tower
+from grpo_jax.models.hf.processor import most_patches
 from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.vision.tower import tower_shapes
+from grpo_jax.training.memory import Shown
 
 PUBLISHED_POLICIES: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2-VL-7B-Instruct": {
@@ -27,13 +35,28 @@ PUBLISHED_POLICIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "patch_size": 14, "hidden_size": 3584},
     },
+    "Qwen/Qwen2.5-VL-7B-Instruct": {
+        "model_type": "qwen2_5_vl",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 128000,
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
+        | {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+    },
 }
 """What their config.json says, for planning where there is no connection."""
 
 
-def read_shape(path: str) -> tuple[Any, list[str]]:
-    """The decoder's config of a folder or hub id, and what to say about the rest of the model."""
-    folder = Path(os.path.expanduser(str(own_package("bridges").bundled(path, "policy") or path)))
+def read_shape(path: str) -> Any:
+    """The decoder's config of a folder or hub id."""
+    folder = policy_folder(path)
     if os.path.isfile(folder / "config.json"):
         raw = read_json(folder / "config.json")
     elif path in PUBLISHED_POLICIES:
@@ -42,17 +65,37 @@ def read_shape(path: str) -> tuple[Any, list[str]]:
         raise UserError(f"policy.path: expected a folder with config.json or a hub id, got {shown(path, 120)}")
     else:
         raw = read_json(_download_config(path))
-    notes, model = [], hf.model_config(folder, raw)
-    vision = raw.get("vision_config") or {}
-    if model.model_type == "qwen2_vl" and vision:
-        try:
-            size = vision_size(vision)
-        except (TypeError, LookupError, ValueError) as error:
-            raise UserError(
-                f"{folder / 'config.json'}: vision_config lacks a size or has a wrong one ({error})"
-            ) from error
-        notes.append(f"vision tower: {size:,} parameters, not loaded (prompts are text); an export copies them")
-    return model, notes
+    return hf.model_config(folder, raw)
+
+
+def policy_folder(path: str) -> Path:
+    """Where a policy's folder would be, by the path or name that a config has."""
+    return Path(os.path.expanduser(str(own_package("bridges").bundled(path, "policy") or path)))
+
+
+def read_shown(config: Config, model: Any) -> tuple[Shown | None, list[str]]:
+    """The pictures that the policy is shown, or None; and what to say about its vision tower."""
+    prompt, answer = config.task.count_pictures(config)
+    answers = answer * (config.sampling.turns - 1)
+    vision = getattr(model, "vision", None)
+    if vision is None:
+        if prompt or answers:
+            raise UserError(f"policy.path: {config.policy.path} has no vision tower, and there are pictures to see")
+        return None, []
+    tower = f"vision tower: {tower_size(vision):,} parameters"
+    if not prompt and not answers and not needs_tower(config.policy, lora_config(config.policy.lora, model)):
+        return None, [f"{tower}, not loaded (prompts are text); an export copies them"]
+    patches = most_patches(policy_folder(config.policy.path), vision, config.data.picture_size)
+    tokens = patches // vision.merged
+    room = config.data.max_prompt_tokens
+    if prompt * tokens > room:
+        raise UserError(
+            f"data.max_prompt_tokens: {prompt} pictures of {tokens} tokens do not fit into {room}; allow longer ones, "
+            "or choose a smaller data.picture_size"
+        )
+    trained = "trained" if config.policy.vision == "train" else "frozen"
+    places = f"{prompt} in a prompt" + (f", {answers} among the turns" if answers else "")
+    return Shown(prompt, answers, patches), [f"{tower}, {trained}; pictures of {tokens} tokens: {places}"]
 
 
 def _download_config(name: str) -> Path:
@@ -67,12 +110,6 @@ def _download_config(name: str) -> Path:
         ) from error
 
 
-def vision_size(vision: dict[str, Any]) -> int:
-    """Numbers in Qwen2-VL's vision tower: patches, blocks of two norms, attention and MLP, and the merger."""
-    check_kinds(vision, dict.fromkeys(("embed_dim", "patch_size", "depth", "hidden_size"), WIDTH))
-    check_kinds(vision, {"mlp_ratio": POSITIVE})
-    width, patch = vision["embed_dim"], vision["patch_size"]
-    inner, merged = int(width * vision["mlp_ratio"]), 4 * width
-    block = 4 * width + (4 * width * width + 4 * width) + (2 * width * inner + inner + width)
-    merger = 2 * width + merged * merged + merged + merged * vision["hidden_size"] + vision["hidden_size"]
-    return 3 * 2 * patch * patch * width + vision["depth"] * block + merger
+def tower_size(vision: VisionConfig) -> int:
+    """Numbers in a vision tower."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tower_shapes(vision)))

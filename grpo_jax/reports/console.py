@@ -238,7 +238,8 @@ def result_lines(summary: Mapping[str, Any], display: Display = Display()) -> li
     """The table of a summary, and its improvement in one line."""
 
     def cell(name, value):
-        return f"{value:>9.{display.digits_of(name)}f}" if isinstance(value, int | float) else f"{'–':>9}"
+        known = isinstance(value, int | float) and math.isfinite(value)
+        return f"{value:>9.{display.digits_of(name)}f}" if known else f"{'–':>9}"
 
     measures = summary["evaluation"]
     if not measures:

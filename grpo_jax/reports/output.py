@@ -110,6 +110,7 @@ class RunOutput:
         self._end_line()
         summary, tables = finished.summary, finished.tables
         self.directory.write_images(finished.gallery)
+        self.directory.write_episodes(finished.episodes)
         write_report(
             self.directory.report,
             title=self.directory.path.name,
@@ -117,6 +118,7 @@ class RunOutput:
             display=self._display,
             metrics_rows=read_metrics(self.directory.metrics),
             gallery=finished.gallery,
+            episodes=finished.episodes,
             tables=[*tables, *finished.tables_below],
             config_text=to_yaml(config),
             starts=starts,

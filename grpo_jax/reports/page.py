@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.reports.charts import line_chart, number, series_of
+from grpo_jax.reports.episodes import episodes_section
 from grpo_jax.reports.style import STYLE
 from grpo_jax.runs.directory import encode_png, write_atomically
-from grpo_jax.tasks.display import Display, GalleryEntry, Table
+from grpo_jax.tasks.display import Display, EpisodeEntry, GalleryEntry, Table, of_turns
 
 _SHOWN_SIZE = 128  # pictures are shown about this wide: small ones enlarged by whole factors
 _ROWS_SHOWN = 200
@@ -26,6 +27,7 @@ def write_report(
     display: Display = Display(),
     metrics_rows: Sequence[Mapping[str, Any]] = (),
     gallery: Sequence[GalleryEntry] = (),
+    episodes: Sequence[EpisodeEntry] = (),
     tables: Sequence[Table] = (),
     config_text: str = "",
     starts: Sequence[int] = (),
@@ -39,6 +41,7 @@ def write_report(
       display: how the task's measures are shown.
       metrics_rows: rows of metrics.jsonl, for the curves.
       gallery: pairs of pictures.
+      episodes: as they went.
       tables: rewards per prompt, most added words, …
       config_text: the configuration as YAML.
       starts: iterations done when a process began: the one after compiles.
@@ -49,6 +52,7 @@ def write_report(
     sections = [
         _headline(title, summary, display),
         _gallery(gallery, display),
+        episodes_section(episodes, _picture, lambda name, value: _value(name, value, display)),
         _curves(metrics_rows, starts, display),
         *(_table(table) for table in tables if table.rows),
         _facts(summary, config_text),
@@ -74,7 +78,7 @@ def _headline(title, summary, display):
         parts.append(f"<p class='claim'>{_claim(main, evaluation[main], summary.get('prompts'), display)}</p>")
     parts.append("</header>")
     if main is not None:
-        names = [main, *(name for name in evaluation if name != main)]
+        names = [main, *(name for name in evaluation if name != main and not of_turns(name, evaluation))]
         cards = "".join(_card(name, evaluation[name], display, first=name == main) for name in names)
         parts.append(f"<section class='cards'>{cards}</section>")
     return "".join(parts)
@@ -149,14 +153,25 @@ def _gallery(gallery, display):
     note = "Left: the prompt as it was typed. Right: as the trained policy rewrote it. Both from the same noise."
     if all(entry.before is None and entry.after is None for entry in gallery):
         note = "Grey: the prompt. Black: what the trained policy made of it."
+    if any(entry.shown for entry in gallery):
+        alone = any(entry.before is None and entry.after is not None for entry in gallery)
+        note = (
+            "Left: what the prompt shows. Right: what was drawn." if alone else f"{note} Above: what the prompt shows."
+        )
     return f"<section><h2>Before and after</h2><p class='note'>{note}</p><div class='gallery'>{items}</div></section>"
 
 
 def _pair(entry, display):
-    pictures = ""
+    pictures = "".join(_picture(picture, "shown by the prompt") for picture in entry.shown)
+    before = _picture(entry.before, "before")
+    if pictures and entry.before is None:
+        pictures, before = "", pictures
+    pictures = f"<div class='pair'>{pictures}</div>" if pictures else ""
     if entry.before is not None or entry.after is not None:
-        before, after = _picture(entry.before, "before"), _picture(entry.after, "after")
-        pictures = f"<div class='pair'>{before}<span class='arrow'>→</span>{after}</div>"
+        after = _picture(entry.after, "after")
+        pictures += f"<div class='pair'>{before}<span class='arrow'>→</span>{after}</div>"
+    elif entry.shown:
+        pictures = f"<div class='pair'>{before}</div>"
     scores = "".join(
         f"<tr><td>{_label(name)}</td><td>{_value(name, before, display)}</td><td>→</td>"
         f"<td class='{_trend(before, after)}'>{_value(name, after, display)}</td></tr>"
@@ -169,7 +184,7 @@ def _pair(entry, display):
 
 
 def _trend(before, after):
-    if before is None or after is None or before == after:
+    if before is None or after is None or before == after or math.isnan(before):
         return "same"
     return "better" if after > before else "worse"
 
@@ -225,9 +240,16 @@ def _chart_list(rows, display):
     charted = {curve.metric for chart in display.charts for curve in chart.curves}
     hidden = (*display.hidden, "completion tokens", "usable")
     watched = [(k, n) for k, n in group("watch/", "/mean") if k not in charted and n not in hidden]
-    validated = [(k, n) for k, n in group("validation/") if n not in hidden]
+    measures = {key.removeprefix("validation/") for key in names}
+    validated = [
+        (key, name)
+        for key, name in group("validation/")
+        if name not in hidden and not of_turns(key.removeprefix("validation/"), measures)
+    ]
+    by_turn = [(key, label.replace("@turn", ", turn ")) for key, label in group("reward/") if "@turn" in key]
     return [
         chart("Rewards", rewards),
+        chart("Rewards turn by turn", by_turn),
         chart("Watched, never trained on", watched),
         chart("Validation", validated, sparse=True),
         chart("KL to the reference", computed([("kl", "kl")])),
@@ -236,6 +258,7 @@ def _chart_list(rows, display):
         chart("Groups that teach, of dynamic sampling", [("groups_kept", "kept"), ("draws", "draws")]),
         chart("Entropy of the policy", [("entropy", "entropy")]),
         chart("Completion length, tokens", [("completion_tokens", "mean"), ("completion_tokens_max", "longest")]),
+        chart("Turns of an episode", [("turns", "mean")]),
         chart("Groups without signal", group("dead_groups/")),
         chart(
             "Different advantages in a group",

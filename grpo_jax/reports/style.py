@@ -54,6 +54,12 @@ section { margin-top: 44px; }
   display: grid; place-items: center; font-size: 13px; }
 .prompt { margin: 0; color: var(--faint); font-size: 14px; overflow-wrap: anywhere; }
 .rewrite { margin: 2px 0 10px; font-weight: 550; font-size: 14.5px; overflow-wrap: anywhere; }
+.episodes { display: grid; grid-template-columns: repeat(auto-fill, minmax(318px, 1fr)); gap: 14px; }
+.episode img { border-radius: 6px; display: block; margin-bottom: 6px; }
+.episode img.crisp { image-rendering: pixelated; }
+.turn { border-left: 3px solid var(--track); padding-left: 10px; margin: 10px 0; }
+.turn h3 { margin: 0; font-size: 12.5px; color: var(--faint); font-weight: 500; }
+.turn .note { margin: 0; }
 .scores { margin-top: auto; width: 100%; border-collapse: collapse; font-size: 13px; color: var(--soft);
   font-variant-numeric: tabular-nums; }
 .scores td { padding: 2px 0; }

@@ -27,6 +27,7 @@ class Source(Protocol):
     default_watch: Sequence[str]
     measures: Callable[[str], Reward | None]
     always_watched: tuple[str, ...]
+    render: Callable[..., Any] | None
     adapt: Callable[[Reward], Reward]
     conditions: Callable[[Sequence[RewardSection]], Sequence[RewardSection]]
 
@@ -146,7 +147,7 @@ def _maximised(
     timeout: float | None,
 ) -> Wanted:
     if section.isolated:
-        reward = _isolated(section, judges, timeout)
+        reward = _isolated(section, judges, timeout, drawn=source.render is not None)
     elif section.label in functions:
         reward = functions[section.label]
     else:
@@ -155,7 +156,7 @@ def _maximised(
     return Wanted(section.label, source.adapt(reward), "")
 
 
-def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | None) -> Reward:
+def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | None, *, drawn: bool) -> Reward:
     """A user's reward in a process of its own, where nothing of the run is but texts and columns."""
     where, (place, _, label) = f"rewards.{section.label}.isolated", section.name.rpartition(":")
     if not place:
@@ -169,7 +170,8 @@ def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | No
             "top level of a module, under this name"
         )
     reward = isolate(section.name, timeout)
-    here = [name for name in _arguments(reward) if name in (*judges, *PICTURES)]
+    stays = (*judges, *(PICTURES if drawn else ()))
+    here = [name for name in _arguments(reward) if name in stays]
     if here:
         raise UserError(f"{where}: {label} asks for {', '.join(here)}, which stay in the run's process: leave it false")
     return reward

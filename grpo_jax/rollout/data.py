@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.inputs.pictures import digest
+
+if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
+    from grpo_jax.models.hf.chat import Message
 
 SPLITS = ("train", "validation", "test")
-RESERVED_COLUMNS = ("prompts", "completions", "images", "baseline_images")
+RESERVED_COLUMNS = ("prompts", "completions", "image", "images", "baseline_images", "pictures", "episodes")
 """Names that rewards receive from the trainer; a column of the same name would be lost."""
 
 _WORD = 2**32
@@ -31,11 +35,23 @@ class Row:
         id: Names the row for good: its line in the file (from 1), or its place in the built-in list.
         prompt: What the user asks for.
         columns: The row's other fields, passed to the rewards.
+        pictures: What the prompt shows, in its order: sources as `inputs.pictures` reads them.
+        messages: The conversation that is to be answered, its pictures those of the row; () for the prompt alone.
     """
 
     id: int
     prompt: str
     columns: dict[str, Any] = field(default_factory=dict)
+    pictures: tuple[Any, ...] = ()
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """What makes it another prompt than others: its text, with pictures or a conversation these too."""
+        if not (self.pictures or self.messages):
+            return self.prompt
+        said = [(message.role, message.parts) for message in self.messages]
+        return repr((self.prompt, said, [digest(source) for source in self.pictures]))
 
 
 class PromptSet(NamedTuple):
@@ -60,8 +76,9 @@ def check_held_out(held_out: int | float) -> None:
 def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
     """Keeps some prompts from training, the same ones each time.
 
-    Prompts are ranked by a hash of their text; the first are for testing, as many next for validation. The choice
-    depends on no order and no seed, a prompt's duplicates follow it, and adding rows to a file moves few others.
+    Prompts are ranked by a hash of their text (and pictures); the first are for testing, as many next for validation.
+    The choice depends on no order and no seed, a prompt's duplicates follow it, and adding rows to a file moves few
+    others.
 
     Args:
         rows: All rows.
@@ -73,7 +90,8 @@ def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
         ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
-    texts = sorted({row.prompt for row in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
+    keys = [row.key for row in rows]
+    texts = sorted(set(keys), key=lambda text: hashlib.sha256(text.encode()).digest())
     share = held_out * len(texts) if isinstance(held_out, float) else held_out
     count = max(1, round(share)) if held_out > 0 else 0
     if 2 * count >= len(texts):
@@ -83,7 +101,8 @@ def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
         )
     part = dict.fromkeys(texts, "train")
     part |= dict.fromkeys(texts[:count], "test") | dict.fromkeys(texts[count : 2 * count], "validation")
-    return PromptSet(*(tuple(row for row in rows if part[row.prompt] == split) for split in SPLITS))
+    placed = list(zip(rows, keys, strict=True))
+    return PromptSet(*(tuple(row for row, key in placed if part[key] == split) for split in SPLITS))
 
 
 # ---------------------------------------------------------------------------------------------------- order

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.rollout.rollout import Judgement, Rollout
+from grpo_jax.models.vision.stacking import joined, joined_some, taken
+from grpo_jax.rollout.rollout import Judgement, Rollout, right_aligned
 from grpo_jax.training.estimators import Objectives
 
 
@@ -61,7 +62,7 @@ def draw(sample: Callable[[int], Judged], *, further: int = 0) -> Drawn:
 
 
 def _chosen(drawn: list[Judged], size: int) -> Judged:
-    """`size` groups of all draws, those that teach first; pictures stay behind."""
+    """`size` groups of all draws, those that teach first; what was drawn of them stays behind."""
     teaching = np.concatenate([one.teaching for one in drawn])
     places = np.argsort(~teaching, kind="stable")[:size]
     rollouts = [one.rollout for one in drawn]
@@ -69,14 +70,17 @@ def _chosen(drawn: list[Judged], size: int) -> Judged:
     def pick(*arrays: Any) -> Any:
         return (np if isinstance(arrays[0], np.ndarray) else jax.numpy).concatenate(arrays)[places]
 
+    def pick_some(arrays: list[Any]) -> Any:
+        return None if arrays[0] is None else pick(*arrays)
+
     def pick_lists(lists: list[Any]) -> list[Any]:
         joined = [item for part in lists for item in part]
         return [joined[place] for place in places]
 
     chosen = Rollout(
         pick_lists([rollout.rows for rollout in rollouts]),
-        pick(*(rollout.prompt_tokens for rollout in rollouts)),
-        pick(*(rollout.prompt_mask for rollout in rollouts)),
+        right_aligned([rollout.prompt_tokens for rollout in rollouts])[places],
+        right_aligned([rollout.prompt_mask for rollout in rollouts])[places],
         jax.tree.map(pick, *[rollout.samples for rollout in rollouts]),
         pick_lists([rollout.completions for rollout in rollouts]),
         pick_lists([rollout.texts for rollout in rollouts]),
@@ -85,8 +89,16 @@ def _chosen(drawn: list[Judged], size: int) -> Judged:
             pick(*(rollout.judgement.rewards for rollout in rollouts)),
             pick(*(rollout.judgement.watched for rollout in rollouts)),
             [],
+            pick_some([rollout.judgement.turn_rewards for rollout in rollouts]),
+            pick_some([rollout.judgement.turn_watched for rollout in rollouts]),
         ),
         rollouts[0].seconds,
+        taken(joined([rollout.pictures for rollout in rollouts]), places),
+        None if rollouts[0].episodes is None else pick_lists([rollout.episodes for rollout in rollouts]),
+        taken(joined_some([rollout.answers for rollout in rollouts], [len(one.rows) for one in rollouts]), places),
     )
-    objectives = drawn[0].objectives._replace(rewards=pick(*(one.objectives.rewards for one in drawn)))
+    objectives = drawn[0].objectives._replace(
+        rewards=pick(*(one.objectives.rewards for one in drawn)),
+        returns=pick_some([one.objectives.returns for one in drawn]),
+    )
     return Judged(chosen, objectives, teaching[places])

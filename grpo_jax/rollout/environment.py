@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.rollout.answers import Answering
 from grpo_jax.rollout.data import Row, repeat_rows
+from grpo_jax.rollout.episodes import Episode
+from grpo_jax.rollout.inputs.conversations import as_sent
+from grpo_jax.rollout.inputs.encoding import Encoded
+from grpo_jax.rollout.inputs.pictures import opened, refusal
 from grpo_jax.rollout.rewards import Reward, collect_rewards
 
 
@@ -15,20 +20,27 @@ class Environment(NamedTuple):
     """What stands between a policy's tokens and its rewards.
 
     Attributes:
-        encode: User prompts → (i32 [P, L], bool [P, L]), left-padded to a length that depends on no batch.
+        encode: Rows → `Encoded`: tokens i32 [P, L] and bool [P, L], left-padded to a length that depends on no batch,
+            and the pictures that stand among them.
         decode: (token ids of one completion, the user's prompt) → (completion as written, text to judge, usable).
         render: (rows, texts [P][G], iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
-        score: (rows, texts [P][G], pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing.
+        score: (rows, texts [P][G], pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
+            tasks of several turns a fourth argument has the episodes [P][G] that end with the texts.
         reward_names: N names.
         watch_names: W names.
+        prepare: Pictures in memory, torch float [N, 3, H, W] in [0, 1] or a list of what a row may hold → `Pictures`
+            [N, 1, ..], as the policy's processor makes them; None for a policy that sees none.
+        answering: What answers in tasks of several turns; None where the policy writes once.
     """
 
-    encode: Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+    encode: Callable[[Sequence[Row]], Encoded]
     decode: Callable[[np.ndarray, str], tuple[str, str, bool]]
     render: Callable[[Sequence[Row], list[list[str]], int, bool], Any] | None
-    score: Callable[[Sequence[Row], list[list[str]], Any], tuple[np.ndarray, np.ndarray]]
+    score: Callable[..., tuple[np.ndarray, np.ndarray]]
     reward_names: tuple[str, ...]
     watch_names: tuple[str, ...]
+    prepare: Callable[[Any], Any] | None = None
+    answering: Answering | None = None
 
 
 def make_score(
@@ -37,8 +49,10 @@ def make_score(
     *,
     missing: bool,
     columns_of: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None,
-) -> Callable[[Sequence[Row], list[list[str]], Any], tuple[np.ndarray, np.ndarray]]:
-    """score(rows, texts [P][G], pictures) → rewards f32 [P, G, N], watched f32 [P, G, W].
+) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+    """score(rows, texts [P][G], pictures, episodes=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
+
+    Episodes [P][G] reach the rewards as the column "episodes".
 
     Args:
         rewards: N functions by name.
@@ -48,14 +62,19 @@ def make_score(
     """
     on_error = "missing" if missing else "raise"
 
-    def score(rows: Sequence[Row], texts: list[list[str]], pictures: Any) -> tuple[np.ndarray, np.ndarray]:
+    def score(
+        rows: Sequence[Row], texts: list[list[str]], pictures: Any, episodes: list[list[Episode]] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         group = len(texts[0])
         prompts, columns = repeat_rows(rows, group)
         completions = [text for texts_of in texts for text in texts_of]
+        columns |= _shown(rows, group, drawn=pictures is not None)
         if pictures is not None and pictures.images is not None:
             columns["images"] = pictures.images
             if pictures.baseline_images is not None:
                 columns["baseline_images"] = pictures.baseline_images
+        if episodes is not None:
+            columns["episodes"] = [episode for group_of in episodes for episode in group_of]
         if columns_of is not None:
             columns |= columns_of(completions, columns)
         values = [
@@ -65,3 +84,30 @@ def make_score(
         return values[0], values[1]
 
     return score
+
+
+def _shown(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[Any]]:
+    """What rewards get of pictures and conversations in prompts, repeated for each completion; nothing without any.
+
+    "pictures" are lists, of Pillow; where nothing is drawn these are "images" too, and "image" is the first of each.
+    "messages" are conversations as they were given, unless the rows have a column of that name.
+    """
+    columns: dict[str, list[Any]] = {}
+    if any(row.pictures for row in rows):
+        seen = [_opened(row) for row in rows]
+        columns["pictures"] = seen
+        if not drawn:
+            columns |= {"images": seen, "image": [one[0] if one else None for one in seen]}
+    if any(row.messages for row in rows) and not any("messages" in row.columns for row in rows):
+        columns["messages"] = [as_sent(row) for row in rows]
+    return {name: [value for value in values for _ in range(group)] for name, values in columns.items()}
+
+
+def _opened(row: Row) -> list[Any]:
+    pictures = []
+    for place, source in enumerate(row.pictures):
+        try:
+            pictures.append(opened(source))
+        except ValueError as error:
+            raise refusal(row, place, error) from error
+    return pictures

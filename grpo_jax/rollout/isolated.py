@@ -1,6 +1,7 @@
-"""A reward in a process of its own, which may crash, hang or be killed without harm to the run.
+"""A reward, or an environment, in a process of its own, which may crash, hang or be killed without harm to the run.
 
-The run sends texts and columns, pickled; what comes back is JSON: a number, null or a description for each completion.
+The run sends texts and columns, pickled; what comes back is JSON: a number, an answer's text, null or a description for
+each completion. Pictures stay with the run.
 The child knows NumPy and the user's module, never JAX. It ends with the run, however that ends.
 """
 
@@ -17,9 +18,11 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,9 +30,12 @@ from typing import Any
 
 from grpo_jax.config.named import load_object
 from grpo_jax.errors import StopRun, UserError, one_line
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Refused, Respond, answers_of, checked, remembered
 from grpo_jax.rollout.pipeline import untimed
 from grpo_jax.rollout.rewards import PICTURES, Reward, RewardError, accepted_arguments, as_list, as_number, reason_of
 
+ENVIRONMENT = "environment"
 START_SECONDS = 600.0
 """How long the user's module may take to be imported."""
 _POLL_SECONDS, _GRACE_SECONDS = 0.05, 5.0
@@ -55,19 +61,40 @@ def isolate(name: str, timeout: float | None) -> Reward:
     Raises:
         UserError: There is no such function, or importing it fails.
     """
-    home = _Home(name, timeout)
-    try:
-        parameters = home.start()
-    except _GoneError as error:
-        raise UserError(f"reward {name!r}: importing {Path(home.place).name}: {error}") from error
+    home = _Home(name, timeout, "reward", partial(RewardError, name.rpartition(":")[2]))
+    parameters = home.first()
 
     def reward(**arguments: Any) -> list[Any]:
-        with untimed():  # the call has its own limit, and a new process has to import the module again
-            return home.call({key: value for key, value in arguments.items() if key not in PICTURES})
+        sent = {name: value for name, value in arguments.items() if not _is_drawn(name, value)}
+        if "episodes" in sent:
+            sent["episodes"] = [remembered(episode, pictures=False) for episode in sent["episodes"]]
+        return home.call(sent)
 
     reward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     reward.__name__ = home.label
     return reward
+
+
+def isolate_environment(name: str, timeout: float | None) -> Respond:
+    """An environment as `isolate` has rewards: it gets no pictures, and its answers can have none.
+
+    Raises:
+        UserError: As `isolate`.
+    """
+    home = _Home(name, timeout, ENVIRONMENT, AnswerError)
+    home.first()
+
+    def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Any]:
+        plain = [replace(row, pictures=(), messages=()) for row in rows]
+        told = home.call({"rows": plain, "episodes": [remembered(episode, pictures=False) for episode in episodes]})
+        return [Refused(one["refused"]) if "refused" in one else Answer(**one) for one in told]
+
+    return respond
+
+
+def _is_drawn(name: str, value: Any) -> bool:
+    """Whether a renderer drew it, which stays where it is; lists of a row's own pictures go."""
+    return name in PICTURES and not isinstance(value, list)
 
 
 # ---------------------------------------------------------------------------------------------------- the run's side
@@ -76,10 +103,17 @@ def isolate(name: str, timeout: float | None) -> Reward:
 class _Home:
     """Where a reward lives: its process, and the next one where that is gone."""
 
-    def __init__(self, name: str, timeout: float | None):
+    def __init__(self, name: str, timeout: float | None, kind: str, failed: Callable[[str], UserError]):
         self.place, _, self.label = name.rpartition(":")
-        self.name, self.timeout, self.folder = name, timeout, os.getcwd()
+        self.name, self.timeout, self.folder, self.kind, self.failed = name, timeout, os.getcwd(), kind, failed
         self.child: _Child | None = None
+
+    def first(self) -> list[inspect.Parameter]:
+        """As `start`; a death on the import is the user's mistake."""
+        try:
+            return self.start()
+        except _GoneError as error:
+            raise UserError(f"{self.kind} {self.name!r}: importing {Path(self.place).name}: {error}") from error
 
     def start(self) -> list[inspect.Parameter]:
         """Starts the process; gives the reward's parameters.
@@ -88,7 +122,7 @@ class _Home:
             UserError: What the child has against the name.
             _GoneError: It died on the import.
         """
-        self.child = _Child(self.name, self.folder)
+        self.child = _Child(self.name, self.folder, self.kind)
         hello = self._answer(None, START_SECONDS)
         if "refused" in hello:
             self.end()
@@ -96,22 +130,26 @@ class _Home:
         return [_parameter(*parameter) for parameter in hello["parameters"]]
 
     def call(self, arguments: dict[str, Any]) -> list[Any]:
-        """The reward's values. Raises RewardError, or the StopRun that the reward raised."""
+        """The function's values. Raises its failure, or the StopRun that it raised."""
         try:
             request = pickle.dumps(arguments)
         except Exception as error:
-            raise RewardError(self.label, f"isolated: a column cannot be sent: {one_line(error)}") from error
+            raise self.failed(f"isolated: a column cannot be sent: {one_line(error)}") from error
+        with untimed():  # the call has its own limit, and a new process has to import the module again
+            return self._values(request)
+
+    def _values(self, request: bytes) -> list[Any]:
         try:
             if self.child is None or self.child.process.poll() is not None:
                 self.end()
                 self.start()
             answer = self._answer(request, self.timeout)
         except (_GoneError, UserError) as error:
-            raise RewardError(self.label, one_line(error, 150)) from error
+            raise self.failed(one_line(error, 150)) from error
         if "stop" in answer:
             raise StopRun(answer["stop"])
         if "reason" in answer:
-            raise RewardError(self.label, answer["reason"])
+            raise self.failed(answer["reason"])
         return answer["values"]
 
     def end(self) -> None:
@@ -138,9 +176,9 @@ class _Home:
 class _Child:
     """One process and the pipe to it."""
 
-    def __init__(self, name: str, folder: str):
+    def __init__(self, name: str, folder: str, kind: str):
         self.channel, theirs = Pipe()
-        words = [sys.executable, "-c", _CODE, json.dumps(sys.path), name, str(theirs.fileno()), str(os.getpid())]
+        words = [sys.executable, "-c", _CODE, json.dumps(sys.path), name, str(theirs.fileno()), str(os.getpid()), kind]
 
         def start() -> subprocess.Popen:
             null = subprocess.DEVNULL
@@ -232,8 +270,8 @@ def _parameter(name: str, kind: str, has_default: bool) -> inspect.Parameter:
 
 
 def serve() -> None:
-    """The life of the child: imports the reward, then answers until the run is gone."""
-    name, file, run = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    """The life of the child: imports the function, then answers until the run is gone."""
+    name, file, run, kind = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     sys.argv[1:] = []
     channel = Connection(file)
     os.register_at_fork(after_in_child=channel.close)  # what the reward forks has no part in this
@@ -244,16 +282,16 @@ def serve() -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this one goes and not the run
     try:
-        reward = load_object(name, "reward")
-        if not callable(reward):
-            raise UserError(f"reward {name!r}: it is a {type(reward).__name__}, not a function")
-        parameters = inspect.signature(reward).parameters.values()
+        function = load_object(name, kind)
+        if not callable(function):
+            raise UserError(f"{kind} {name!r}: it is a {type(function).__name__}, not a function")
+        parameters = inspect.signature(function).parameters.values()
         hello = {"parameters": [(p.name, p.kind.name, p.default is not p.empty) for p in parameters]}
     except UserError as error:
         _tell(channel, {"refused": str(error)})
         return
     except (TypeError, ValueError) as error:
-        _tell(channel, {"refused": f"reward {name!r}: {one_line(error)}"})
+        _tell(channel, {"refused": f"{kind} {name!r}: {one_line(error)}"})
         return
     _tell(channel, hello)
     while True:
@@ -261,12 +299,15 @@ def serve() -> None:
             request = channel.recv_bytes()
         except EOFError:
             return
-        _tell(channel, _answer(reward, request))
+        _tell(channel, _answer(function, kind, request))
 
 
-def _answer(reward: Reward, request: bytes) -> dict[str, Any]:
+def _answer(function: Callable[..., Any], kind: str, request: bytes) -> dict[str, Any]:
     try:
-        values = as_list(reward(**accepted_arguments(reward, pickle.loads(request))))
+        arguments = pickle.loads(request)
+        if kind == ENVIRONMENT:
+            return {"values": [_said(answer) for answer in answers_of(function, **arguments)]}
+        values = as_list(function(**accepted_arguments(function, arguments)))
         return {"values": [_plain(value) for value in values]}
     except StopRun as error:
         return {"stop": one_line(error, 200)}
@@ -278,6 +319,17 @@ def _plain(value: Any) -> float | str | None:
     """A number, None, or of anything else what it looks like."""
     number = None if value is None else as_number(value)
     return number if value is None or number is not None else one_line(value, 60)
+
+
+def _said(answer: Any) -> dict[str, Any]:
+    """An answer without pictures, or what is wrong with it."""
+    try:
+        found = checked(answer)
+    except ValueError as error:
+        return {"refused": str(error)}
+    if found.pictures:
+        return {"refused": "with a picture, which an isolated environment cannot"}
+    return {"text": found.text, "done": found.done}
 
 
 def _tell(channel: Connection, answer: dict[str, Any]) -> None:

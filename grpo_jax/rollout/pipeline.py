@@ -90,15 +90,19 @@ class _State:
         self.queues: list[deque] = [deque() for _ in range(count + 1)]  # the last one collects the results
         self.running: list[_Call | None] = [None] * count
         self.seconds = [0.0] * count
+        self.begun = 0
         self.stopped = False
         self.error: StageError | None = None
 
-    def take(self, queue: deque) -> Any:
+    def take(self, queue: deque, limit: int) -> Any:
+        """The next in a queue, once fewer chunks than `limit` have been begun and are not done."""
+        first, done = queue is self.queues[0], self.queues[-1]
         with self.changed:
-            self.changed.wait_for(lambda: queue or self.stopped)
+            self.changed.wait_for(lambda: (queue and not (first and self.begun - len(done) >= limit)) or self.stopped)
             if self.stopped:
                 raise _Stopped
             item = queue.popleft()
+            self.begun += first
             self.changed.notify_all()
             return item
 
@@ -117,12 +121,12 @@ class _State:
             self.changed.notify_all()
 
 
-def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int) -> None:
+def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int, limit: int) -> None:
     """The life of one stage's thread: `chunks` times take, call, give."""
     last = index == len(state.running) - 1
     for chunk in range(chunks):
         try:
-            item = state.take(state.queues[index])
+            item = state.take(state.queues[index], limit)
             start = time.perf_counter()
             _here.call = state.running[index] = _Call(chunk, start)
             item = stage.function(item)
@@ -185,6 +189,7 @@ def run_pipeline(
     *,
     timeout: float | None = None,
     queue_size: int = 1,
+    in_flight: int | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Any], dict[str, float]]:
     """Send every chunk through all stages, the stages working at the same time on different chunks.
@@ -198,6 +203,7 @@ def run_pipeline(
         stages: At least one, with distinct names.
         timeout: Seconds one call of a stage may take (compilation in a first call counts); None for no limit.
         queue_size: Results that may wait between two stages.
+        in_flight: Chunks that may be on their way at once, whatever the queues hold; None for no limit.
         stopping: Whether a stop was asked for; looked at twice a second.
 
     Returns:
@@ -212,15 +218,18 @@ def run_pipeline(
     names = [stage.name for stage in stages]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"stages must be at least one, with distinct names, got {names}")
-    if queue_size < 1:
-        raise ValueError(f"queue_size must be at least 1, got {queue_size}")
+    for name, size in (("queue_size", queue_size), ("in_flight", in_flight)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be positive or None, got {timeout}")
     state = _State(len(stages))
     state.queues[0].extend(chunks)
     count = len(state.queues[0])
     threads = [
-        threading.Thread(target=_work, args=(state, i, stage, count, queue_size), name=stage.name, daemon=True)
+        threading.Thread(
+            target=_work, args=(state, i, stage, count, queue_size, in_flight or count), name=stage.name, daemon=True
+        )
         for i, stage in enumerate(stages)
     ]
     grace = _GRACE_SECONDS

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_jax.config.reading import read_json, require_text
+from grpo_jax.config.reading import read_json
 from grpo_jax.errors import UserError, said, shown
 from grpo_jax.rollout.data import RESERVED_COLUMNS, SPLITS, PromptSet, Row, check_held_out, split_rows
+from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
+from grpo_jax.rollout.inputs.tables import read_tables
 
 TIERS = ("plain", "attributes", "crowded")
 
@@ -26,11 +29,12 @@ class _Line(NamedTuple):
 def load_prompts(path: str | Path, *, held_out: int | float = 0.2) -> PromptSet:
     """Reads a data set.
 
-    A ``.jsonl`` file has one object per line: ``prompt`` (text), optionally ``split`` (train, validation or test, on
-    every line or on none), and any further columns, which travel to the rewards. A ``.txt`` file has one prompt per
-    line. ``builtin``, ``builtin:plain``, ``builtin:attributes`` and ``builtin:crowded`` are the prompts that come
-    with the package. Blank lines are skipped. A prompt that occurs twice is kept twice (it is drawn twice as often),
-    both times in the same part; it may not stand in two parts.
+    A ``.jsonl`` file has one object per line: ``prompt`` (text, or chat messages), optionally ``image`` or ``images``
+    (docs/pictures.md), ``split`` (train, validation or test, on every line or on none), and any further columns, which
+    travel to the rewards. A ``.parquet`` file has the same as columns, and so has the folder that a Hugging Face data
+    set was saved to. A ``.txt`` file has one prompt per line. ``builtin``, ``builtin:plain``, ``builtin:attributes``
+    and ``builtin:crowded`` are the prompts that come with the package. Blank lines are skipped. A prompt that occurs
+    twice is kept twice (it is drawn twice as often), both times in the same part; it may not stand in two parts.
 
     Args:
         path: The file, or the name of a built-in list.
@@ -66,19 +70,25 @@ def split_records(records: Iterable[Mapping[str, Any]], *, held_out: int | float
         ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
-    lines, problems = [], []
-    for i, record in enumerate(records):
-        line = _parse_record(dict(record), i)
-        if isinstance(line, str):
-            problems.append(f"row {i}: {line}")
-        else:
-            lines.append(line)
-    problems += _split_problems(lines, "row")
-    if problems:
-        raise UserError(_listing("prompts", problems))
+    lines = _checked(((dict(record), i) for i, record in enumerate(records)), None, "prompts", "row")
     if not lines:
         raise UserError("prompts: expected at least one")
     return _parted(lines, "prompts", held_out)
+
+
+def _checked(records: Iterable[tuple[dict[Any, Any], int]], base: Path | None, subject: str, name: str) -> list[_Line]:
+    """The rows of numbered records; raises one error that names all bad ones."""
+    lines, problems = [], []
+    for record, number in records:
+        line = _parse_record(record, number, base)
+        if isinstance(line, str):
+            problems.append(f"{name} {number}: {line}")
+        else:
+            lines.append(line)
+    problems += _split_problems(lines, name)
+    if problems:
+        raise UserError(_listing(subject, problems))
+    return lines
 
 
 def _parted(lines: Sequence[_Line], name: str, held_out: int | float) -> PromptSet:
@@ -147,8 +157,15 @@ def make_prompt_set(
 def _read_lines(path: Path) -> list[_Line]:
     """Every line of a file; raises one error that names all bad ones."""
     kind = path.suffix.lower()
+    if kind == ".parquet" or os.path.isdir(path):
+        return _checked(
+            ((dict(record), i) for i, record in enumerate(read_tables(path))), path.parent, str(path), "row"
+        )
     if kind not in (".jsonl", ".txt"):
-        raise UserError(f"{said(path)}: prompts come from a .jsonl or a .txt file, or from builtin[:TIER]")
+        raise UserError(
+            f"{said(path)}: prompts come from a .jsonl, .txt or .parquet file, from a saved data set's folder, or from "
+            "builtin[:TIER]"
+        )
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -159,7 +176,7 @@ def _read_lines(path: Path) -> list[_Line]:
     lines: list[_Line] = []
     problems: list[str] = []
     for number, data in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
-        line = _parse_line(data, kind, number)
+        line = _parse_line(data, kind, number, path.parent)
         if isinstance(line, str):
             problems.append(f"line {number}: {line}")
         elif line is not None:
@@ -170,7 +187,7 @@ def _read_lines(path: Path) -> list[_Line]:
     return lines
 
 
-def _parse_line(data: bytes, kind: str, number: int) -> _Line | str | None:
+def _parse_line(data: bytes, kind: str, number: int, base: Path) -> _Line | str | None:
     """A line's row, what is wrong with it, or None where it is blank."""
     try:
         text = data.decode("utf-8").strip()
@@ -186,11 +203,11 @@ def _parse_line(data: bytes, kind: str, number: int) -> _Line | str | None:
         return str(error)
     if not isinstance(record, dict):
         return f'expected an object like {{"prompt": "…"}}, got {type(record).__name__}'
-    return _parse_record(record, number)
+    return _parse_record(record, number, base)
 
 
-def _parse_record(record: dict[Any, Any], identity: int) -> _Line | str:
-    """A record's row and part, or what is wrong with it."""
+def _parse_record(record: dict[Any, Any], identity: int, base: Path | None = None) -> _Line | str:
+    """A record's row and part, or what is wrong with it; its pictures' paths are relative to `base`."""
     nameless = [name for name in record if not isinstance(name, str)]
     if nameless:
         return f"a column's name must be text, got {shown(nameless[0])}"
@@ -199,19 +216,15 @@ def _parse_record(record: dict[Any, Any], identity: int) -> _Line | str:
         return f'"split" must be one of {", ".join(SPLITS)}, got {shown(split)}'
     if "prompt" not in record:
         return f'no "prompt" (it has {", ".join(map(shown, list(record)[:3])) or "nothing"})'
-    prompt = record.pop("prompt")
-    if not isinstance(prompt, str):
-        return f'"prompt" must be text, got {type(prompt).__name__}'
-    if not prompt.strip():
-        return '"prompt" is empty'
     try:
-        require_text(prompt)
+        pictures = take_pictures(record, base)
+        asked = read_prompt(record.pop("prompt"), pictures, base)
     except ValueError as error:
         return str(error)
     clashes = [name for name in RESERVED_COLUMNS if name in record]
     if clashes:
         return f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it"
-    return _Line(Row(identity, prompt.strip(), record), split)
+    return _Line(Row(identity, asked.text, record, asked.pictures, asked.messages), split)
 
 
 def _split_problems(lines: Sequence[_Line], name: str = "line") -> list[str]:
@@ -223,7 +236,7 @@ def _split_problems(lines: Sequence[_Line], name: str = "line") -> list[str]:
         if line.split is None:
             problems.append(f'{name} {line.row.id}: no "split", which other {name}s have')
             continue
-        split, number = seen.setdefault(line.row.prompt, (line.split, line.row.id))
+        split, number = seen.setdefault(line.row.key, (line.split, line.row.id))
         if split != line.split:
             problems.append(
                 f"{name} {line.row.id}: this {line.split} prompt is also a {split} prompt ({name} {number})"

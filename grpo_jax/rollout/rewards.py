@@ -108,21 +108,27 @@ def _call(function: Reward, name: str, arguments: dict[str, Any], count: int, *,
     with _blamed(name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
         own = {argument: _copied(value) for argument, value in arguments.items()}
-        values = as_list(function(**accepted_arguments(function, own)))
+        values = as_values(function(**accepted_arguments(function, own)))
         if len(values) != count:
             raise BadReturn(f"it must return one value for each of {count} completions, got {len(values)}")
-    numbers = np.full(count, np.nan)
-    for i, value in enumerate(values):
-        if value is None:
-            continue
-        number = as_number(value)
-        if number is not None:
-            numbers[i] = number
-        elif not lenient:
-            shown = one_line(repr(value[:100]) if type(value) is str else value, 60)
-            text = one_line(repr(arguments["completions"][i][:40]), 50)
-            raise RewardError(name, f"it returned {shown} for completion {i} ({text}), not a finite number or None")
+    numbers, refused = _numbers(values)
+    for i in refused[:1] if not lenient else ():
+        value = values[i].item() if isinstance(values, np.ndarray) else values[i]
+        shown = one_line(repr(value[:100]) if type(value) is str else value, 60)
+        text = one_line(repr(arguments["completions"][i][:40]), 50)
+        raise RewardError(name, f"it returned {shown} for completion {i} ({text}), not a finite number or None")
     return numbers
+
+
+def _numbers(values: Any) -> tuple[np.ndarray, list[int]]:
+    """Values as f64, NaN for None and for what is no finite number; and where the latter are."""
+    if isinstance(values, np.ndarray):
+        numbers = values.astype(np.float64)
+        refused = ~(np.abs(numbers) <= _LARGEST)
+        return np.where(refused, np.nan, numbers), np.flatnonzero(refused).tolist()
+    found = [None if value is None else as_number(value) for value in values]
+    refused = [i for i, number in enumerate(found) if number is None and values[i] is not None]
+    return np.array([np.nan if number is None else number for number in found]), refused
 
 
 @contextmanager
@@ -163,7 +169,15 @@ def accepted_arguments(function: Reward, arguments: dict[str, Any]) -> dict[str,
 
 
 def as_list(returned: Any) -> list[Any]:
-    """Values from a list, a NumPy, JAX or torch array of one axis.
+    """Values from a list, a NumPy, JAX or torch array of one axis; raises as `as_values`."""
+    values = as_values(returned)
+    return values.tolist() if isinstance(values, np.ndarray) else values
+
+
+def as_values(returned: Any) -> list[Any] | np.ndarray:
+    """The same with numbers of an array as an array: no list of them is made, and on the host it is their own memory.
+
+    Tensors of torch come over dlpack, with one copy where they are on a card; so do arrays of JAX.
 
     Raises:
         BadReturn: It is something else.
@@ -171,12 +185,13 @@ def as_list(returned: Any) -> list[Any]:
     expected = "it must return a list or an array with one axis"
     if isinstance(returned, (str, bytes, bytearray, memoryview, Mapping)):
         raise BadReturn(f"{expected}, got {type(returned).__name__}")
-    if hasattr(returned, "detach"):
-        returned = returned.detach().cpu()
     if hasattr(returned, "shape") and len(returned.shape) != 1:
         raise BadReturn(f"{expected}, got shape {one_line(tuple(returned.shape))}")
     if getattr(getattr(returned, "dtype", None), "kind", "") in _TIMES:
         raise BadReturn(f"{expected}, got {returned.dtype}")
+    array = on_host(returned)
+    if array is not None:
+        return array
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if not isinstance(returned, Sequence):
@@ -184,6 +199,29 @@ def as_list(returned: Any) -> list[Any]:
     return list(returned)
 
 
+def on_host(returned: Any) -> np.ndarray | None:
+    """Real numbers of an array of any library as NumPy's; None for whatever else.
+
+    On the host it is the same memory, handed over by dlpack: do not write to it.
+    """
+    if hasattr(returned, "detach"):
+        returned = returned.detach().cpu()
+        if "bfloat16" in str(returned.dtype):  # NumPy has none
+            returned = returned.float()
+    elif hasattr(returned, "addressable_shards"):
+        returned = np.asarray(returned)
+    if "bfloat16" in str(getattr(returned, "dtype", "")):
+        returned = returned.astype(np.float32)
+    if not isinstance(returned, np.ndarray) and hasattr(returned, "__dlpack__"):
+        try:
+            returned = np.from_dlpack(returned)
+        except (BufferError, RuntimeError, TypeError):  # of a kind that NumPy has not
+            return None
+    return returned if isinstance(returned, np.ndarray) and returned.dtype.kind in "biuf" else None
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+"""Numbers are compared as they are stored: what overflows float32 is not finite there."""
 _TIMES = ("m", "M")  # NumPy's kinds of a duration and a date: `tolist` makes integers of nanoseconds
 _NO_NUMBERS = (str, bytes, bytearray, memoryview, complex, np.complexfloating, np.datetime64, np.timedelta64)
 """What `float` would take, or NumPy turn into a number with a warning."""
@@ -199,8 +237,7 @@ def as_number(value: Any) -> float | None:
         if not is_own_doing(error):
             raise
         return None
-    # Compared as stored: what overflows float32 is not finite there.
-    return number if abs(number) <= float(np.finfo(np.float32).max) else None
+    return number if abs(number) <= _LARGEST else None
 
 
 def with_options(reward: Reward, label: str, options: Mapping[str, Any]) -> Reward:

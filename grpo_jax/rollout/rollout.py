@@ -12,20 +12,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.models.vision.stacking import chained, joined, joined_some
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import Environment
+from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.inputs.encoding import Encoded
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
+from grpo_jax.rollout.turns import IN_FLIGHT, Episodes, Play, stream
+
+See = Callable[[Any, Any], tuple[Any, Any]]
+"""see(variables, `Pictures`) → their `PictureStates`, and what the update takes: these or, to be seen again, those."""
 
 EVALUATION_STREAM = 2**31 - 1
 """Takes the place of the iteration in the keys of evaluation, so that no training iteration shares them."""
 
 
 class Judgement(NamedTuple):
-    """Rewards f32 [P, G, N], watched f32 [P, G, W], and the pictures of each chunk."""
+    """What completions are worth; of episodes, as they ended.
+
+    Attributes:
+        rewards: f32 [P, G, N].
+        watched: f32 [P, G, W].
+        pictures: Of each chunk; none of episodes, which hold their own.
+        turn_rewards: f32 [P, G, U, N] of each turn, NaN where it does not exist; None where the policy writes once.
+        turn_watched: f32 [P, G, U, W], likewise.
+    """
 
     rewards: np.ndarray
     watched: np.ndarray
     pictures: list[Any]
+    turn_rewards: np.ndarray | None = None
+    turn_watched: np.ndarray | None = None
+
+    @property
+    def judged(self) -> np.ndarray:
+        """Rewards f32 [P, G, N]; of episodes those of each turn, [P, G, U, N]."""
+        return self.rewards if self.turn_rewards is None else self.turn_rewards
 
 
 class Rollout(NamedTuple):
@@ -33,14 +55,18 @@ class Rollout(NamedTuple):
 
     Attributes:
         rows: P prompts.
-        prompt_tokens: i32 [P, L].
+        prompt_tokens: i32 [P, L], a picture as its placeholders.
         prompt_mask: bool [P, L].
         samples: Arrays of the sampler, [P, G, T] and [P, G].
-        completions: What the policy wrote, [P][G].
+        completions: What the policy wrote, [P][G]; of an episode its last text, and so are texts and usable.
         texts: What was judged, [P][G].
         usable: bool [P, G], false where the completion could not be read and the user's prompt stands in.
         judgement: Rewards and pictures.
         seconds: Seconds of work by stage.
+        pictures: What the prompts show, as the update takes it: `PictureStates` or `Pictures` [P, I, ..]; None where
+            they show nothing, and in evaluation.
+        episodes: [P][G]; None where the policy writes once.
+        answers: Pictures [P, G, I, ..] that stand among the samples' tokens, or None.
     """
 
     rows: Sequence[Row]
@@ -52,11 +78,24 @@ class Rollout(NamedTuple):
     usable: np.ndarray
     judgement: Judgement
     seconds: dict[str, float]
+    pictures: Any = None
+    episodes: list[list[Episode]] | None = None
+    answers: Any = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens that the policy wrote, i32 [P, G]; of episodes in each turn, [P, G, U]."""
+        by_turn, mask = self.judgement.turn_rewards, self.samples.mask
+        if by_turn is None:
+            return mask.sum(-1, dtype=np.int32)
+        turns = [mask & (self.samples.turn == turn) for turn in range(by_turn.shape[2])]
+        return np.stack([one.sum(-1, dtype=np.int32) for one in turns], axis=-1)
 
 
 class _Written(NamedTuple):
-    """What the policy wrote of a chunk; as `Rollout` has it."""
+    """What the policy read and wrote of a chunk; as `Rollout` has it."""
 
+    prompt: Encoded
     samples: Any
     completions: list[list[str]]
     usable: np.ndarray
@@ -97,50 +136,111 @@ def collect(
     *,
     key: jax.Array,
     iteration: int,
+    see: See | None = None,
     evaluation: bool = False,
     chunk_prompts: int = 0,
     timeout: float | None = None,
     stopping: Callable[[], bool] = lambda: False,
+    shown: int = 0,
 ) -> Rollout:
     """Samples and judges one batch; the stages work at once on different chunks.
 
     Args:
         environment: Tokenizer, renderer and rewards.
-        sample: sample(variables, prompt_tokens, prompt_mask, keys [P]) → Samples.
+        sample: sample(variables, prompt_tokens, prompt_mask, keys [P]) → Samples; with pictures=`PictureStates` where
+            the prompts have some. An `EpisodeSampler` where the environment answers.
         variables: The policy's.
         rows: P prompts.
         key: The run's key.
         iteration: Chooses the random numbers in training; without influence in evaluation.
+        see: Looks at the prompts' pictures, once for each chunk; None for a policy that sees none.
         evaluation: Fixed random numbers and evaluation's render settings.
         chunk_prompts: Prompts of a chunk; 0 for one chunk.
         timeout: Seconds a judge may spend on one chunk; the sampler, which compiles in its first call, has no limit.
         stopping: Whether a stop was asked for.
+        shown: How many of the first rows keep the pictures of their episodes.
 
     Raises:
         Stopped: A stop was asked for.
         StageError: A stage failed; names it and carries the cause.
     """
-    tokens, mask = environment.encode([row.prompt for row in rows])
     keys = prompt_keys(key, EVALUATION_STREAM if evaluation else iteration, rows)
+    if environment.answering is not None:
+        episodes = Episodes(environment, sample, variables, rows, keys, see, iteration, evaluation, shown)
+        ranges = _ranges(len(rows), chunk_prompts)
+        plays, seconds = run_pipeline(
+            ranges, episodes.stages(), timeout=timeout, in_flight=IN_FLIGHT, stopping=stopping
+        )
+        return _played(environment, rows, plays, episodes.seconds(seconds))
 
-    def write(part: tuple[int, int]) -> _Chunk:
-        start, stop = part
-        samples = jax.device_get(sample(variables, tokens[start:stop], mask[start:stop], keys[start:stop]))
-        return _read(environment, rows[start:stop], samples)
+    def read(part: tuple[int, int]) -> tuple[tuple[int, int], Encoded]:
+        return part, environment.encode(rows[slice(*part)])
 
-    stages = [Stage("sample", write, timed=False), *_judges(environment, iteration, evaluation)]
+    def write(given: tuple[tuple[int, int], Encoded]) -> _Chunk:
+        (start, stop), prompt = given
+        shown: dict[str, Any] = {}
+        if prompt.pictures is not None and see is not None:
+            states, kept = see(variables, prompt.pictures)
+            shown, prompt = {"pictures": states}, prompt._replace(pictures=None if evaluation else kept)
+        sampled = sample(variables, prompt.tokens, prompt.mask, keys[start:stop], **shown)
+        return _read(environment, rows[start:stop], prompt, jax.device_get(sampled))
+
+    # Pictures are prepared while others are looked at; texts are no work.
+    first = [Stage("sample", lambda part: write(read(part)), timed=False)]
+    if see is not None:
+        first = [Stage("read", read, timed=False), Stage("sample", write, timed=False)]
+    stages = [*first, *_judges(environment, iteration, evaluation)]
     chunks, seconds = run_pipeline(_ranges(len(rows), chunk_prompts), stages, timeout=timeout, stopping=stopping)
     written = [chunk.written for chunk in chunks]
     return Rollout(
         rows,
-        tokens,
-        mask,
+        right_aligned([part.prompt.tokens for part in written]),
+        right_aligned([part.prompt.mask for part in written]),
         jax.tree.map(lambda *parts: np.concatenate(parts), *[part.samples for part in written]),
         [group for part in written for group in part.completions],
         [group for chunk in chunks for group in chunk.texts],
         np.concatenate([part.usable for part in written]),
         _judgement(chunks),
         seconds,
+        joined([part.prompt.pictures for part in written]),
+    )
+
+
+def right_aligned(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Prompts of several chunks [p, L], padded on the left to the longest."""
+    width = max(array.shape[1] for array in arrays)
+    return np.concatenate([np.pad(array, ((0, 0), (width - array.shape[1], 0))) for array in arrays])
+
+
+def _played(
+    environment: Environment,
+    rows: Sequence[Row],
+    plays: Sequence[Play],
+    seconds: dict[str, float],
+) -> Rollout:
+    """Episodes as a rollout, whose completions are their last turns."""
+    answering = environment.answering
+    assert answering is not None
+    streams = [stream(play.samples, play.said, answering.stream_tokens, answering.pad_id) for play in plays]
+    # A completion that the environment failed did not get as far as the others: it has no reward, of no turn.
+    rewards = np.concatenate([np.where(play.failed[..., None, None], np.nan, play.rewards) for play in plays])
+    watched = np.concatenate([play.watched for play in plays])
+    episodes = [group for play in plays for group in play.episodes]
+    last = np.array([[len(episode.turns) - 1 for episode in group] for group in episodes])[..., None, None]
+    ends = [np.take_along_axis(values, last, axis=2)[:, :, 0] for values in (rewards, watched)]
+    return Rollout(
+        rows,
+        right_aligned([play.prompt.tokens for play in plays]),
+        right_aligned([play.prompt.mask for play in plays]),
+        jax.tree.map(lambda *parts: np.concatenate(parts), *streams),
+        [[episode.last.written for episode in group] for group in episodes],
+        [[episode.last.text for episode in group] for group in episodes],
+        np.array([[episode.last.usable for episode in group] for group in episodes]),
+        Judgement(ends[0], ends[1], [], rewards, watched),
+        seconds,
+        joined([play.prompt.pictures for play in plays]),
+        episodes,
+        joined_some([chained(play.answers) for play in plays], [len(play.rows) for play in plays]),
     )
 
 
@@ -168,7 +268,9 @@ def _judges(environment: Environment, iteration: int, evaluation: bool) -> list[
     render = environment.render
 
     def score(chunk: _Chunk) -> _Chunk:
-        rewards, watched = environment.score(chunk.rows, chunk.texts, chunk.pictures)
+        alone = [[Episode((Turn(text),)) for text in group] for group in chunk.texts]
+        episodes = () if environment.answering is None else (alone,)
+        rewards, watched = environment.score(chunk.rows, chunk.texts, chunk.pictures, *episodes)
         return chunk._replace(rewards=rewards, watched=watched)
 
     if render is None:
@@ -180,13 +282,14 @@ def _judges(environment: Environment, iteration: int, evaluation: bool) -> list[
     return [Stage("render", draw), Stage("score", score)]
 
 
-def _read(environment: Environment, rows: Sequence[Row], samples: Any) -> _Chunk:
+def _read(environment: Environment, rows: Sequence[Row], prompt: Encoded, samples: Any) -> _Chunk:
     """A chunk of sampled tokens as text."""
     read = [
         [environment.decode(tokens[mask], row.prompt) for tokens, mask in zip(row_tokens, row_mask, strict=True)]
         for row, row_tokens, row_mask in zip(rows, samples.tokens, samples.mask, strict=True)
     ]
     written = _Written(
+        prompt,
         samples,
         [[completion for completion, _, _ in group] for group in read],
         np.array([[usable for _, _, usable in group] for group in read]),

@@ -1,4 +1,4 @@
-"""Texts as a policy reads and writes them: prompts to tokens, completions to text, and what they look like."""
+"""Texts as a policy writes them: which tokens it may, what they say, and what they look like."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.sections import DataSection
-from grpo_jax.errors import UserError, shown
-from grpo_jax.models.hf.tokens import chat_renderer, prompt_encoder, special_ids
-from grpo_jax.sampling.sampler import bucket_size
+from grpo_jax.errors import UserError
+from grpo_jax.models.hf.tokens import special_ids
 
 _WORDS = re.compile(r"\w+(?:['’-]\w+)*")
 
@@ -35,103 +33,6 @@ def continued(written: str, prompt: str) -> Reading:
     if not any(character.isalnum() for character in line):
         return Reading(prompt, False)
     return Reading(" ".join(f"{prompt}{line}".split()), True)
-
-
-# ----------------------------------------------------------------------------------------------------------- prompts
-
-
-def format_prompt(tokenizer: Any, prompt: str, *, form: str = "rewrite", instruction: str = "") -> list[int]:
-    """The tokens a completion of this prompt starts from (`prompt_format`)."""
-    return prompt_format(tokenizer, form=form, instruction=instruction)(prompt)
-
-
-def prompt_format(
-    tokenizer: Any, *, form: str = "rewrite", instruction: str = "", vocab_size: int | None = None
-) -> Callable[[str], list[int]]:
-    """encode(prompt) → the tokens that a completion of it starts from.
-
-    What the user wrote is text, whatever it says: the tokenizer's marks come from template and instruction alone.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        form: In "append" the prompt itself is continued. Otherwise the user's turn of the tokenizer's chat template,
-            with the answer left open; a tokenizer without a chat template gets the instruction as plain text.
-        instruction: What the user's turn says; "{prompt}" stands for the prompt (other braces mean nothing).
-            Empty: the prompt alone.
-        vocab_size: V, the model's; a token beyond it is refused.
-
-    Raises:
-        UserError: A non-empty instruction does not say where the prompt goes, the chat template fails, or as
-            `prompt_encoder`.
-    """
-    if form == "append":
-        return prompt_encoder(tokenizer, str, add_special_tokens=True, vocab_size=vocab_size)
-    if instruction and "{prompt}" not in instruction:
-        raise UserError("data.instruction must contain {prompt}, the place of the user's prompt")
-
-    def instructed(prompt: str) -> str:
-        return instruction.replace("{prompt}", prompt) if instruction else prompt
-
-    if not getattr(tokenizer, "chat_template", None):
-        return prompt_encoder(tokenizer, instructed, add_special_tokens=True, vocab_size=vocab_size)
-    # Templates that know no thinking ignore the switch; a thinking block would eat the tokens of the answer.
-    chat = chat_renderer(tokenizer, enable_thinking=False)
-    return prompt_encoder(
-        tokenizer, lambda prompt: chat(instructed(prompt)), add_special_tokens=False, vocab_size=vocab_size
-    )
-
-
-def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token lists of different lengths as one array: i32[P, width] and its mask bool[P, width].
-
-    Raises:
-        ValueError: If a list is longer than `width`.
-    """
-    array = np.full((len(encoded), width), pad_id, np.int32)
-    mask = np.zeros((len(encoded), width), bool)
-    for i, tokens in enumerate(encoded):
-        if len(tokens) > width:
-            raise ValueError(f"width must be at least the longest prompt's {len(tokens)} tokens, got {width}")
-        array[i, width - len(tokens) :] = tokens
-        mask[i, width - len(tokens) :] = True
-    return array, mask
-
-
-def make_encode(
-    tokenizer: Any, section: DataSection, *, pad_id: int, vocab_size: int | None = None, prompts: Sequence[str] = ()
-) -> Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]:
-    """encode(prompts) → left-padded tokens i32 [P, L] and mask.
-
-    Args:
-        tokenizer: The policy's.
-        section: Form, instruction and the most tokens of a prompt.
-        pad_id: Fills up on the left.
-        vocab_size: V, the model's; a token beyond it is refused.
-        prompts: Prompts whose longest sets L, so that all batches have one shape.
-
-    Raises:
-        UserError: A prompt is longer than data.max_prompt_tokens, or as `prompt_format`.
-    """
-    limit = section.max_prompt_tokens
-    format_one = prompt_format(tokenizer, form=section.form, instruction=section.instruction, vocab_size=vocab_size)
-
-    def tokens_of(prompts: Sequence[str]) -> list[list[int]]:
-        encoded = [format_one(prompt) for prompt in prompts]
-        for prompt, ids in zip(prompts, encoded, strict=True):
-            if len(ids) > limit:
-                raise UserError(
-                    f"prompt {shown(prompt)} takes {len(ids)} tokens with its instruction; data.max_prompt_tokens is "
-                    f"{limit}: shorten it or raise the limit"
-                )
-        return encoded
-
-    longest = max(map(len, tokens_of(prompts)), default=1)
-
-    def encode(prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        encoded = tokens_of(prompts)
-        return pad_left(encoded, bucket_size(max(longest, *map(len, encoded)), smallest=8), pad_id)
-
-    return encode
 
 
 # ------------------------------------------------------------------------------------------------------- completions

@@ -16,7 +16,7 @@ import numpy as np
 from grpo_jax.errors import UserError
 from grpo_jax.runs.lock import NAME as LOCK
 from grpo_jax.runs.lock import RunLock
-from grpo_jax.tasks.display import GalleryEntry
+from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry
 
 Result = TypeVar("Result")
 PAUSES = (0.5, 2.0, 8.0)
@@ -227,7 +227,10 @@ class RunDirectory:
         write_atomically(self.summary, json.dumps(finite(summary), indent=2) + "\n")
 
     def write_images(self, gallery: Sequence[GalleryEntry]) -> None:
-        """Writes images/000_before.png, 000_after.png, … of a gallery, and their texts and scores in gallery.json."""
+        """Writes images/000_before.png, 000_after.png, … of a gallery, and their texts and scores in gallery.json.
+
+        What a prompt shows is 000_shown_0.png, and so on.
+        """
         if not gallery:
             return
         with disk_errors(self.images):
@@ -235,9 +238,31 @@ class RunDirectory:
         texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
         write_atomically(self.images / "gallery.json", json.dumps(texts, indent=1).encode())
         for index, entry in enumerate(gallery):
-            for name, image in (("before", entry.before), ("after", entry.after)):
+            shown = [(f"shown_{number}", picture) for number, picture in enumerate(entry.shown)]
+            for name, image in (("before", entry.before), ("after", entry.after), *shown):
                 if image is not None:
                     write_atomically(self.images / f"{index:03d}_{name}.png", encode_png(image))
+
+    def write_episodes(self, episodes: Sequence[EpisodeEntry]) -> None:
+        """Writes what was drawn as images/000_turn_1.png, …, and texts, answers and scores in episodes.json."""
+        if not episodes:
+            return
+        with disk_errors(self.images):
+            self.images.mkdir(exist_ok=True)
+        texts = [
+            {
+                "prompt": entry.prompt,
+                "turns": [
+                    {"text": turn.text, "scores": dict(turn.scores), "answer": turn.answer} for turn in entry.turns
+                ],
+            }
+            for entry in episodes
+        ]
+        write_atomically(self.images / "episodes.json", json.dumps(finite(texts), indent=1).encode())
+        for index, entry in enumerate(episodes):
+            for number, turn in enumerate(entry.turns, 1):
+                if turn.image is not None:
+                    write_atomically(self.images / f"{index:03d}_turn_{number}.png", encode_png(turn.image))
 
     def write_completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
         """Writes completions/step_00000N.parquet, one row per completion.
@@ -337,6 +362,6 @@ def _short(path: Path) -> str:
 
 
 def _column(values):
-    if isinstance(values, np.ndarray):
+    if isinstance(values, np.ndarray) or hasattr(values, "to_pylist"):  # Arrow's own
         return values
     return [value.item() if isinstance(value, np.generic) else value for value in values]

@@ -7,23 +7,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.rollout import Judgement, collect, judge
 from grpo_jax.runs.parts import Parts, objectives_of
+from grpo_jax.runs.turns import turn_measures
 
 PICTURE_CHUNK = 32
 """Prompts that travel together: bounds the pictures held at once, and lets judges work while the policy writes."""
 TEXT_CHUNK = 256
-"""The same where nothing is drawn."""
+"""The same where nothing is drawn and nothing seen."""
 TOTAL = "total"
 """Name of the measure that is maximised, in which "best" and the improvement are told."""
 
 
 class Evaluation(NamedTuple):
-    """Means over prompts by measure name (`TOTAL` among them), with what they were measured on: a text per prompt."""
+    """Means over prompts by measure name (`TOTAL` among them), with what they were measured on.
+
+    Attributes:
+        measures: By name.
+        judgement: Of a text per prompt.
+        texts: P.
+        episodes: P, which end with the texts; None where there is one turn. The first have their pictures.
+    """
 
     measures: dict[str, float]
     judgement: Judgement
     texts: Sequence[str]
+    episodes: Sequence[Episode] | None = None
 
 
 def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sampled: bool = False) -> Evaluation:
@@ -35,15 +45,35 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
         rows,
         key=parts.key,
         iteration=0,
+        see=parts.see,
         evaluation=True,
         chunk_prompts=_chunk(parts),
         timeout=parts.timeout,
         stopping=parts.stopping,
+        shown=parts.config.evaluation.gallery,
     )
-    measures = means(parts, rollout.judgement, rollout.samples.mask.sum(-1, dtype=np.int32))
+    measures = means(parts, rollout.judgement, rollout.lengths)
     measures["completion_tokens"] = float(rollout.samples.mask.sum(-1).mean())
     measures["usable"] = float(rollout.usable.mean())
-    return Evaluation(measures, rollout.judgement, [group[0] for group in rollout.texts])
+    names = parts.environment.reward_names + parts.environment.watch_names
+    measures |= turn_measures(rollout.judgement, names)
+    texts = [group[0] for group in rollout.texts]
+    if rollout.episodes is None:
+        return Evaluation(measures, rollout.judgement, texts)
+    return Evaluation(measures, rollout.judgement, texts, [group[0] for group in rollout.episodes])
+
+
+def evaluate_controls(parts: Parts, variables: Any, rows: Sequence[Any]) -> dict[str, float]:
+    """What the policy's episodes come to where another environment answers: rewards and measures as NAME_CONTROL."""
+    environment, measures = parts.environment, {}
+    if environment.answering is None:
+        return {}
+    for control, respond in parts.world.controls.items():
+        answering = environment.answering._replace(respond=respond)
+        found = evaluate_policy(parts._replace(environment=environment._replace(answering=answering)), variables, rows)
+        names = environment.reward_names + environment.watch_names
+        measures |= {f"{name}_{control}": found.measures[name] for name in names}
+    return measures
 
 
 def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> Evaluation:
@@ -63,7 +93,7 @@ def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> E
 
 
 def _chunk(parts: Parts) -> int:
-    return TEXT_CHUNK if parts.environment.render is None else PICTURE_CHUNK
+    return TEXT_CHUNK if parts.environment.render is None and parts.see is None else PICTURE_CHUNK
 
 
 def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
@@ -75,6 +105,7 @@ def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
     if not rows:
         return {}
     found = {"greedy": evaluate_policy(parts, variables, rows)}
+    found["greedy"].measures.update(evaluate_controls(parts, variables, rows))
     if parts.config.evaluation.sampled:
         found["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
     for kind, texts in parts.world.references(rows).items():
@@ -91,11 +122,11 @@ def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, 
     Args:
         parts: Weights, conditions and the penalty on length.
         judgement: Of P texts: rewards f32 [P, 1, N], watched f32 [P, 1, W].
-        lengths: i32 [P, 1], tokens of each completion.
+        lengths: i32 [P, 1], tokens of each completion; of episodes [P, 1, U].
     """
     names = parts.environment.reward_names + parts.environment.watch_names
     judged = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
-    objectives = objectives_of(parts, judgement.rewards, lengths)
+    objectives = objectives_of(parts, judgement.judged, lengths)
     terms = zip(objectives.weights, _present_means(np.asarray(objectives.rewards)), strict=True)
     total = float(sum(weight * mean for weight, mean in terms if weight))
     return {**dict(zip(names, _present_means(judged), strict=True)), TOTAL: total}

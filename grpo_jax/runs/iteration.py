@@ -19,17 +19,19 @@ from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at
 from grpo_jax.rollout.drawing import Judged, draw
+from grpo_jax.rollout.inputs.pictures import kept_column
 from grpo_jax.rollout.rollout import Rollout, collect
 from grpo_jax.runs.parts import Parts, objectives_of
+from grpo_jax.runs.turns import turn_columns, turn_metrics
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import (
     OVERLONG,
-    learning_groups,
     signal_metrics,
+    teaching_groups,
     total_rewards,
 )
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import TrainState, init_state, needs_reference, refresh_reference, release
+from grpo_jax.training.state import TrainState, init_state, needs_reference, refresh_reference, release, settled
 from grpo_jax.training.update import make_update
 
 _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
@@ -62,12 +64,14 @@ class Iteration(NamedTuple):
         row: Its metrics.
         seconds: Seconds of work by stage.
         completions: Columns of completions/, one entry per completion of the groups it learned from.
+        rewards: f32 [P, G, N] of these groups.
     """
 
     state: TrainState
     row: dict[str, Any]
     seconds: dict[str, float]
     completions: dict[str, Any]
+    rewards: np.ndarray
 
 
 def make_learner(parts: Parts) -> Learner:
@@ -85,7 +89,7 @@ def make_learner(parts: Parts) -> Learner:
         config.algorithm,
         config.training,
         temperature=config.sampling.temperature,
-        max_new_tokens=config.sampling.max_new_tokens,
+        max_new_tokens=config.sampling.written_tokens,
         allowed_tokens=None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens),
         ppo=config.ppo,
     )
@@ -105,7 +109,7 @@ def make_learner(parts: Parts) -> Learner:
             loss_scale=make_loss_scale(config.policy.compute_dtype),
             take_over=True,
         )
-        return shard(state, policy.mesh)
+        return settled(shard(state, policy.mesh))
 
     return Learner(update, schedule, iterations, per_iteration, start)
 
@@ -147,7 +151,9 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
     row |= _timings(parts, {**seconds, "total": time.monotonic() - started}, row)
     estimates = report["measured"].get("estimates")
     advantages = np.asarray(batch.advantages if estimates is None else estimates.advantages)
-    return Iteration(state, row, seconds, completion_columns(parts, drawn.batch.rollout, advantages))
+    rollout = drawn.batch.rollout
+    columns = completion_columns(parts, rollout, advantages)
+    return Iteration(state, row, seconds, columns, rollout.judgement.rewards)
 
 
 def sample_batch(parts: Parts, variables: Any, iteration: int, number: int) -> Judged:
@@ -163,13 +169,13 @@ def sample_batch(parts: Parts, variables: Any, iteration: int, number: int) -> J
         [rows[place] for place in places],
         key=key,
         iteration=iteration,
+        see=parts.see,
         chunk_prompts=config.training.chunk_prompts,
         timeout=parts.timeout,
         stopping=parts.stopping,
     )
-    objectives = objectives_of(parts, rollout.judgement.rewards, rollout.samples.mask.sum(-1, dtype=np.int32))
-    teaching = np.asarray(learning_groups(objectives.rewards, objectives.weights, config.algorithm))
-    return Judged(rollout, objectives, teaching)
+    objectives = objectives_of(parts, rollout.judgement.judged, rollout.lengths)
+    return Judged(rollout, objectives, teaching_groups(objectives, config.algorithm))
 
 
 def batch_of(parts: Parts, judged: Judged) -> Batch:
@@ -177,7 +183,14 @@ def batch_of(parts: Parts, judged: Judged) -> Batch:
     rollout = judged.rollout
     prompts = (rollout.prompt_tokens, rollout.prompt_mask)
     return make_batch(
-        prompts, rollout.samples, judged.objectives, judged.teaching, parts.config.algorithm, mesh=parts.policy.mesh
+        prompts,
+        rollout.samples,
+        judged.objectives,
+        judged.teaching,
+        parts.config.algorithm,
+        pictures=rollout.pictures,
+        answers=rollout.answers,
+        mesh=parts.policy.mesh,
     )
 
 
@@ -233,6 +246,7 @@ def rollout_metrics(parts: Parts, judged: Judged) -> dict[str, float]:
         "completion_tokens_max": float(lengths.max()),
         "truncated": float(samples.truncated.mean()),
     }
+    row |= turn_metrics(rollout, parts.environment.reward_names, parts.environment.watch_names)
     prompts = [row.prompt for row in rollout.rows]
     return row | parts.world.statistics(prompts, rollout.texts, rollout.usable.tolist())
 
@@ -252,20 +266,25 @@ def _timings(parts: Parts, seconds: Mapping[str, float], row: Mapping[str, Any])
 
 
 def completion_columns(parts: Parts, rollout: Rollout, advantages: np.ndarray) -> dict[str, Any]:
-    """The completions of a batch as columns, one entry each, groups one after another.
+    """The completions of a batch as columns, one entry each, groups one after another; of episodes one for each turn.
 
     Args:
         parts: Names of rewards and watched measures.
         rollout: The groups that were learned from.
-        advantages: f32 [P, G]; of PPO the mean over each completion's tokens.
+        advantages: f32 [P, G]; of PPO the mean over each completion's tokens; [P, G, T] where turns have their own.
     """
+    environment = parts.environment
     group = len(rollout.completions[0])
+    if rollout.episodes is not None:
+        turns = turn_columns(rollout, environment.reward_names, environment.watch_names, advantages)
+        return turns | kept_column([rollout.rows[episode // group] for episode in turns["episode"]])
     columns: dict[str, Any] = {
         "prompt": [row.prompt for row in rollout.rows for _ in range(group)],
         "completion": [text for texts in rollout.completions for text in texts],
         "text": [text for texts in rollout.texts for text in texts],
     }
-    judgement, environment = rollout.judgement, parts.environment
+    columns |= kept_column([row for row in rollout.rows for _ in range(group)])
+    judgement = rollout.judgement
     judged = (
         ("reward", environment.reward_names, judgement.rewards),
         ("watch", environment.watch_names, judgement.watched),

@@ -24,6 +24,7 @@ from grpo_jax.runs.progress import added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 from grpo_jax.runs.results import finish_language
 from grpo_jax.runs.warm_start import warm_start
+from grpo_jax.tasks.display import of_turns
 from grpo_jax.tasks.task import Advanced, Begun, Finished
 from grpo_jax.training.state import TrainState, release, restored_state, saved_parts
 from grpo_jax.training.update import PATIENCE
@@ -95,7 +96,9 @@ class LanguageProgram:
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         line = "no prompts are held out: nothing is measured before and after training"
         if before:
-            measures = "  ".join(f"{name} {value:.3f}" for name, value in before["greedy"].measures.items())
+            found = before["greedy"].measures
+            told = {name: value for name, value in found.items() if not of_turns(name, found)}
+            measures = "  ".join(f"{name} {value:.3f}" for name, value in told.items())
             line = f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}"
             self._tell_absent(before["greedy"])
         return Begun(state, notes, seconds, line)
@@ -160,8 +163,7 @@ class LanguageProgram:
     def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
         """One iteration."""
         result = run_iteration(self.parts, self.learner, state, iteration)
-        names = self.parts.environment.reward_names
-        values = self._by_name(result.completions[f"reward/{name}"] for name in names)
+        values = self._by_name(np.moveaxis(result.rewards, -1, 0))
         absent = counted(notes.get("absent", {}), values, self.parts.rewards.weights)
         if single := never_came(absent, iteration + 1, self.iterations):
             self.say(f"note: {single}")

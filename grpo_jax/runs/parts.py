@@ -15,27 +15,36 @@ from grpo_jax.config import Config, MeshSection
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
 from grpo_jax.errors import UserError
+from grpo_jax.models.hf.chat import picture_tokens
+from grpo_jax.models.hf.processor import most_patches
 from grpo_jax.models.sharding import gather
+from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
 from grpo_jax.rollout.data import PromptSet, batches_per_epoch
 from grpo_jax.rollout.environment import Environment, make_score
+from grpo_jax.rollout.inputs.encoding import make_encode
 from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.texts import allowed_tokens, make_decode, make_encode
+from grpo_jax.rollout.texts import allowed_tokens, make_decode
 from grpo_jax.runs.policy import Policy, load_policy, make_new_policy
+from grpo_jax.runs.seeing import eyes_of, make_prepare, make_see
+from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.tasks.task import Say, Setup, World
-from grpo_jax.training.estimators import Objectives, make_objectives
-from grpo_jax.training.memory import fewest_parts, update_bytes
+from grpo_jax.training.estimators import Objectives, make_objectives, make_turn_objectives
+from grpo_jax.training.memory import Shown, fewest_parts, update_bytes
 
 _GIB = 2**30
 
 
 class Samplers(NamedTuple):
-    """What draws completions: G of them in training, one greedy and one sampled in evaluation."""
+    """What draws completions: G of them in training, one greedy and one sampled in evaluation.
 
-    training: Callable[..., Any]
-    greedy: Callable[..., Any]
-    sampled: Callable[..., Any]
+    Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s.
+    """
+
+    training: Any
+    greedy: Any
+    sampled: Any
 
 
 class Parts(NamedTuple):
@@ -51,6 +60,7 @@ class Parts(NamedTuple):
         allowed_tokens: bool [V], or None for all.
         key: The run's key.
         devices: Name of the device of each part.
+        see: Looks at the prompts' pictures (`rollout.See`); None where no prompt has any.
         stopping: Whether a stop was asked for.
     """
 
@@ -63,6 +73,7 @@ class Parts(NamedTuple):
     allowed_tokens: np.ndarray | None
     key: jax.Array
     devices: dict[str, str]
+    see: Callable[..., Any] | None = None
     stopping: Callable[[], bool] = lambda: False
 
     @property
@@ -121,14 +132,17 @@ def load_parts(
     devices = _policy_devices(placement, config.policy.mesh)
     if not config.judges:
         say("devices", f"policy on {_listed(devices)}")
-    policy = load_policy(config, devices, say)
+    pictures = world.answers_with_pictures or any(row.pictures for part in world.prompts for row in part)
+    policy = load_policy(config, devices, say, pictures=pictures)
     judges = {}
     for name, judge in config.judges.items():
         with judge_named(name):
             judges[name] = judge.load(placement[name])
     for name, judge in judges.items():
         say(name, getattr(judge, "summary", type(judge).__name__))
-    environment = make_environment(config, world, policy.loaded, wanted, judges)
+    environment = make_environment(
+        config, world, policy.loaded, wanted, judges, device=devices[0] if policy.mesh is None else None
+    )
     allowed = policy_tokens(config, policy.loaded)
     return Parts(
         config=config,
@@ -140,12 +154,19 @@ def load_parts(
         allowed_tokens=allowed,
         key=jax.random.key(config.seed),
         devices=placement if judges else {POLICY: _listed(devices)},
+        see=make_see(policy) if pictures else None,
         stopping=stopping,
     )
 
 
 def make_environment(
-    config: Config, world: World, loaded: Any, rewards: Rewards, judges: Mapping[str, Any]
+    config: Config,
+    world: World,
+    loaded: Any,
+    rewards: Rewards,
+    judges: Mapping[str, Any],
+    *,
+    device: jax.Device | None = None,
 ) -> Environment:
     """The functions between the policy's tokens and the rewards.
 
@@ -155,59 +176,117 @@ def make_environment(
         loaded: The policy's folder, for its tokenizer.
         rewards: As found.
         judges: Loaded, by name.
+        device: The policy's, where pictures that it is shown go; None for where JAX sees them.
     """
+    eyes = eyes_of(config, loaded)
     maximised = {wanted.name: bind(wanted, judges) for wanted in rewards.maximised}
     watched = {wanted.name: bind(wanted, judges) for wanted in rewards.watched}
-    every_prompt = [row.prompt for part in world.prompts for row in part]
     return Environment(
         encode=make_encode(
             loaded.tokenizer,
             config.data,
             pad_id=loaded.pad_id,
             vocab_size=loaded.config.vocab_size,
-            prompts=every_prompt,
+            rows=[row for part in world.prompts for row in part],
+            eyes=eyes,
         ),
         decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
         render=None if world.render is None else world.render(judges, rewards.asked),
         score=make_score(maximised, watched, missing=config.on_judge_error == "missing", columns_of=world.columns),
         reward_names=tuple(maximised),
         watch_names=tuple(watched),
+        prepare=None if eyes is None else make_prepare(eyes, device),
+        answering=make_answering(config, world, loaded),
     )
+
+
+def make_answering(config: Config, world: World, loaded: Any) -> Answering | None:
+    """What stands between an episode's turns; None where the policy writes once.
+
+    Raises:
+        UserError: The task has no answers, or the policy's chat template cannot go on after one.
+    """
+    section = config.sampling
+    if section.turns == 1:
+        return None
+    if world.respond is None:
+        raise UserError(f"sampling.turns: expected 1, this task answers nothing (World.respond); got {section.turns}")
+    vision = getattr(loaded.config, "vision", None)
+    say = make_say(
+        loaded.tokenizer,
+        eos_ids=loaded.eos_ids,
+        vocab_size=loaded.config.vocab_size,
+        most=section.max_answer_tokens,
+        vision=vision,
+    )
+    lenient = config.on_judge_error == "missing"
+    return Answering(section.turns, world.respond, say, section.stream_tokens, loaded.pad_id, lenient)
 
 
 def make_samplers(config: Config, policy: Policy, allowed: np.ndarray | None) -> Samplers:
     """The samplers of training and evaluation; what they give lies whole on the host's side of a mesh."""
     section, loaded = config.sampling, policy.loaded
 
-    def sampler(group_size: int, temperature: float) -> Callable[..., Any]:
+    def sampler(group_size: int, temperature: float) -> Any:
         restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p} if temperature else {}
         params = SamplingParams(group_size, section.max_new_tokens, temperature, **restrict)
-        sample = make_sampler(
-            policy.functions, params, eos_ids=loaded.eos_ids, pad_id=loaded.pad_id, allowed_tokens=allowed
-        )
-        return lambda *arguments: gather(sample(*arguments), policy.mesh)
+        ends = {"eos_ids": loaded.eos_ids, "pad_id": loaded.pad_id, "allowed_tokens": allowed}
+        if section.turns == 1:
+            sample = make_sampler(policy.functions, params, **ends)
+            return lambda *arguments, **shown: gather(sample(*arguments, **shown), policy.mesh)
+        episodes = make_episode_sampler(policy.functions, params, **ends)
+        return EpisodeSampler(*(_gathered(turn, policy.mesh) for turn in episodes))
 
     return Samplers(sampler(section.group_size, section.temperature), sampler(1, 0.0), sampler(1, section.temperature))
 
 
+def _gathered(turn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """One of an episode sampler's functions, whose samples lie whole on the host's side of a mesh."""
+
+    def gathered(*arguments: Any, **shown: Any) -> Any:
+        samples, carried = turn(*arguments, **shown)
+        return gather(samples, mesh), carried
+
+    return gathered
+
+
 def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Objectives:
-    """What is maximised of judged rewards f32 [P, G, N] and completion lengths i32 [P, G], on the policy's device."""
+    """What is maximised, on the policy's device.
+
+    Args:
+        parts: Weights, conditions, the penalty on length.
+        judged: Rewards f32 [P, G, N]; of episodes [P, G, U, N].
+        lengths: Tokens i32 [P, G]; of episodes [P, G, U].
+    """
     leaf = jax.tree.leaves(parts.policy.variables)[0]
     device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
-    return make_objectives(
-        *jax.device_put((judged, lengths), device),
-        weights=parts.rewards.weights,
-        conditions=parts.rewards.conditions,
-        overlong_buffer=parts.config.algorithm.overlong_buffer,
-        max_new_tokens=parts.config.sampling.max_new_tokens,
-    )
+    algorithm = parts.config.algorithm
+    options: dict[str, Any] = {
+        "weights": parts.rewards.weights,
+        "conditions": parts.rewards.conditions,
+        "overlong_buffer": algorithm.overlong_buffer,
+        "max_new_tokens": parts.config.sampling.max_new_tokens,
+    }
+    rewards, tokens = jax.device_put((judged, lengths), device)
+    if judged.ndim == 3:
+        return make_objectives(rewards, tokens, **options)
+    return make_turn_objectives(rewards, tokens, algorithm, **options)
 
 
 def policy_tokens(config: Config, loaded: Any) -> np.ndarray | None:
-    """The mask bool [V] that data.allowed_tokens names; None for every token."""
-    return allowed_tokens(
+    """The mask bool [V] that data.allowed_tokens names; None for every token.
+
+    A policy with a vision tower never writes what stands for a picture: there would be none in its place.
+    """
+    allowed = allowed_tokens(
         loaded.tokenizer, config.data.allowed_tokens, vocab_size=loaded.config.vocab_size, eos_ids=loaded.eos_ids
     )
+    vision = getattr(loaded.config, "vision", None)
+    if vision is None:
+        return allowed
+    allowed = np.ones(loaded.config.vocab_size, bool) if allowed is None else allowed
+    allowed[list(picture_tokens(vision))] = False
+    return allowed
 
 
 def _ask_for_determinism(*, torch_too: bool) -> None:
@@ -265,7 +344,9 @@ def within_budget(parts: Parts, say: Say) -> Parts:
     config, training = parts.config, parts.config.training
     if training.memory_budget_gib == 0:
         return parts
-    length = parts.environment.encode([parts.prompts.train[0].prompt])[0].shape[1]
+    row = max(parts.prompts.train, key=lambda row: len(row.pictures))
+    encoded = parts.environment.encode([row])
+    length, shown = encoded.tokens.shape[1], _shown(parts, encoded.pictures)
     data = dataclasses.replace(config.data, max_prompt_tokens=length)
     prompts, budget = training.prompts_per_batch // training.minibatches, training.memory_budget_gib
 
@@ -274,7 +355,7 @@ def within_budget(parts: Parts, say: Say) -> Parts:
 
     def measured(count: int) -> int:
         longest = dataclasses.replace(with_accumulation(count), data=data)
-        return update_bytes(longest, parts.policy.loaded.config, parts.policy.mesh)
+        return update_bytes(longest, parts.policy.loaded.config, parts.policy.mesh, shown)
 
     count, used = fewest_parts(
         measured, prompts // config.policy.mesh.fsdp, budget=int(budget * _GIB), least=training.accumulation
@@ -291,3 +372,15 @@ def within_budget(parts: Parts, say: Say) -> Parts:
         f"{budget:g} allowed",
     )
     return parts._replace(config=with_accumulation(count))
+
+
+def _shown(parts: Parts, pictures: Any) -> Shown | None:
+    """The most pictures that the policy is shown, given those of the prompt that has most."""
+    answers = (parts.config.sampling.turns - 1) * parts.world.answers_with_pictures
+    if pictures is None and not answers:
+        return None
+    count, patches = (0, 0) if pictures is None else pictures.patches.shape[1:3]
+    if answers:
+        loaded, size = parts.policy.loaded, parts.config.data.picture_size
+        patches = max(patches, most_patches(loaded.folder, loaded.config.vision, size))
+    return Shown(count, answers, patches)

@@ -17,12 +17,14 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, said
 from grpo_jax.models import hf
-from grpo_jax.models.adapters import first_adapters, lora_config
+from grpo_jax.models.adapters import first_adapters, lora_config, needs_tower
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.quantised import count_weights, quantise
 from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
 from grpo_jax.models.value_head import VALUE, init_value_head
+from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.vision.tower import with_tower
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.training.state import trained_collections
@@ -91,16 +93,20 @@ def make_new_policy(config: Config, words: Callable[[], Sequence[str]] | None) -
         )
 
 
-def load_policy(config: Config, devices: Sequence[jax.Device], say: Callable[..., None]) -> Policy:
+def load_policy(
+    config: Config, devices: Sequence[jax.Device], say: Callable[..., None], *, pictures: bool | None = False
+) -> Policy:
     """Loads what policy.* names.
 
     Args:
         config: The run's.
         devices: As many as its mesh takes.
         say: say(name, detail) prints a line.
+        pictures: The policy will be shown pictures; without, its vision tower is not loaded unless it is trained. None:
+            it may be, if it has one.
 
     Raises:
-        UserError: The folder is missing, broken or unsupported, or does not fit mesh, adapters or lengths.
+        UserError: The folder is missing, broken or unsupported, or does not fit mesh, adapters, lengths or pictures.
     """
     section = config.policy
     mesh = make_mesh(section.mesh.fsdp, section.mesh.tensor, devices) if section.mesh.size > 1 else None
@@ -128,28 +134,62 @@ def load_policy(config: Config, devices: Sequence[jax.Device], say: Callable[...
     top_k, vocabulary = config.sampling.top_k, loaded.config.vocab_size
     require(top_k <= vocabulary, "sampling.top_k", f"at most the policy's {vocabulary} tokens, or 0 for all", top_k)
     variables = {"params": put(loaded.params)}
+    visual = None
+    if pictures is None:
+        pictures = getattr(loaded.config, "vision", None) is not None
+    if pictures or needs_tower(section, lora):
+        _check_tower(config, loaded.config)
+        visual = _load_tower(config, loaded, put if mesh is not None else None, devices[0])
+        variables = with_tower(variables, visual, trained=section.vision == "train")
     if lora is not None:
-        variables["lora"] = put(first_adapters(section.lora, lora, loaded.config, variables["params"], config.seed))
+        params = variables["params"]
+        variables["lora"] = put(first_adapters(section.lora, lora, loaded.config, params, config.seed, visual))
     if config.algorithm.learns_values:
         variables[VALUE] = put({VALUE: init_value_head(loaded.config.hidden_size)})[VALUE]
     say("policy", _described(config, variables, lora, devices))
     return Policy(shard_policy(functions, mesh), loaded._replace(params=None), lora, variables, mesh)
 
 
+def _check_tower(config: Config, model: Any) -> None:
+    if getattr(model, "vision", None) is None:
+        field = "policy.vision" if config.policy.vision == "train" else "policy.path"
+        raise UserError(
+            f"{field}: {config.policy.path} has no vision tower, and pictures need one: give a Qwen2-VL, Qwen2.5-VL or "
+            "Qwen3-VL folder"
+        )
+    if not model.rope.sections:
+        raise UserError(
+            f"policy.path: {config.policy.path} does not say how positions have rows and columns (mrope_section in "
+            "config.json), which pictures need"
+        )
+
+
+def _load_tower(config: Config, loaded: Any, put: Callable[[Any], Any] | None, device: jax.Device) -> Any:
+    dtype = "float32" if config.policy.vision == "train" else config.policy.frozen_dtype
+    return jax.device_put(hf.load_tower(loaded, param_dtype=dtype, put=put), None if put else device)
+
+
 def _described(config: Config, variables: Mapping[str, Any], lora: Any, devices: Sequence[jax.Device]) -> str:
     section = config.policy
     trained = (f", LoRA rank {lora.rank}" if lora else "") + (", value head" if VALUE in variables else "")
     trained = trained if section.quantised == "none" else f" on {section.quantised}{trained}"
-    count = count_weights(variables["params"])
-    return f"{section.path}: {count:,} parameters, {section.compute_dtype}{trained}, on {', '.join(map(str, devices))}"
+    count, tower = count_weights(variables["params"]), ""
+    if VISUAL in variables:
+        adapted = " with adapters" if VISUAL in variables.get("lora", {}) else ""
+        tower = f", a frozen vision tower of {count_weights(variables[VISUAL]):,}{adapted}"
+    elif VISUAL in variables["params"]:
+        tower = f", {count_weights(variables['params'][VISUAL]):,} of them in its vision tower"
+    place = ", ".join(map(str, devices))
+    return f"{section.path}: {count:,} parameters{tower}, {section.compute_dtype}{trained}, on {place}"
 
 
 def _check_room(config: Config, limit: int | None) -> None:
     """Learned positions end: the longest prompt and the longest completion must fit together."""
-    prompt, completion = config.data.max_prompt_tokens, config.sampling.max_new_tokens
+    prompt, completion = config.data.max_prompt_tokens, config.sampling.stream_tokens
     if limit is not None and prompt + completion > limit:
+        named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "what sampling.turns take"
         raise UserError(
-            f"data.max_prompt_tokens = {prompt} and sampling.max_new_tokens = {completion} make {prompt + completion} "
+            f"data.max_prompt_tokens = {prompt} and {named} = {completion} make {prompt + completion} "
             f"tokens, but {config.policy.path} has learned positions for {limit} only: lower one of them"
         )
 
@@ -173,11 +213,16 @@ def run_config(run_dir: str | Path) -> Config:
     return dataclasses.replace(config, run_dir=str(run_dir))  # the folder may have moved since
 
 
-def restore_policy(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy, dict[str, Any]]:
-    """A run's config, its policy as a checkpoint has it (without judges, on one device), and the checkpoint's meta."""
+def restore_policy(
+    run_dir: str | Path, checkpoint: str, *, pictures: bool | None = False
+) -> tuple[Config, Policy, dict[str, Any]]:
+    """A run's config, its policy as a checkpoint has it (without judges, on one device), and the checkpoint's meta.
+
+    With its vision tower if it will be shown pictures (as `load_policy` has it), or was trained.
+    """
     config = run_config(run_dir)
     config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
-    policy = load_policy(config, jax.devices()[:1], lambda *_: None)
+    policy = load_policy(config, jax.devices()[:1], lambda *_: None, pictures=pictures)
     variables, meta = restore_variables(policy.variables, run_dir, checkpoint)
     return config, policy._replace(variables=variables), meta
 

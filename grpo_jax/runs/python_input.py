@@ -14,10 +14,15 @@ from typing import Any, NamedTuple
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
+from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row
+from grpo_jax.rollout.inputs.pictures import File, Stored, encoded, size_of, source_of
+from grpo_jax.rollout.inputs.tables import records_of, tables_of
 from grpo_jax.rollout.prompts import split_records
 from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
 from grpo_jax.runs.directory import RunDirectory, write_atomically
+
+_MOST_KEPT = 256 * 2**20  # bytes of pictures that were given in memory
 
 
 class PythonInput(NamedTuple):
@@ -71,11 +76,8 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[s
     if lost is not None:
         note(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
         return
-    text = "".join(
-        json.dumps({"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}) + "\n"
-        for split, part in zip(SPLITS, source.prompts, strict=True)
-        for row in part
-    )
+    parts = zip(SPLITS, source.prompts, strict=True)
+    text = "".join(json.dumps(_kept(row, split)) + "\n" for split, part in parts for row in part)
     if not source.config.resume:
         write_atomically(directory.prompts, text)
     elif directory.prompts.is_file() and directory.prompts.read_text(encoding="utf-8") != text:
@@ -94,14 +96,42 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
             "run(config, prompts=...) again (with resume=True to go on or to measure)"
         )
     lines = [json.loads(line) for line in directory.prompts.read_text(encoding="utf-8").splitlines()]
-    rows = [(line["split"], Row(line["id"], line["prompt"], line["columns"])) for line in lines]
+    rows = [(line["split"], _row(line)) for line in lines]
     return PromptSet(*(tuple(row for split, row in rows if split == name) for name in SPLITS))
+
+
+def _kept(row: Row, split: str) -> dict[str, Any]:
+    """A row as a line holds it; pictures as paths, or as base64 of what is in memory."""
+    line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
+    if row.pictures:
+        line["pictures"] = [encoded(source) for source in row.pictures]
+    if row.messages:
+        line["messages"] = [[message.role, list(message.parts)] for message in row.messages]
+    return line
+
+
+def _row(line: Mapping[str, Any]) -> Row:
+    """The inverse of `_kept`.
+
+    Raises:
+        UserError: A picture's file is gone.
+    """
+    try:
+        pictures = tuple(source_of(kept, None) for kept in line.get("pictures", ()))
+    except ValueError as error:
+        raise UserError(f"row {line['id']}: {error}") from error
+    messages = tuple(Message(role, tuple(parts)) for role, parts in line.get("messages", ()))
+    return Row(line["id"], line["prompt"], line["columns"], pictures, messages)
 
 
 def _prompt_set(prompts: Any, held_out: float) -> PromptSet:
     if isinstance(prompts, PromptSet):
         return prompts
     expected = "prompts: expected a list of texts or of records {'prompt': text, column: value, …}"
+    tables = tables_of(prompts)
+    if tables is not None:  # pictures stay encoded, and where they are
+        named = [({} if split is None else {"split": split}, records_of(table)) for split, table in tables]
+        return split_records([record | split for split, records in named for record in records], held_out=held_out)
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: it iterates over names of columns
         prompts = prompts.to_dict("records")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
@@ -152,13 +182,27 @@ def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]
 
 
 def _what_json_would_change(prompts: PromptSet) -> str | None:
-    """The first column that a JSON file does not give back as it is, in words; None if there is none."""
-    for row in (row for part in prompts for row in part):
+    """The first column that a JSON file does not give back as it is, or pictures too large for one; None if none is."""
+    rows = [row for part in prompts for row in part]
+    held = {id(source): source for row in rows for source in row.pictures if not isinstance(source, File)}
+    if sum(map(_size, held.values())) > _MOST_KEPT:
+        return f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB, which is much beside a run"
+    for row in rows:
         for name, value in row.columns.items():
             foreign = _foreign(value)
             if foreign is not None:
                 return f"column {name!r} of row {row.id} holds a {foreign}, which JSON does not keep"
     return None
+
+
+def _size(source: Any) -> int:
+    """About how many bytes a picture in memory takes where it is kept."""
+    if isinstance(source, Stored):
+        return source.data.size
+    if isinstance(source, bytes):
+        return len(source)
+    height, width = size_of(source)
+    return 3 * height * width
 
 
 def _foreign(value: Any) -> str | None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.models.hf.exporting import export_adapters, export_policy
+from grpo_jax.rollout.episodes import Turn
+from grpo_jax.rollout.inputs.pictures import as_shown
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
-from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_policy, evaluate_texts
+from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_controls, evaluate_policy, evaluate_texts
 from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.progress import added
-from grpo_jax.tasks.display import Findings, GalleryEntry, Table
+from grpo_jax.runs.turns import turns_table
+from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table
 from grpo_jax.tasks.task import Finished
 from grpo_jax.training.state import TrainState
 
+_SHOWN_SIZE = 256  # pixels of a prompt's picture in the report
 _PACKAGES = (
     "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "torch",
     "diffusers", "open_clip_torch", "gymnax",
@@ -51,12 +55,15 @@ def finish_language(parts: Parts, state: TrainState, progress: Any, directory: A
     summary = summarise(parts, progress, after, seconds)
     if found.records:
         summary["table"] = list(found.records)
-    finished = Finished(summary, lines=found.lines, tables=found.tables)
+    by_turn = turns_table(summary["evaluation"])
+    tables = [*found.tables, *([] if by_turn is None else [by_turn])]
+    finished = Finished(summary, lines=found.lines, tables=tables)
     if not after:
         return finished
     greedy = after["greedy"]
-    tables = [texts_table(parts, greedy), words_table(parts, greedy)]
-    return finished._replace(gallery=make_gallery(parts, greedy), tables_below=tables)
+    below = [texts_table(parts, greedy), words_table(parts, greedy)]
+    gallery, episodes = make_gallery(parts, greedy), shown_episodes(parts, greedy)
+    return finished._replace(gallery=gallery, tables_below=below, episodes=episodes)
 
 
 def measure_after(parts: Parts, variables: Any) -> dict[str, Evaluation]:
@@ -64,6 +71,7 @@ def measure_after(parts: Parts, variables: Any) -> dict[str, Evaluation]:
     if not parts.test_rows:
         return {}
     after = {"greedy": evaluate_policy(parts, variables, parts.test_rows)}
+    after["greedy"].measures.update(evaluate_controls(parts, variables, parts.test_rows))
     if parts.config.evaluation.sampled:
         after["sampled"] = evaluate_policy(parts, variables, parts.test_rows, sampled=True)
     return after
@@ -118,19 +126,27 @@ def summarise(
 
 
 def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
-    """Before/after pairs of the first held-out prompts: the unchanged prompt's picture and the rewrite's.
+    """The first held-out prompts, chosen by place and not by result, with what they show and what became of them.
 
-    Both from the same noise, chosen by place and not by result.
+    Where something is drawn these are pairs before and after: the unchanged prompt's picture and the rewrite's, both
+    from the same noise; where an unchanged prompt is nothing to draw, what came after alone. Where neither prompts nor
+    texts have pictures there is no gallery.
     """
     rows = parts.test_rows[: parts.config.evaluation.gallery]
-    if not rows or parts.environment.render is None:
+    drawn = parts.environment.render is not None
+    if not rows or not (drawn or any(row.pictures for row in rows)):
         return []
-    unchanged = evaluate_texts(parts, rows, [row.prompt for row in rows])
-    before, later = pictures_of(unchanged.judgement), pictures_of(after.judgement)
+    before = later = [None] * len(rows)
+    first = np.full(scores_of(after.judgement).shape, np.nan)
+    plain = parts.world.references(rows).get("unchanged")
+    if drawn:
+        later = _drawn_last(after, len(rows))
+    if drawn and plain is not None:
+        unchanged = evaluate_texts(parts, rows, plain)
+        before, first = pictures_of(unchanged.judgement), scores_of(unchanged.judgement)
     if before is None or later is None:  # the renderer failed, and may
         return []
-    names = parts.environment.reward_names + parts.environment.watch_names
-    first, second = scores_of(unchanged.judgement), scores_of(after.judgement)
+    names, second = parts.environment.reward_names + parts.environment.watch_names, scores_of(after.judgement)
     return [
         GalleryEntry(
             row.prompt,
@@ -138,8 +154,39 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
             before[index],
             later[index],
             {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(names)},
+            shown=[as_shown(source, _SHOWN_SIZE) for source in row.pictures],
         )
         for index, row in enumerate(rows)
+    ]
+
+
+def _drawn_last(after: Evaluation, count: int) -> Sequence[np.ndarray] | None:
+    """What was drawn of the first texts, of episodes at their end; None where some could not be drawn."""
+    if after.episodes is None:
+        drawn = pictures_of(after.judgement)
+        return None if drawn is None else list(drawn)
+    images = [episode.last.image for episode in after.episodes[:count]]
+    return None if any(image is None for image in images) else [np.asarray(image) for image in images]
+
+
+def shown_episodes(parts: Parts, after: Evaluation) -> list[EpisodeEntry]:
+    """The episodes of the first held-out prompts, chosen by place and not by result."""
+    if after.episodes is None:
+        return []
+
+    def shown(turn: Turn) -> ShownTurn:
+        going = turn.answer is not None and not turn.answer.done
+        said, seen = (turn.answer.text, turn.answer.pictures) if turn.answer is not None and going else (None, ())
+        return ShownTurn(turn.text, turn.rewards, turn.image, said, seen)
+
+    rows = parts.test_rows[: parts.config.evaluation.gallery]
+    return [
+        EpisodeEntry(
+            row.prompt,
+            [shown(turn) for turn in episode.turns],
+            [as_shown(source, _SHOWN_SIZE) for source in row.pictures],
+        )
+        for row, episode in zip(rows, after.episodes[: len(rows)], strict=True)
     ]
 
 

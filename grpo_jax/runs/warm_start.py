@@ -1,4 +1,4 @@
-"""Supervised steps before reinforcement learning, by the same trainer: pairs of a prompt and the text to write."""
+"""Supervised steps before reinforcement learning, by the same trainer: prompts, and the texts to write."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.hf.tokens import plain_tokens
 from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
-from grpo_jax.rollout.data import batch_at
+from grpo_jax.rollout.answers import prepared
+from grpo_jax.rollout.data import Row, batch_at
+from grpo_jax.rollout.episodes import Answer, checked
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.parts import Parts
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import TrainState, init_state, release, restored_state, saved_parts
+from grpo_jax.training.state import TrainState, init_state, release, restored_state, saved_parts, settled
 from grpo_jax.training.supervised import make_supervised_objective, optimizer_section
 from grpo_jax.training.update import PATIENCE, make_train_step
+
+Pair = Sequence[Any]
+"""A prompt (a text or a row) and the text to write; of an episode then an answer (a text or `Answer`), a text, …"""
 
 _LINES = 20  # lines on the console
 
@@ -79,7 +84,7 @@ def warm_start(
     )
     scale = make_loss_scale(config.policy.compute_dtype)
     state = init_state(policy.variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
-    state = shard(state, policy.mesh)
+    state = settled(shard(state, policy.mesh))
     done, seconds = 0, 0.0
     for line in checkpoints.set_aside_damaged():
         say(f"note: {line}")
@@ -99,7 +104,7 @@ def warm_start(
             save(number, state, wait=True)
             return None
         places = batch_at(config.seed, number, batch_size=section.batch, n=len(pairs))
-        state, report = step(state, supervised_batch(parts, [pairs[place] for place in places]))
+        state, report = step(state, supervised_batch(parts, state.variables, [pairs[place] for place in places]))
         if (number + 1) % line_every == 0 or number + 1 == section.steps:
             say(f"warm start {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
             _require_updates(state)
@@ -118,12 +123,16 @@ def _require_updates(state: TrainState) -> None:
         )
 
 
-def teachable(parts: Parts, pairs: Sequence[tuple[str, str]], say: Callable[[str], None]) -> Sequence[tuple[str, str]]:
+def teachable(parts: Parts, pairs: Sequence[Pair], say: Callable[[str], None]) -> Sequence[Pair]:
     """The pairs whose texts the policy may write (`data.allowed_tokens`); says how many are left out."""
     allowed = parts.allowed_tokens
     if allowed is None:
         return pairs
-    writable = [pair for pair in pairs if allowed[taught_tokens(parts, *pair)].all()]
+    writable = [
+        pair
+        for pair in pairs
+        if all(allowed[taught_tokens(parts, asked(pair[0]).prompt, text)].all() for text in texts_of(pair))
+    ]
     if len(writable) < len(pairs):
         say(
             f"warm start: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts hold tokens "
@@ -148,12 +157,65 @@ def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
     return ids[: stop + 1][: parts.config.sampling.max_new_tokens]
 
 
-def supervised_batch(parts: Parts, pairs: Sequence[tuple[str, str]]) -> Batch:
-    """The pairs as tokens: prompts as in sampling, texts as `taught_tokens`."""
-    prompt_tokens, prompt_mask = parts.environment.encode([prompt for prompt, _ in pairs])
-    tokens = np.full((len(pairs), 1, parts.config.sampling.max_new_tokens), parts.policy.loaded.pad_id, np.int32)
-    mask = np.zeros(tokens.shape, bool)
+def taught_stream(parts: Parts, pair: Pair, grids: Sequence[Any] = ()) -> tuple[list[int], list[bool]]:
+    """All that stands behind a pair's prompt, as sampling makes it, and which tokens of it the policy is to write.
+
+    Args:
+        parts: Tokenizer, and what says answers.
+        pair: The prompt, a text, and perhaps answers and further texts in turn.
+        grids: Rows and columns of each picture among the answers.
+
+    Raises:
+        UserError: It has more texts than there are turns.
+    """
+    answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
+    if len(texts) > parts.config.sampling.turns:
+        raise UserError(
+            f"warm_start.steps: what this task teaches has {len(texts)} turns, and sampling.turns is "
+            f"{parts.config.sampling.turns}"
+        )
+    ids, own = [], []
+    for number, text in enumerate(texts):
+        if number and answering is not None:
+            answer = answers_of(pair)[number - 1]
+            seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
+            ids += answering.say(answer, ids[-1] in parts.policy.loaded.eos_ids, seen)
+            own += [False] * (len(ids) - len(own))
+        ids += taught_tokens(parts, asked(pair[0]).prompt if number == 0 else "", text)
+        own += [True] * (len(ids) - len(own))
+    return ids, own
+
+
+def supervised_batch(parts: Parts, variables: Any, pairs: Sequence[Pair]) -> Batch:
+    """The pairs as tokens: prompts and answers as in sampling, with what `variables` see in their pictures."""
+    environment, section = parts.environment, parts.config.sampling
+    prompts = environment.encode([asked(pair[0]) for pair in pairs])
+    seen = [[picture for answer in answers_of(pair) for picture in answer.pictures] for pair in pairs]
+    shown = prepared(environment.prepare, seen, [(row, 0) for row in range(len(pairs))], (len(pairs), 1))
+    tokens = np.full((len(pairs), 1, section.stream_tokens), parts.policy.loaded.pad_id, np.int32)
+    present, mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for row, pair in enumerate(pairs):
-        ids = taught_tokens(parts, *pair)
-        tokens[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True
-    return Batch(prompt_tokens, prompt_mask, tokens, mask)  # pyright: ignore[reportArgumentType]: jit places NumPy's
+        grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
+        ids, own = taught_stream(parts, pair, grids)
+        tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, own
+    pictures, answers = (
+        None if one is None or parts.see is None else parts.see(variables, one)[1] for one in (prompts.pictures, shown)
+    )
+    arrays: Any = (prompts.tokens, prompts.mask, tokens, mask)  # jit places NumPy's
+    batch = Batch(*arrays, pictures=pictures)
+    return batch if section.turns == 1 else batch._replace(present=present, answers=answers)
+
+
+def texts_of(pair: Pair) -> list[str]:
+    """What the policy is to write, turn after turn."""
+    return list(pair[1::2])
+
+
+def answers_of(pair: Pair) -> list[Answer]:
+    """What is said between its turns."""
+    return [checked(answer) for answer in pair[2::2]]
+
+
+def asked(prompt: str | Row) -> Row:
+    """What a pair asks, as a row."""
+    return prompt if isinstance(prompt, Row) else Row(0, prompt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ from grpo_jax.config.algorithm import AlgorithmSection
 from grpo_jax.core.advantages import sum_rewards
 from grpo_jax.core.selection import without_truncated
 from grpo_jax.models.sharding import shard_batch
-from grpo_jax.sampling.sampler import Samples
-from grpo_jax.training.estimators import Objectives, estimate_advantages
+from grpo_jax.models.vision.pictures import Pictures, PictureStates
+from grpo_jax.sampling.writing import Samples
+from grpo_jax.training.estimators import Objectives, estimate_advantages, estimate_turn_advantages
 from grpo_jax.training.packing import Packing, pack, trimmed
 
 
@@ -24,7 +25,7 @@ class Batch(NamedTuple):
         prompt_tokens: i32 [P, L], left-padded.
         prompt_mask: bool [P, L].
         tokens: i32 [P, G, T].
-        mask: bool [P, G, T], EOS included.
+        mask: bool [P, G, T], what the policy wrote and learns from, EOS included.
         advantages: f32 [P, G], or [P, G, T] under PPO; None where they wait for the values.
         scores: f32 [P, G], the rewards' sum that PPO's advantages are made of, or None.
         old_logprobs: f32 [P, G, T] of the policy that sampled, or None with one update per batch.
@@ -36,6 +37,11 @@ class Batch(NamedTuple):
         old_values: f32 [P, G, T] before the first update, or None without a value head.
         returns: f32 [P, G, T], what the values learn, or None.
         packing: Rows that short completions share, or None for a row each.
+        pictures: What the prompts show: `PictureStates` [P, I, ..] of a frozen tower, or `Pictures` that the pass
+            forward sees with the tower as it is; None where they show nothing.
+        present: bool [P, G, T], what is read at all: in an episode also what was said to the policy. None for `mask`.
+        turn: i32 [P, G, T], the turn of each token of an episode, from 0; or None.
+        answers: Pictures [P, G, I, ..] that stand among the tokens, or None.
     """
 
     prompt_tokens: jax.Array
@@ -52,10 +58,20 @@ class Batch(NamedTuple):
     old_values: jax.Array | None = None
     returns: jax.Array | None = None
     packing: Packing | None = None
+    pictures: Pictures | PictureStates | None = None
+    present: jax.Array | None = None
+    turn: jax.Array | None = None
+    answers: Pictures | PictureStates | None = None
+
+    @property
+    def exists(self) -> jax.Array:
+        """bool [P, G, T], the tokens that are read."""
+        return self.mask if self.present is None else self.present
 
     def read_by_policy(self) -> Batch:
         """Only what a forward pass reads."""
-        return Batch(self.prompt_tokens, self.prompt_mask, self.tokens, self.mask, packing=self.packing)
+        read = ("prompt_tokens", "prompt_mask", "tokens", "mask", "packing", "pictures", "present", "answers")
+        return Batch(**{name: getattr(self, name) for name in read})
 
 
 def required(name: str, array: jax.Array | None) -> jax.Array:
@@ -76,7 +92,9 @@ def make_batch(
     teaching: np.ndarray,
     algorithm: AlgorithmSection,
     *,
+    pictures: Pictures | PictureStates | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    answers: Any = None,
 ) -> Batch:
     """What is learned from, on the policy's devices.
 
@@ -89,13 +107,16 @@ def make_batch(
         objectives: What is maximised, on the policy's device.
         teaching: bool [P], the groups that teach something.
         algorithm: What is learned, and from which tokens.
+        pictures: What the prompts show, as `Batch` has it.
         mesh: The policy's devices where they are several.
+        answers: Pictures [P, G, I, ..] among the samples' tokens, or None.
     """
     device = next(iter(objectives.rewards.devices()))
     written = samples.mask
+    read = written if samples.present is None else samples.present
     prompt_tokens, prompt_mask = (trimmed(array, prompts[1], left=True) for array in prompts)
     tokens, mask, logprobs, sampler_logprobs = (
-        trimmed(array, written) for array in (samples.tokens, written, samples.logprobs, samples.sampler_logprobs)
+        trimmed(array, read) for array in (samples.tokens, written, samples.logprobs, samples.sampler_logprobs)
     )
     prompt_tokens, prompt_mask, tokens, mask, logprobs, truncated = jax.device_put(
         (prompt_tokens, prompt_mask, tokens, mask, logprobs, samples.truncated), device
@@ -107,16 +128,29 @@ def make_batch(
         teaches = jnp.asarray(teaching)[:, None, None]
         mask &= teaches
         rewards = jnp.where(teaches, rewards, jnp.nan)
-    batch = Batch(prompt_tokens, prompt_mask, tokens, mask, rollout_logprobs=logprobs)
+    pictures, answers = jax.device_put((pictures, answers), device) if mesh is None else (pictures, answers)
+    batch = Batch(prompt_tokens, prompt_mask, tokens, mask, rollout_logprobs=logprobs, pictures=pictures)
+    if samples.turn is not None:
+        present, turn = (jax.device_put(trimmed(array, read), device) for array in (read, samples.turn))
+        batch = batch._replace(present=present, turn=turn, answers=answers)
     if algorithm.importance_cap > 0:
         batch = batch._replace(sampler_logprobs=jax.device_put(sampler_logprobs, device))
     if algorithm.learns_values:
         # A completion without a reward says nothing about its tokens: it takes no part.
         scores = sum_rewards(rewards, weights=objectives.weights)
         batch = batch._replace(scores=scores, mask=mask & ~jnp.isnan(scores)[..., None])
+    elif objectives.returns is not None and batch.turn is not None:
+        returns = objectives.returns
+        if algorithm.dead_groups != "keep":
+            returns = jnp.where(jnp.asarray(teaching)[:, None, None, None], returns, jnp.nan)
+        advantages = estimate_turn_advantages(returns, batch.turn, mask, algorithm, objectives.weights)
+        batch = batch._replace(advantages=advantages)
     else:
         batch = batch._replace(advantages=estimate_advantages(rewards, mask, algorithm, objectives.weights))
-    batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.mask)), device))
+    if batch.present is not None:  # a completion that nothing is learned from is not read either
+        batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
+    if answers is None:  # among pictures a row holds one completion
+        batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.exists)), device))
     return shard_batch(batch, mesh)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +25,26 @@ from grpo_jax.core.advantages import (
 )
 from grpo_jax.core.selection import groups_with_signal
 from grpo_jax.core.shaping import overlong_penalty
+from grpo_jax.core.turns import last_turn, turn_advantages, turn_returns
 
 OVERLONG = "overlong"
 """Name of the objective that the soft penalty on length is."""
 
 
 class Objectives(NamedTuple):
-    """Rewards f32 [P, G, N] as an estimator takes them (NaN: missing), with the name and weight of each."""
+    """What is maximised, with the name and weight of each objective; NaN is missing.
+
+    Attributes:
+        rewards: f32 [P, G, N] of each completion; of an episode its last turn's, or what it returns from its first.
+        names: N.
+        weights: N.
+        returns: f32 [P, G, U, N] from each turn of an episode on, where turns are compared by themselves; or None.
+    """
 
     rewards: jax.Array
     names: tuple[str, ...]
     weights: tuple[float, ...]
+    returns: jax.Array | None = None
 
 
 def make_objectives(
@@ -69,6 +78,28 @@ def make_objectives(
     return Objectives(jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, 1.0))
 
 
+def make_turn_objectives(
+    judged: jax.Array, lengths: jax.Array, section: AlgorithmSection, **options: Any
+) -> Objectives:
+    """As `make_objectives`, of episodes: conditions and the penalty on length hold in each turn by itself.
+
+    Args:
+        judged: f32 [P, G, U, N], NaN where missing and where a turn does not exist.
+        lengths: i32 [P, G, U], tokens of each turn; 0 where it does not exist.
+        section: What weighs the tokens of turns.
+        **options: Of `make_objectives`.
+    """
+    prompts, group, turns, _ = judged.shape
+    flat = make_objectives(
+        judged.reshape(prompts, group * turns, -1), lengths.reshape(prompts, group * turns), **options
+    )
+    rewards, exists = flat.rewards.reshape(prompts, group, turns, -1), jnp.asarray(lengths) > 0
+    if section.turn_advantage == "last":
+        return flat._replace(rewards=last_turn(rewards, exists))
+    returns = turn_returns(rewards, exists, discount=section.turn_discount)
+    return flat._replace(rewards=returns[:, :, 0], returns=returns)
+
+
 def total_rewards(objectives: Objectives) -> np.ndarray:
     """What is maximised of each completion in one number, f32 [P, G]: the weighted sum of its objectives.
 
@@ -84,6 +115,13 @@ def learning_groups(rewards: jax.Array, weights: tuple[float, ...], section: Alg
     if section.advantage == "gdpo":
         return groups_with_signal(rewards, weights=weights)
     return groups_with_signal(sum_rewards(rewards, weights=weights))
+
+
+def teaching_groups(objectives: Objectives, section: AlgorithmSection) -> np.ndarray:
+    """bool [P], the groups that teach; of episodes whose turns are compared by themselves, in any turn."""
+    rewards, returns = objectives.rewards, objectives.returns
+    by_turn = [rewards] if returns is None else [returns[:, :, turn] for turn in range(returns.shape[2])]
+    return np.any([learning_groups(one, objectives.weights, section) for one in by_turn], axis=0)
 
 
 @partial(jax.jit, static_argnames=("weights", "section"))
@@ -106,6 +144,15 @@ def estimate_advantages(
     if section.advantage == "grpo":
         return group_advantages(summed, scale=section.scale or losses.PRESET_SCALES[section.preset])
     raise ValueError(f"section.advantage: expected gdpo, grpo, rloo or batch, got {section.advantage!r}")
+
+
+def estimate_turn_advantages(
+    returns: jax.Array, turn: jax.Array, mask: jax.Array, section: AlgorithmSection, weights: tuple[float, ...]
+) -> jax.Array:
+    """Advantages f32 [P, G, T] of returns f32 [P, G, U, N]: `estimate_advantages` of each turn by itself."""
+    return turn_advantages(
+        returns, turn, mask, lambda rewards, tokens: estimate_advantages(rewards, tokens, section, weights)
+    )
 
 
 def signal_metrics(objectives: Objectives) -> dict[str, float]:

@@ -6,8 +6,10 @@ Everything here is made by the constructors that training calls, for arrays that
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +17,39 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config.run import Config
-from grpo_jax.models.adapters import lora_config
+from grpo_jax.models.adapters import lora_config, needs_tower
 from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.lora import init_adapters
 from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.models.quantised import quantise
 from grpo_jax.models.sharding import FSDP, over_prompts, shard_optimizer, shard_policy, shardings
 from grpo_jax.models.value_head import VALUE, init_value_head
-from grpo_jax.sampling.sampler import Samples
+from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.vision.patches import pack_windows
+from grpo_jax.models.vision.pictures import VISUAL, Pictures
+from grpo_jax.models.vision.tower import init_tower, with_tower
+from grpo_jax.sampling.writing import Samples
 from grpo_jax.training.batch import Batch, make_batch
-from grpo_jax.training.estimators import make_objectives
+from grpo_jax.training.estimators import make_objectives, make_turn_objectives
 from grpo_jax.training.objectives import ForwardPass, make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import TrainState, init_state, needs_reference
 from grpo_jax.training.update import make_configured_step, make_preparation
+
+
+class Shown(NamedTuple):
+    """The most pictures that the policy is shown.
+
+    Attributes:
+        prompt: In a prompt.
+        answers: Among the turns of an episode.
+        patches: Of one picture.
+    """
+
+    prompt: int
+    answers: int
+    patches: int
+
 
 # The same programs without LLVM's slow passes: buffers are assigned before them.
 _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -36,6 +58,11 @@ _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensiv
 def weight_dtype(config: Config) -> str:
     """Type of the policy's weights: trained ones are float32."""
     return config.policy.frozen_dtype if config.policy.lora.used else "float32"
+
+
+def tower_dtype(config: Config) -> str:
+    """The same of its vision tower, which may be frozen where the rest is trained."""
+    return "float32" if config.policy.vision == "train" else config.policy.frozen_dtype
 
 
 def policy_functions(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> Any:
@@ -51,18 +78,42 @@ def policy_functions(config: Config, model: Any, mesh: jax.sharding.Mesh | None)
     return shard_policy(policy, mesh)
 
 
-def state_shapes(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> TrainState:
-    """The shapes, types and places of the state that training begins with."""
-    section = config.policy
+def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) -> Pictures:
+    """The shapes of pictures [*lead, S, C] as a tower takes them."""
+    side = math.isqrt(patches // vision.merged) * vision.merge
+    windows = pack_windows(np.array([side, side]), patches, vision)
+
+    def shape(*axes: int, dtype: Any = np.int32) -> Any:
+        return jax.ShapeDtypeStruct((*lead, *axes), dtype)
+
+    return Pictures(
+        shape(patches, vision.pixels, dtype=np.float32), shape(2), None if windows is None else shape(*windows.shape)
+    )
+
+
+def state_shapes(config: Config, model: Any, mesh: jax.sharding.Mesh | None, *, pictures: bool = False) -> TrainState:
+    """The shapes, types and places of the state that training begins with.
+
+    Args:
+        config: The run's.
+        model: The policy's config.
+        mesh: Its devices where they are several.
+        pictures: The policy is shown pictures, and has its vision tower even where that is not trained.
+    """
+    section, lora = config.policy, lora_config(config.policy.lora, model)
 
     def start() -> TrainState:
-        variables = init_variables(
-            model, jax.random.key(0), param_dtype=weight_dtype(config), lora=lora_config(section.lora, model)
-        )
+        key = jax.random.key(0)
+        variables = init_variables(model, key, param_dtype=weight_dtype(config), lora=lora)
+        if pictures or needs_tower(section, lora):
+            visual = init_tower(model.vision, key, tower_dtype(config))
+            variables = with_tower(variables, visual, trained=section.vision == "train")
+            if lora is not None:
+                variables["lora"] = init_adapters(variables["params"], key, lora, visual)
         if config.algorithm.learns_values:
             variables[VALUE] = init_value_head(model.hidden_size)
         if section.quantised != "none":
-            variables["params"] = quantise(variables["params"], section.quantised)
+            variables["params"] = quantise(variables["params"], section.quantised)  # the tower stands beside them
         return init_state(
             variables,
             _optimizer(config),
@@ -75,21 +126,44 @@ def state_shapes(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> 
     return shapes if mesh is None else _placed(shapes, shardings(shapes, mesh))
 
 
-def batch_shapes(config: Config, state: TrainState, forward: ForwardPass, mesh: jax.sharding.Mesh | None) -> Batch:
+def batch_shapes(
+    config: Config,
+    state: TrainState,
+    forward: ForwardPass,
+    mesh: jax.sharding.Mesh | None,
+    shown: Callable[[tuple[int, ...]], tuple[Any, Any]] | None = None,
+) -> Batch:
     """The shapes of one update's batch, where all prompts and completions are as long as they may be.
 
     Shorter completions are packed into fewer rows, which takes less.
+
+    Args:
+        config: The run's.
+        state: Of `state_shapes`.
+        forward: Of `make_forward`.
+        mesh: The policy's devices where they are several.
+        shown: ((P, G)) → what prompts [P, I, ..] and answers [P, G, I, ..] show, as `Batch` has it; None for nothing.
     """
     training, sampling = config.training, config.sampling
     prompts = training.prompts_per_batch // training.minibatches
-    shape = (prompts, sampling.group_size, sampling.max_new_tokens)
+    shape = (prompts, sampling.group_size, sampling.stream_tokens)
     written, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
     samples = Samples(zeros.astype(np.int32), written, zeros, zeros, np.zeros(shape[:2], bool))
-    objectives = make_objectives(
-        jnp.zeros((*shape[:2], 1)), jnp.full(shape[:2], shape[2]), weights={"": 1.0}, max_new_tokens=shape[2]
-    )
+    options = {"weights": {"": 1.0}, "max_new_tokens": sampling.max_new_tokens}
+    turns = (*shape[:2], sampling.turns)
+    if sampling.turns == 1:
+        objectives = make_objectives(jnp.zeros((*shape[:2], 1)), jnp.full(shape[:2], shape[2]), **options)
+    else:
+        samples = samples._replace(present=written, turn=zeros.astype(np.int32))
+        objectives = make_turn_objectives(
+            jnp.zeros((*turns, 1)), jnp.ones(turns, jnp.int32), config.algorithm, **options
+        )
     prompt = np.ones((prompts, config.data.max_prompt_tokens), bool)
     batch = make_batch((prompt.astype(np.int32), prompt), samples, objectives, np.ones(prompts, bool), config.algorithm)
+    if shown is not None:
+        pictures, answers = shown(shape[:2])
+        batch = batch._replace(pictures=pictures, answers=answers)
+        batch = batch if answers is None else batch._replace(packing=None)  # as `make_batch`
     whole = dataclasses.replace(training, minibatches=1, inner_epochs=training.inner_epochs * training.minibatches)
     prepare = make_preparation(forward, config.algorithm, config.ppo, whole)
     shapes = jax.eval_shape(lambda state, batch: prepare(state, batch)[0], state, batch)
@@ -98,19 +172,30 @@ def batch_shapes(config: Config, state: TrainState, forward: ForwardPass, mesh: 
     return _placed(shapes, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(FSDP)), shapes))
 
 
-def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> int:
+def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None, shown: Shown | None = None) -> int:
     """Temporary bytes of one optimizer update: activations, gradients, logits of a chunk of tokens."""
-    forward = make_forward(policy_functions(config, model, mesh), temperature=config.sampling.temperature)
+    policy = policy_functions(config, model, mesh)
+    forward = make_forward(policy, temperature=config.sampling.temperature)
     step = make_configured_step(
         forward,
         shard_optimizer(_optimizer(config), mesh),
         config.algorithm,
         config.training,
         config.ppo,
-        max_new_tokens=config.sampling.max_new_tokens,
+        max_new_tokens=config.sampling.written_tokens,
     )
-    state = state_shapes(config, model, mesh)
-    return temporary_bytes(jax.jit(step, donate_argnums=0), state, batch_shapes(config, state, forward, mesh))
+    state = state_shapes(config, model, mesh, pictures=shown is not None)
+
+    again = config.policy.vision == "train" or VISUAL in state.variables.get("lora", {})
+
+    def of_rows(shown: Shown, rows: tuple[int, ...]) -> tuple[Any, Any]:
+        seen = ((rows[:1], shown.prompt), (rows, shown.answers))
+        made = [picture_shapes(model.vision, (*lead, count), shown.patches) if count else None for lead, count in seen]
+        states = made if again else [part and jax.eval_shape(policy.see, state.variables, part) for part in made]
+        return states[0], states[1]
+
+    batch = batch_shapes(config, state, forward, mesh, shown and partial(of_rows, shown))
+    return temporary_bytes(jax.jit(step, donate_argnums=0), state, batch)
 
 
 def temporary_bytes(compiled: Any, *shapes: Any) -> int:

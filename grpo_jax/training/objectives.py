@@ -18,6 +18,7 @@ from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.masking import count, select
 from grpo_jax.models.value_head import VALUE, token_values
+from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.training.batch import Batch, required
 from grpo_jax.training.packing import packed, unpacked
 
@@ -46,15 +47,20 @@ def make_forward(policy: Any, *, temperature: float, allowed_tokens: jax.Array |
     """
 
     def forward(variables: dict[str, Tree], batch: Batch) -> Forward:
-        packing = batch.packing
-        rows = (batch.tokens, batch.mask) if packing is None else packed(batch.tokens, packing)
-        hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows)
+        packing, shown = batch.packing, {}
+        for name in ("pictures", "answers"):
+            pictures = getattr(batch, name)
+            if pictures is not None:
+                seen = policy.see(variables, pictures) if isinstance(pictures, Pictures) else pictures
+                shown[name] = seen
+        rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
+        hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **shown)
         logprobs, entropy = token_logprobs(
             hidden, policy.head(variables), rows[0], temperature=temperature, allowed_tokens=allowed_tokens
         )
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         seen = Forward(logprobs, entropy, values)
-        return seen if packing is None else jax.tree.map(lambda array: unpacked(array, batch.mask, packing), seen)
+        return seen if packing is None else jax.tree.map(lambda array: unpacked(array, batch.exists, packing), seen)
 
     return forward
 

@@ -20,7 +20,8 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: i32 scalar, optimizer updates so far.
-        variables: {"params": …}, perhaps "lora" (then the params are frozen), perhaps "value" (PPO's value head).
+        variables: {"params": …}, perhaps "lora" (then the params are frozen), perhaps "value" (PPO's value head) and
+            "visual" (a frozen vision tower; a trained one is part of the params).
         opt_state: Optimizer state of the trained collections.
         reference: The policy's trained collection that KL is measured against, as it was; or None: no KL, or (with
             LoRA) the base without its adapters.
@@ -95,6 +96,18 @@ def init_state(
     return TrainState(step, variables, optimizer.init(trained), reference, skipped, coefficient, loss_scale)
 
 
+def settled(state: TrainState) -> TrainState:
+    """A fresh state bound to the device of its weights, counts and moments too.
+
+    JAX tells arrays that were put on a device from those that happen to lie there. What an update gives is bound: were
+    its first arguments not, the second update would be compiled anew.
+    """
+    (device, *others) = jax.tree.leaves(state.variables)[0].devices()
+    if others:
+        return state
+    return jax.tree.map(lambda leaf: leaf if leaf.committed else jax.device_put(leaf, device), state)
+
+
 def saved_parts(state: TrainState) -> dict[str, Tree]:
     """What a checkpoint holds of a state: everything that training changes, frozen weights left out."""
     return {**state._asdict(), "variables": trained_weights(state.variables)}
@@ -118,7 +131,7 @@ def reference_variables(state: TrainState) -> dict[str, Tree]:
     if state.reference is not None:
         return {**policy, name: state.reference}
     if name == "lora":
-        return {"params": policy["params"]}
+        return {name: tree for name, tree in policy.items() if name != "lora"}
     raise ValueError(
         "state.reference: expected the reference weights, got None; pass keep_reference=True to init_state"
     )

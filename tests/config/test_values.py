@@ -31,7 +31,18 @@ from grpo_jax.errors import UserError
             {"sampling": {"group_size": 0}, "algorithm": {"advantage": "gae"}},
             "sampling.group_size: expected a number >=",
         ),
+        ({"sampling": {"turns": 0}}, "sampling.turns: expected a number >= 1, got 0"),
+        ({"sampling": {"max_answer_tokens": 0}}, "sampling.max_answer_tokens: expected a number >= 1, got 0"),
+        (
+            {"sampling": {"turns": 2}, "data": {"form": "append"}},
+            "sampling.turns: expected 1 with data.form append, which continues the prompt, got 2",
+        ),
         # algorithm
+        ({"algorithm": {"turn_discount": 1.5}}, r"algorithm.turn_discount: expected a number in \[0, 1\], got 1.5"),
+        (
+            {"algorithm": {"turn_advantage": "return", "advantage": "gae"}},
+            "algorithm.turn_advantage: expected 'last' with advantage 'gae', got 'return'",
+        ),
         ({"algorithm": {"scale": "batch"}}, "algorithm.scale: expected null with advantage 'gdpo'"),
         (
             {"algorithm": {"advantage": "gae", "dead_groups": "drop"}},

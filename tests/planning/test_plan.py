@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from grpo_jax.models.quantised import quantise
 from grpo_jax.planning import advice, cards
 from grpo_jax.planning import policy as plan
 from grpo_jax.planning.policy import GIB, PolicyMemory, cache_bytes, policy_memory, tree_bytes
-from grpo_jax.planning.shapes import PUBLISHED_POLICIES, read_shape, vision_size
+from grpo_jax.planning.shapes import PUBLISHED_POLICIES, read_shape, tower_size
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
 from grpo_jax.training import memory as training_memory
@@ -78,7 +79,7 @@ def test_what_is_held_is_what_a_run_holds(not_compiled):
     from bridges import miniature
 
     config = configured()
-    model, _ = read_shape("miniature")
+    model = read_shape("miniature")
     memory = policy_memory(config, model)
     loaded = hf.load_folder(miniature.path("policy"))
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 10))
@@ -104,7 +105,7 @@ def test_adapters_alone_are_trained_and_the_base_is_the_reference(not_compiled):
 def test_a_base_in_few_bits_is_counted_as_it_is_stored(not_compiled, kind):
     from bridges import miniature
 
-    model, _ = read_shape("miniature")
+    model = read_shape("miniature")
     adapters = ("--policy.lora.rank=2", "--policy.frozen_dtype=float32")
     whole = policy_memory(configured(*adapters), model)
     memory = policy_memory(configured(*adapters, f"--policy.quantised={kind}"), model)
@@ -161,7 +162,7 @@ def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
     program = recorded(monkeypatch, make)
     variables = init_variables(model, jax.random.key(0))
     tokens, keys = np.zeros((4, 16), np.int32), jax.random.split(jax.random.key(0), 4)
-    compiled = program.lower(variables, tokens, np.ones_like(tokens, bool), keys, np.ones(4, bool)).compile()
+    compiled = program.lower(variables, tokens, np.ones_like(tokens, bool), keys, np.ones(4, bool), None).compile()
     taken = compiled.memory_analysis().temp_size_in_bytes
     assert memory.to_sample == pytest.approx(taken, rel=0.05)
 
@@ -261,16 +262,26 @@ def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
         assert shapes.clip_size(name) == size
 
 
-def test_the_vision_tower_is_counted_as_transformers_builds_it():
+def test_vision_towers_are_counted_as_transformers_builds_them():
     import torch
-    from transformers.models.qwen2_vl import configuration_qwen2_vl, modeling_qwen2_vl
+    import transformers
 
-    fields = PUBLISHED_POLICIES["Qwen/Qwen2-VL-7B-Instruct"]["vision_config"] | {"depth": 2}
-    with torch.device("meta"):
-        tower = modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel(
-            configuration_qwen2_vl.Qwen2VLVisionConfig(**fields)
-        )
-    assert vision_size(fields) == sum(weight.numel() for weight in tower.parameters())
+    families = {
+        "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
+        "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
+        "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+    }
+    text = dict(hidden_size=3584, num_hidden_layers=1, num_attention_heads=28, num_key_value_heads=4)
+    for family, (config, model) in families.items():
+        made = config(text_config=text, vision_config=dict(depth=3, deepstack_visual_indexes=[0, 2]))
+        with torch.device("meta"):
+            theirs = sum(weight.numel() for weight in model(made).model.visual.parameters())
+        raw = made.to_dict()
+        for foreign in ("deepstack_visual_indexes",) if family != "qwen3_vl" else ():
+            del raw["vision_config"][foreign]
+        assert tower_size(hf.model_config(Path("made"), raw).vision) == theirs, family
+    sizes = {name: tower_size(hf.model_config(Path(name), raw).vision) for name, raw in PUBLISHED_POLICIES.items()}
+    assert sizes == {"Qwen/Qwen2-VL-7B-Instruct": 675_759_104, "Qwen/Qwen2.5-VL-7B-Instruct": 676_550_144}
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -295,7 +306,7 @@ def test_a_folder_with_a_config_alone_is_planned(folder, not_compiled, capsys, t
 
 
 def test_what_does_not_fit_is_said_with_what_would(not_compiled, monkeypatch, capsys):
-    def memory(config, model, mesh=None):
+    def memory(config, model, mesh=None, shown=None):
         weights = (1 if config.policy.lora.rank else 20) * GIB
         return PolicyMemory(10, 10, weights, 0, 0, 0, 0, GIB, 0, 2 * GIB, False)
 

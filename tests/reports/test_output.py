@@ -29,6 +29,7 @@ def iteration(step, prompts=2, group=3):
     rng = np.random.default_rng(step)
     shape = (prompts, group)
     rollout = SimpleNamespace(
+        episodes=None,
         rows=[Row(p, f"prompt {p}") for p in range(prompts)],
         completions=[[f"raw {p} {g}" for g in range(group)] for p in range(prompts)],
         texts=[[f"text {p} {g}" for g in range(group)] for p in range(prompts)],

@@ -13,9 +13,10 @@ from grpo_jax.config import make_config
 from grpo_jax.rollout.data import batch_at, further_batch_at
 from grpo_jax.rollout.drawing import Judged, draw
 from grpo_jax.rollout.environment import Environment
+from grpo_jax.rollout.inputs.encoding import Encoded
 from grpo_jax.runs.iteration import batch_of, sample_batch
 from grpo_jax.runs.parts import objectives_of
-from grpo_jax.sampling.sampler import Samples
+from grpo_jax.sampling.writing import Samples
 from grpo_jax.training.estimators import learning_groups
 
 SIZE, GROUP, STEPS, ROWS = 4, 3, 5, 14
@@ -63,7 +64,7 @@ def make_parts(teaches, **algorithm):
 
     judged: list[list[int]] = []
     environment = Environment(
-        encode=lambda prompts: (np.ones((len(prompts), 2), np.int32), np.ones((len(prompts), 2), bool)),
+        encode=lambda rows: Encoded(np.ones((len(rows), 2), np.int32), np.ones((len(rows), 2), bool)),
         decode=lambda tokens, prompt: (f"{prompt}:{tokens[0]}",) * 2 + (True,),
         render=None,
         score=score,
@@ -81,7 +82,7 @@ def make_parts(teaches, **algorithm):
         stopping=lambda: False,
         config=make_config(values), environment=environment, prompts=prompts, key=jax.random.key(0), timeout=None,
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
-        policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
+        policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None), see=None,
     )  # fmt: skip
     return parts, judged
 

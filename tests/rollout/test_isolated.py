@@ -46,6 +46,9 @@ def rank(completions, rank):
 def pictures(images):
     return []
 
+def widths(images):
+    return [row[0].width for row in images]
+
 def asks(completions, renderer):
     return []
 
@@ -97,6 +100,13 @@ def test_columns_and_options_reach_it_and_pictures_do_not(file):
         call(find(f"{file}:columns"), wish=[lambda: 0] * 4)
 
 
+def test_pictures_of_the_rows_reach_it_where_nothing_is_drawn(file):
+    image = pytest.importorskip("PIL.Image")
+    rows = [[image.new("RGB", (side, 3))] for side in (1, 2, 3, 4)]
+    reward = find(f"{file}:widths", source=World(PromptSet((), (), ())))
+    np.testing.assert_array_equal(call(reward, images=rows), [1, 2, 3, 4])
+
+
 def test_a_task_may_adapt_it(file):
     ranks = {"rank": [1.0, np.nan, 3.0, np.nan]}
     reward = find(f"{file}:rank", source=World(PromptSet((), (), ()), adapt=where_ranked))
@@ -132,7 +142,7 @@ def test_it_has_a_limit_of_its_own(file):
     ],
 )
 def test_what_cannot_be_isolated_is_refused(file, name, more, message):
-    source = World(PromptSet((), (), ()), rewards={"brief": len})
+    source = World(PromptSet((), (), ()), rewards={"brief": len}, render=lambda judges, asked: None)
     with pytest.raises(UserError, match=message):
         find(name.replace("{file}", str(file)), source=source, **more)
 

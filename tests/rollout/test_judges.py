@@ -17,9 +17,8 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 from grpo_jax.rollout.prompts import make_prompt_set
-from grpo_jax.tasks.prompt_enhancement.pictures import make_render
-from grpo_jax.tasks.prompt_enhancement.rewards import REWARDS, Faithfulness, alignment, alignment_gain
-from grpo_jax.tasks.prompt_enhancement.task import conditioned
+from grpo_jax.tasks.picture_rewards import REWARDS, Faithfulness, alignment, alignment_gain, conditioned
+from grpo_jax.tasks.rendering import make_render
 from grpo_jax.tasks.task import World
 
 ROWS = [Row(3, "a red dog"), Row(8, "a blue cat")]

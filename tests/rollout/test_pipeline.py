@@ -91,6 +91,30 @@ def test_a_fast_stage_waits_for_a_slow_one():
     assert release.is_set() and results == list(range(8))
 
 
+def test_no_more_chunks_than_allowed_are_on_their_way():
+    """From the first stage's call to the last one's result, however many stages and queues lie between."""
+    lock, running, most = threading.Lock(), set(), []
+
+    def begin(chunk):
+        with lock:
+            running.add(chunk)
+            most.append(len(running))
+        return chunk
+
+    def end(chunk):
+        time.sleep(0.01)
+        with lock:
+            running.discard(chunk)
+        return chunk
+
+    stages = [Stage("begin", begin), *(Stage(f"s{i}", identity) for i in range(4)), Stage("end", end)]
+    assert run_pipeline(range(9), stages, in_flight=2)[0] == list(range(9))
+    assert max(most) == 2
+    most.clear()
+    run_pipeline(range(9), stages)
+    assert max(most) > 2
+
+
 def test_seconds_count_the_function_and_not_the_waiting():
     _, seconds = run_pipeline([0, 1], [Stage("slow", lambda c: time.sleep(0.2) or c), Stage("waits", identity)])
     assert seconds["slow"] >= 0.4

@@ -53,11 +53,11 @@ def test_split_column_decides(tmp_path):
         (b'{"prompt": "x"', "not JSON"),
         (b'["x"]', "got list"),
         (b'{"text": "x"}', "no \"prompt\" (it has 'text')"),
-        (b'{"prompt": 3}', "must be text, got int"),
+        (b'{"prompt": 3}', "must be text or a list of messages, got int"),
         (b'{"prompt": "  "}', "is empty"),
         (b'{"prompt": "x", "split": "dev"}', "got 'dev'"),
         (b'{"prompt": "x", "split": ["dev"]}', "got ['dev']"),
-        (b'{"prompt": "x", "images": 1}', "column 'images'"),
+        (b'{"prompt": "x", "baseline_images": 1}', "column 'baseline_images'"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
         (b'{"prompt": "no split"}', 'no "split"'),
         (b'{"prompt": "fine", "split": "test"}', "also a train prompt (line 1)"),
@@ -111,7 +111,7 @@ def test_thousands_of_bad_lines_make_a_short_message(tmp_path):
         ("none.jsonl", None, "does not exist"),
         ("empty.jsonl", "", "has no prompts"),
         ("blank.txt", "\n  \n", "has no prompts"),
-        ("p.csv", "prompt\na", ".jsonl or a .txt"),
+        ("p.csv", "prompt\na", ".jsonl, .txt or .parquet file"),
         ("one.txt", "a\na\n", "too few"),
         ("test.jsonl", '{"prompt": "a", "split": "test"}', 'no line with "split": "train"'),
     ],
@@ -125,7 +125,7 @@ def test_files_without_prompts_to_train_on(tmp_path, name, content, message):
 
 def test_a_folder_is_no_prompt_file(tmp_path):
     (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is a folder without prompts"):
         load_prompts(tmp_path / "folder.txt")
 
 

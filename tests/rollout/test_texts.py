@@ -13,15 +13,14 @@ from transformers import PreTrainedTokenizerFast
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
+from grpo_jax.rollout.inputs.encoding import format_prompt, pad_left
 from grpo_jax.rollout.texts import (
     allowed_tokens,
     as_written,
     completion_statistics,
     continued,
-    format_prompt,
     make_decode,
     most_added_words,
-    pad_left,
 )
 from grpo_jax.runs.parts import policy_tokens
 from grpo_jax.train import main

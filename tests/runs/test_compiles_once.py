@@ -23,9 +23,14 @@ def compiled():
     return found
 
 
-def test_a_second_iteration_compiles_nothing(place, tmp_path, compiled, monkeypatch):
+@pytest.mark.parametrize("updates", ["several", "one"])
+def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled, monkeypatch):
+    """With one update per batch it is the second iteration that takes what an update gave."""
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
-    config = parse([f"--config={place.config}", f"--run_dir={tmp_path / 'run'}", "--algorithm.update_ref_every=1"])
+    choices = {"several": ["--algorithm.update_ref_every=1"], "one": ["--algorithm.kl_coef=0"]}[updates]
+    if updates == "one":
+        choices += ["--training.inner_epochs=1", "--training.minibatches=1", "--algorithm.update_ref_every=0"]
+    config = parse([f"--config={place.config}", f"--run_dir={tmp_path / 'run'}", *choices])
     parts = load_parts(config, say=lambda *_: None)
     learner = make_learner(parts)
     state = run_iteration(parts, learner, learner.start(parts.policy.variables), 0).state

@@ -19,6 +19,7 @@ from grpo_jax.config import (
     WarmStartSection,
 )
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.inputs.encoding import plain_rows
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.runs.warm_start import warm_start
@@ -63,7 +64,7 @@ def torch_loss(policy, parts, ids) -> float:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policy, dtype="float32")
-    tokens, mask = parts.environment.encode([PROMPT])
+    tokens, mask, _ = parts.environment.encode(plain_rows([PROMPT]))
     prompt = tokens[0][mask[0]].tolist()
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7
@@ -83,7 +84,7 @@ def test_the_loss_is_that_of_the_distribution_that_is_sampled(policy, taught):
 
 def test_a_taught_policy_ends_its_texts_with_the_token_that_ends_a_turn(taught):
     parts, variables, _ = taught(TEXT, steps=80)
-    tokens, mask = parts.environment.encode([PROMPT])
+    tokens, mask, _ = parts.environment.encode(plain_rows([PROMPT]))
     samples = parts.samplers.greedy(variables, tokens, mask, jax.random.split(jax.random.key(0), 1))
     written = np.asarray(samples.tokens)[np.asarray(samples.mask)].tolist()
     assert written == [*parts.policy.loaded.tokenizer(TEXT)["input_ids"], 258]

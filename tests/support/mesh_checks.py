@@ -22,6 +22,9 @@ from grpo_jax.models.sharding import (
     shard_policy,
     shardings,
 )
+from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.vision.patches import Picture, pack_pictures
+from grpo_jax.models.vision.tower import init_tower, make_tower
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update
@@ -124,6 +127,40 @@ def rows_of_products():
     return sorted({int(line.split("f32[")[1].split(",")[0]) for line in lines})
 
 
+def towers():
+    """How far states and gradients of a tower over a mesh are from those of one device; how its states lie."""
+    tokens = dict(image_token=1, video_token=2, vision_start_token=3, vision_end_token=4)
+    shape = dict(depth=3, width=32, inner=40, heads=4, out=32, patch=2, activation="silu", initializer_range=0.2)
+    config = VisionConfig("qwen2_5_vl", window=2, full_attention_layers=(1,), **shape, **tokens)
+    rng = np.random.default_rng(0)
+    grids = [[(4, 6)], [(2, 10), (4, 4)], [], [(6, 4)]] * 2
+    rows = [[Picture(rng.normal(size=(h * w, config.pixels)), (h, w)) for h, w in row] for row in grids]
+    pictures, params = pack_pictures(rows, config), init_tower(config, jax.random.key(0))
+
+    def seen(mesh):
+        tower = make_tower(config, spread=over_prompts(mesh))
+
+        def total(params, pictures):
+            states = tower(params, pictures).states
+            return jnp.sum(states**2), states
+
+        whole, shown = shard({"visual": params}, mesh), shard_batch(pictures, mesh)
+        (_, states), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(whole, shown)
+        return states, grads
+
+    def apart(one, other):
+        return float(np.abs(np.asarray(one) - np.asarray(other)).max() / np.abs(np.asarray(one)).max())
+
+    expected, found = seen(None), {}
+    for sizes in MESHES:
+        states, grads = seen(make_mesh(*sizes, jax.devices()))
+        found[f"{sizes[0]}x{sizes[1]}"] = {
+            "apart": max(jax.tree.leaves(jax.tree.map(apart, expected, (states, grads)))),
+            "rows": states.addressable_shards[0].data.shape[0],
+        }
+    return found
+
+
 if __name__ == "__main__":
-    checks = {"compare": compare, "memory": memory, "specs": specs, "rows": rows_of_products}
+    checks = {"compare": compare, "memory": memory, "specs": specs, "rows": rows_of_products, "towers": towers}
     json.dump({name: check() for name, check in checks.items()}, sys.stdout)

@@ -70,13 +70,42 @@ def causal_lm(folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: s
 
 def qwen2_vl(folder, *, seed: int = 0) -> Path:
     """A random `Qwen2VLForConditionalGeneration` folder with a tokenizer; its vision tower has one layer."""
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+    return qwen_vl(folder, "qwen2_vl", seed=seed, depth=1, embed_dim=16, hidden_size=32, mlp_ratio=2)
 
+
+def qwen2_5_vl(folder, *, seed: int = 0) -> Path:
+    """The same of Qwen2.5-VL; its tower has a layer with windows of 2 x 2 merged tokens and one without."""
+    tower = dict(depth=2, hidden_size=16, out_hidden_size=32, intermediate_size=24)
+    return qwen_vl(folder, "qwen2_5_vl", seed=seed, window_size=16, fullatt_block_indexes=[1], **tower)
+
+
+def qwen3_vl(folder, *, seed: int = 0) -> Path:
+    """The same of Qwen3-VL; its tower has two layers, the first of which is deepstack's, and 8 x 8 positions."""
+    tower = dict(depth=2, hidden_size=16, out_hidden_size=32, intermediate_size=24)
+    return qwen_vl(folder, "qwen3_vl", seed=seed, num_position_embeddings=64, deepstack_visual_indexes=[0], **tower)
+
+
+def qwen_vl(folder, family: str, *, seed: int = 0, **tower) -> Path:
+    """A random Qwen-VL folder with a tokenizer.
+
+    Args:
+        folder: where to write.
+        family: "qwen2_vl", "qwen2_5_vl" or "qwen3_vl".
+        seed: of the weights.
+        **tower: fields of `vision_config`; patches are 4 x 4 pixels and there are 2 heads.
+    """
+    import transformers
+
+    config_class, model_class, sections = {
+        "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, [1, 1, 2]),
+        "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration, [1, 1, 2]),
+        "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, [2, 3, 3]),
+    }[family]
     tokenizer = chat_tokenizer(VISION_TOKENS)
     names = ("vision_start", "vision_end", "image", "video")
     tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(t) for name, t in zip(names, tokens, strict=True)}
-    config = Qwen2VLConfig(
+    config = config_class(
         text_config=dict(
             vocab_size=VOCAB_SIZE,
             hidden_size=32,
@@ -85,15 +114,16 @@ def qwen2_vl(folder, *, seed: int = 0) -> Path:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=512,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
+            **({"head_dim": 16} if family == "qwen3_vl" else {}),
             **_ids(tokenizer),
         ),
-        vision_config=dict(depth=1, embed_dim=16, num_heads=2, hidden_size=32, mlp_ratio=2, patch_size=4),
+        vision_config=dict(num_heads=2, patch_size=4) | tower,
         tie_word_embeddings=False,
         **ids,
     )
     torch.manual_seed(seed)
-    return _save_language_model(Qwen2VLForConditionalGeneration(config), tokenizer, folder, "1GB")
+    return _save_language_model(model_class(config), tokenizer, folder, "1GB")
 
 
 def _ids(tokenizer) -> dict:
@@ -256,3 +286,17 @@ def clip(folder, *, window: int = 77, image_size: int = 24, seed: int = 0, prepr
     model = open_clip.CLIP(**{k: v for k, v in model_cfg.items() if k != "embed_dim"}, embed_dim=16)
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / "open_clip_model.safetensors")
     return folder
+
+
+def dinov2(folder, *, seed: int = 0) -> Path:
+    """A random Dinov2 folder that takes pictures of 28 x 28 pixels."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    torch.manual_seed(seed)
+    config = Dinov2Config(
+        image_size=28, patch_size=14, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2
+    )
+    Dinov2Model(config).save_pretrained(folder)
+    settings = {"crop_size": {"height": 28, "width": 28}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3]}
+    (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings))
+    return Path(folder)

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 import transformers
 
+from grpo_jax.models.hf.names import flatten, name_table, tower_table
+
 VOCAB = 96
 SHAPE = dict(
     vocab_size=VOCAB,
@@ -42,28 +44,23 @@ VISION = {
     "qwen2_vl": (
         transformers.Qwen2VLConfig,
         transformers.Qwen2VLForConditionalGeneration,
-        dict(depth=1, embed_dim=16, num_heads=2, hidden_size=32, mlp_ratio=2, patch_size=4),
+        dict(depth=2, embed_dim=16, num_heads=2, hidden_size=32, mlp_ratio=2, patch_size=4),
         [1, 1, 2],
     ),
+    # Windows of 2 x 2 merged tokens; every other layer sees the whole picture.
     "qwen2_5_vl": (
         transformers.Qwen2_5_VLConfig,
         transformers.Qwen2_5_VLForConditionalGeneration,
-        dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=16, patch_size=4),
+        dict(depth=3, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=24, patch_size=4)
+        | dict(window_size=16, fullatt_block_indexes=[1]),
         [1, 1, 2],
     ),
+    # A table of 5 x 5 positions, smaller and larger than pictures; deepstack from the first and the third layer.
     "qwen3_vl": (
         transformers.Qwen3VLConfig,
         transformers.Qwen3VLForConditionalGeneration,
-        dict(
-            depth=1,
-            hidden_size=16,
-            num_heads=2,
-            out_hidden_size=32,
-            intermediate_size=16,
-            patch_size=4,
-            num_position_embeddings=16,
-            deepstack_visual_indexes=[0],
-        ),
+        dict(depth=4, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=24, patch_size=4)
+        | dict(num_position_embeddings=25, deepstack_visual_indexes=[0, 2]),
         [2, 3, 3],
     ),
 }
@@ -113,9 +110,15 @@ def folder(path: Path, family: str, *, dtype: torch.dtype = torch.float32, **ove
     return path
 
 
-def logits(torch_model, tokens: np.ndarray, mask: np.ndarray) -> torch.Tensor:
-    """Logits [B, S, V] of left-padded tokens [B, S], positions counted from the first real token."""
+def logits(torch_model, tokens: np.ndarray, mask: np.ndarray, **pictures) -> torch.Tensor:
+    """Logits [B, S, V] of left-padded tokens [B, S], positions counted from the first real token.
+
+    With ``pixel_values`` and ``image_grid_thw`` they are those that the model gives pictures.
+    """
     ids, attention = torch.tensor(tokens, dtype=torch.long), torch.tensor(mask, dtype=torch.long)
+    if pictures:
+        pictures["mm_token_type_ids"] = (ids == torch_model.config.image_token_id).int()
+        return torch_model(input_ids=ids, attention_mask=attention, use_cache=False, **pictures).logits
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     if torch_model.config.model_type in VISION:
         positions = positions[None].expand(3, -1, -1)
@@ -143,3 +146,49 @@ def unshared(prompt_tokens, prompt_mask, tokens, mask):
         return both.reshape(-1, both.shape[-1])
 
     return join(prompt_tokens, tokens), join(prompt_mask, mask)
+
+
+def completion_logits(model, batch, **pictures) -> torch.Tensor:
+    """Logits [P, G, T, V] of a batch's completions (`group_batch`), each behind its own prompt."""
+    tokens = batch[2]
+    whole = logits(model, *unshared(*batch), **pictures)
+    return whole[:, -tokens.shape[-1] - 1 : -1].reshape(*tokens.shape, -1)
+
+
+def grpo(predicted, batch, advantages, noise):
+    """GRPO with a k3 penalty: log-probabilities [P, G, T] at temperature 0.8 and the loss, whose gradient is taken.
+
+    Args:
+        predicted: logits of the completions.
+        batch: as above.
+        advantages: [P, G].
+        noise: [2, P, G, T], what old and reference log-probabilities differ by.
+    """
+    tokens, mask = torch.tensor(batch[2], dtype=torch.long), torch.tensor(batch[3])
+    logprobs = torch.log_softmax(predicted / 0.8, -1).gather(-1, tokens[..., None])[..., 0]
+    old, ref = (logprobs.detach() + torch.tensor(n) for n in noise)
+    ratio, scale = (logprobs - old).exp(), torch.tensor(advantages)[..., None]
+    policy = -torch.minimum(ratio * scale, ratio.clamp(0.8, 1.3) * scale)
+    penalty = (ref - logprobs).exp() - (ref - logprobs) - 1
+    per_token = (policy + 0.1 * penalty) * mask
+    loss = (per_token.sum(-1) / mask.sum(-1)).mean()
+    loss.backward()
+    return logprobs, loss
+
+
+def assert_gradients_agree(model, config, grads) -> None:
+    """Gradients of the parameters, a vision tower's among them, are those of torch to 1e-3 of the largest."""
+    leaves = flatten(grads)
+    state = {name.replace("model.language_model.", "model."): w for name, w in model.named_parameters()}
+    table = name_table(config, state)
+    if "visual" in grads:
+        table |= tower_table(config, state)
+        assert table.keys() == state.keys()
+    assert len(table) >= 20
+    for name, place in table.items():
+        got = leaves[place.path] if place.layer is None else leaves[place.path][place.layer]
+        got = np.asarray(got.T if place.transpose else got).reshape(place.shape)
+        expected = state[name].grad.numpy()
+        # k_proj.bias shifts all scores of a query alike until the rotation: small but not zero.
+        assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max() + 1e-7, name
+        assert np.abs(expected).max() > 0, name

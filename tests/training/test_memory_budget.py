@@ -9,7 +9,9 @@ from support import tiny_update
 
 from grpo_jax.config import Config, SamplingSection, TrainingSection
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.runs.parts import Parts, within_budget
+from grpo_jax.tasks.task import World
 from grpo_jax.tasks.text.task import Text
 from grpo_jax.training.memory import fewest_parts, update_bytes
 
@@ -49,8 +51,10 @@ def made(**training) -> tuple[Parts, list]:
     parts = dict.fromkeys(Parts._fields) | {
         "config": config,
         "policy": SimpleNamespace(loaded=SimpleNamespace(config=tiny_update.CONFIG), mesh=None),
-        "world": SimpleNamespace(prompts=SimpleNamespace(train=[SimpleNamespace(prompt="a")])),
-        "environment": SimpleNamespace(encode=lambda prompts: (np.zeros((len(prompts), LENGTH), np.int32),)),
+        "world": World(PromptSet((Row(1, "a"),), (), ())),
+        "environment": SimpleNamespace(
+            encode=lambda rows: SimpleNamespace(tokens=np.zeros((len(rows), LENGTH)), pictures=None)
+        ),
     }
     return Parts(**parts)
 

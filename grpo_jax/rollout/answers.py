@@ -1,0 +1,254 @@
+"""Asking an environment: what it answers checked, and turned into the tokens that the policy reads next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from grpo_jax.errors import UserError, is_own_doing, one_line
+from grpo_jax.models.hf.answers import answer_encoder
+from grpo_jax.models.vision.stacking import placed
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Respond, answers_of, checked
+from grpo_jax.rollout.pipeline import at_work
+from grpo_jax.rollout.rewards import reason_of
+
+
+class Said(NamedTuple):
+    """What was said to each completion, on the host.
+
+    Attributes:
+        tokens: i32 [P, G, A], padded on the right.
+        mask: bool [P, G, A]; nothing where a completion does not go on.
+        pictures: `Pictures` [P, G, I, ..] among it, or None.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    pictures: Any = None
+
+
+def collect_answers(
+    respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode], *, on_error: Literal["raise", "missing"]
+) -> list[Answer | None]:
+    """What the environment says to each episode; None where it failed to say anything.
+
+    Args:
+        respond: The environment.
+        rows: The row of each episode.
+        episodes: Those that can go on.
+        on_error: What an environment does that raises (SystemExit too), gives another number of answers, or something
+            that is no answer: "raise" raises; "missing" gives None, for all in the first two cases.
+
+    Raises:
+        AnswerError: As `on_error` says.
+        StopRun: The environment raised it, whatever `on_error` says.
+    """
+    at_work("the environment")
+    try:
+        answers = _asked(respond, rows, episodes)
+    except AnswerError:
+        if on_error == "raise":
+            raise
+        return [None] * len(episodes)
+    found: list[Answer | None] = []
+    for number, answer in enumerate(answers):
+        try:
+            found.append(checked(answer))
+        except ValueError as error:
+            if on_error == "raise":
+                text = one_line(repr(episodes[number].last.text[:40]), 50)
+                raise AnswerError(f"it answered {error} to completion {number} ({text})") from error
+            found.append(None)
+    return found
+
+
+def _asked(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Any]:
+    try:
+        return answers_of(respond, rows, episodes)
+    except AnswerError:
+        raise
+    except BaseException as error:
+        if not is_own_doing(error):
+            raise
+        raise AnswerError(str(error) if isinstance(error, UserError) else reason_of(error)) from error
+
+
+def make_say(
+    tokenizer: Any,
+    *,
+    eos_ids: Sequence[int],
+    vocab_size: int,
+    most: int,
+    vision: Any = None,
+) -> Callable[[Answer, bool, Sequence[Any]], list[int]]:
+    """say(answer, ended, rows and columns of each picture) → the tokens between the policy's text and its next one.
+
+    Args:
+        tokenizer: The policy's.
+        eos_ids: What ends the policy's texts.
+        vocab_size: V, the model's.
+        most: Tokens that an answer may take (`sampling.max_answer_tokens`).
+        vision: The tower's config, or None for a policy that reads text alone.
+
+    Raises:
+        UserError: The chat template does not go on after an answer; or (say) an answer is too long, or has no tokens.
+    """
+    picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
+    encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, enable_thinking=False)
+
+    def say(answer: Answer, ended: bool, grids: Sequence[Any] = ()) -> list[int]:
+        pictures = [int(rows) * int(columns) // vision.merged for rows, columns in grids] if vision else []
+        try:
+            ids = encode(answer.text, ended, pictures)
+        except UserError as error:
+            raise AnswerError(f"its answer: {error}") from error
+        if len(ids) > most:
+            raise AnswerError(
+                f"its answer {one_line(repr(answer.text[:40]), 50)} takes {len(ids)} tokens with the chat template's "
+                f"marks{' and its pictures' if pictures else ''}; sampling.max_answer_tokens is {most}"
+            )
+        return ids
+
+    return say
+
+
+def spoken(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Any = None) -> Said:
+    """Token lists [P][G] as arrays; at least one place wide."""
+    width = max(1, *(len(tokens) for group in encoded for tokens in group))
+    array = np.full((len(encoded), len(encoded[0]), width), pad_id, np.int32)
+    mask = np.zeros(array.shape, bool)
+    for p, group in enumerate(encoded):
+        for g, tokens in enumerate(group):
+            array[p, g, : len(tokens)], mask[p, g, : len(tokens)] = tokens, True
+    return Said(array, mask, pictures)
+
+
+class Answering(NamedTuple):
+    """What a task of several turns answers with.
+
+    Attributes:
+        turns: How often the policy writes, at most.
+        respond: The environment.
+        say: Of `make_say`.
+        stream_tokens: Most tokens of an episode.
+        pad_id: Fills up.
+        lenient: Whether a completion that cannot be answered goes without rewards; otherwise it ends the run.
+    """
+
+    turns: int
+    respond: Respond
+    say: Callable[[Answer, bool, Sequence[Any]], list[int]]
+    stream_tokens: int
+    pad_id: int
+    lenient: bool = False
+
+
+class Replies(NamedTuple):
+    """Answers to some completions of a chunk.
+
+    Attributes:
+        answers: One each; None where the environment failed.
+        going: Whether the policy writes again.
+        failed: Whether the environment failed.
+        said: To all of the chunk, [P, G, A].
+    """
+
+    answers: list[Answer | None]
+    going: list[bool]
+    failed: list[bool]
+    said: Said
+
+
+def reply(
+    answering: Answering,
+    prepare: Callable[[Any], Any] | None,
+    rows: Sequence[Row],
+    episodes: Sequence[Episode],
+    ended: Sequence[bool],
+    places: Sequence[tuple[int, int]],
+    shape: tuple[int, ...],
+) -> Replies:
+    """What the environment says to some completions, and as tokens.
+
+    Args:
+        answering: The task's.
+        prepare: `Environment.prepare`.
+        rows: Of each of them.
+        episodes: Likewise.
+        ended: Whether each one's last text came to its end.
+        places: (p, g) of each.
+        shape: (P, G).
+
+    Raises:
+        AnswerError: The environment failed, and is not to be passed over.
+        StopRun: The environment raised it.
+    """
+    answers = collect_answers(answering.respond, rows, episodes, on_error="missing" if answering.lenient else "raise")
+    failed = [answer is None for answer in answers]
+    going = [answer is not None and not answer.done for answer in answers]
+    shown = [answer.pictures if answer is not None and on else () for answer, on in zip(answers, going, strict=True)]
+    pictures = None
+    encoded: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
+    try:
+        pictures = prepared(prepare, shown, places, shape)
+    except AnswerError:
+        if not answering.lenient:
+            raise
+        failed = [broken or bool(own) for broken, own in zip(failed, shown, strict=True)]
+    for number, ((p, g), answer) in enumerate(zip(places, answers, strict=True)):
+        if answer is None or failed[number] or not going[number]:
+            continue
+        grids = [] if pictures is None else list(np.asarray(pictures.grid[p, g])[: len(answer.pictures)])
+        try:
+            encoded[p][g] = answering.say(answer, ended[number], grids)
+        except AnswerError:
+            if not answering.lenient:
+                raise
+            failed[number] = True
+    going = [on and not broken for on, broken in zip(going, failed, strict=True)]
+    return Replies(answers, going, failed, spoken(encoded, answering.pad_id, pictures))
+
+
+def prepared(
+    prepare: Callable[[Any], Any] | None,
+    shown: Sequence[Sequence[Any]],
+    places: Sequence[tuple[int, int]],
+    shape: tuple[int, ...],
+) -> Any:
+    """The pictures that some completions are shown, as `Pictures` [P, G, I, ..]; None where there are none.
+
+    Args:
+        prepare: `Environment.prepare`.
+        shown: Of each of them.
+        places: (p, g) of each.
+        shape: (P, G).
+
+    Raises:
+        AnswerError: One cannot be used.
+    """
+    owners = [place for place, own in zip(places, shown, strict=True) for _ in own]
+    sources = [picture for own in shown for picture in own]
+    if not sources:
+        return None
+    if prepare is None:
+        raise AnswerError("it answered with a picture, and the policy reads text alone")
+    try:
+        return placed(prepare(_together(sources)), owners, shape)
+    except BaseException as error:
+        if not is_own_doing(error):
+            raise
+        reason = str(error) if isinstance(error, UserError | ValueError) else reason_of(error)
+        raise AnswerError(f"its picture: {one_line(reason, 150)}") from error
+
+
+def _together(sources: list[Any]) -> Any:
+    """Pictures drawn in torch, of one size, as one tensor, which stays where it is; others as they are."""
+    drawn = all(hasattr(one, "detach") and one.is_floating_point() and one.ndim == 3 for one in sources)
+    if not drawn or len({(one.shape, one.dtype, one.device) for one in sources}) > 1:
+        return sources
+    import torch
+
+    return torch.stack(sources)

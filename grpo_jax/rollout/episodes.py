@@ -1,0 +1,150 @@
+"""What an episode is to the code of a task: plain objects, texts and numbers, without arrays of a policy.
+
+The policy writes, the environment answers, the policy writes again. An environment is a function
+
+    def respond(rows, episodes):
+        return [Answer("try again") for row, episode in zip(rows, episodes)]
+
+of the rows of the data and of what has happened so far; it keeps nothing between its calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.config.reading import require_text
+from grpo_jax.errors import UserError, one_line
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.rewards import BadReturn
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the environment says to a text of the policy.
+
+    Attributes:
+        text: The next user's turn; all of it is text, whatever marks it spells.
+        pictures: What the policy sees before the text: torch or NumPy arrays, or PIL images.
+        done: The episode ends here: nothing of the answer reaches the policy.
+    """
+
+    text: str = ""
+    pictures: tuple[Any, ...] = ()
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A text of the policy and what came of it.
+
+    Attributes:
+        text: What is judged.
+        written: What the policy wrote.
+        usable: Whether `text` is made of it; false where another text stands in.
+        truncated: Whether it was cut off at max_new_tokens.
+        rewards: Rewards and watched measures by name, NaN where missing; empty until they are there.
+        image: What was drawn of the text, in torch: float [3, H, W] in [0, 1]; None where nothing was.
+        answer: What the environment said to it; None of the last turn.
+    """
+
+    text: str
+    written: str = ""
+    usable: bool = True
+    truncated: bool = False
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    image: Any = None
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The turns of one completion so far, first to last."""
+
+    turns: tuple[Turn, ...]
+
+    @property
+    def last(self) -> Turn:
+        """The turn that it ended with, or that is to be answered."""
+        return self.turns[-1]
+
+    def with_last(self, **changes: Any) -> Episode:
+        """The episode with other values in its last turn."""
+        return Episode((*self.turns[:-1], replace(self.last, **changes)))
+
+
+class AnswerError(UserError):
+    """An environment that failed; what it raised is the cause."""
+
+    def __init__(self, reason: str):
+        """Says what it did."""
+        super().__init__(f"the environment: {reason}")
+
+
+class Refused(NamedTuple):
+    """In the place of an answer that is none: what it was, in words."""
+
+    reason: str
+
+
+Respond = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Answer | str | None]]
+"""respond(rows, episodes) → an answer for each of them, its text alone, or None where the episode is done."""
+
+
+def answers_of(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Any]:
+    """What an environment returns, one for each episode.
+
+    Raises:
+        BadReturn: It is no list of so many.
+    """
+    answers = respond(list(rows), list(episodes))
+    expected = f"it must return a list of {len(episodes)} answers, one for each completion"
+    if isinstance(answers, str | bytes | Answer) or not isinstance(answers, Sequence):
+        raise BadReturn(f"{expected}, got {one_line(type(answers).__name__, 40)}")
+    if len(answers) != len(episodes):
+        raise BadReturn(f"{expected}, got {len(answers)}")
+    return list(answers)
+
+
+def checked(answer: Any) -> Answer:
+    """An answer whatever form it came in; raises ValueError, which says what it is, for what is none."""
+    if answer is None:
+        return Answer(done=True)
+    if isinstance(answer, Refused):
+        raise ValueError(answer.reason)
+    if isinstance(answer, str):
+        answer = Answer(answer)
+    if not isinstance(answer, Answer):
+        raise ValueError(f"{one_line(answer, 60)}, not an Answer, a text or None")
+    if not isinstance(answer.text, str):
+        raise ValueError(f"a {type(answer.text).__name__} as its text")
+    if isinstance(answer.pictures, str | bytes) or not isinstance(answer.pictures, Sequence):
+        raise ValueError(f"a {type(answer.pictures).__name__} as its pictures, not a tuple")
+    require_text(answer.text)
+    return Answer(answer.text, tuple(answer.pictures), bool(answer.done))
+
+
+def remembered(episode: Episode, *, pictures: bool) -> Episode:
+    """An episode as it is remembered: its pictures uint8 [H, W, 3] on the host, or left out."""
+
+    def of_turn(turn: Turn) -> Turn:
+        image = as_uint8(turn.image) if pictures and turn.image is not None else None
+        if turn.answer is None:
+            return replace(turn, image=image)
+        seen = tuple(map(as_uint8, turn.answer.pictures)) if pictures else ()
+        return replace(turn, image=image, answer=replace(turn.answer, pictures=seen))
+
+    return Episode(tuple(map(of_turn, episode.turns)))
+
+
+def as_uint8(picture: Any) -> np.ndarray:
+    """A picture as uint8 [H, W, 3]: an image of Pillow, or an array (torch [3, H, W]; uint8, or floats in [0, 1])."""
+    if hasattr(picture, "detach"):
+        picture = picture.detach().float().cpu().numpy().transpose(1, 2, 0)
+    elif hasattr(picture, "convert"):
+        picture = picture.convert("RGB")
+    array = np.asarray(picture)
+    return array if array.dtype == np.uint8 else np.round(np.clip(array, 0, 1) * 255).astype(np.uint8)

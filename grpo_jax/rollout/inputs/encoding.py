@@ -1,0 +1,226 @@
+"""Prompts to what a policy reads: tokens of one width, and the pictures that stand among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.config.sections import DataSection
+from grpo_jax.errors import UserError, shown
+from grpo_jax.models.hf.chat import PICTURE, Message, conversation_encoder, picture_tokens
+from grpo_jax.models.hf.processor import PictureSettings, make_prepare, read_settings
+from grpo_jax.models.vision.patches import Picture
+from grpo_jax.models.vision.stacking import pack_rows
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.inputs.conversations import messages_of
+from grpo_jax.rollout.inputs.pictures import read_rgb, refusal, size_of
+from grpo_jax.sampling.sampler import bucket_size
+
+
+class Encoded(NamedTuple):
+    """Prompts as a policy reads them, on the host.
+
+    Attributes:
+        tokens: i32 [P, L], left-padded; a picture stands in them as its placeholders.
+        mask: bool [P, L].
+        pictures: `Pictures` [P, I, ..], or None where the data set has none.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    pictures: Any = None
+
+
+class Eyes(NamedTuple):
+    """What prepares pictures for a policy.
+
+    Attributes:
+        vision: Its tower's config.
+        settings: Of its folder.
+        prepare: Pictures of Pillow → patches and grids.
+    """
+
+    vision: Any
+    settings: PictureSettings
+    prepare: Callable[[Sequence[Any]], list[Picture]]
+
+
+def load_eyes(folder: Path, vision: Any, size: int | None) -> Eyes:
+    """What prepares pictures as the processor of a policy's folder does.
+
+    Args:
+        folder: The policy's.
+        vision: Its tower's config.
+        size: data.picture_size.
+
+    Raises:
+        UserError: As `read_settings` and `make_prepare`.
+    """
+    settings = read_settings(folder, vision, size)
+    return Eyes(vision, settings, make_prepare(folder, settings))
+
+
+def make_encode(
+    tokenizer: Any,
+    section: DataSection,
+    *,
+    pad_id: int,
+    vocab_size: int | None = None,
+    rows: Sequence[Row] = (),
+    eyes: Callable[[], Eyes] | None = None,
+) -> Callable[[Sequence[Row]], Encoded]:
+    """encode(rows) → `Encoded`.
+
+    What the user wrote is text, whatever it says: marks of the tokenizer, and places of pictures, come from template
+    and instruction alone.
+
+    Args:
+        tokenizer: The policy's.
+        section: Form, instruction, and the most tokens of a prompt, its pictures' included.
+        pad_id: Fills up on the left.
+        vocab_size: V, the model's; a token beyond it is refused.
+        rows: Rows whose longest sets L, and whose pictures set the sizes, so that all batches have few shapes.
+        eyes: Of a policy that sees; asked for where a row has pictures.
+
+    Raises:
+        UserError: A prompt is longer than data.max_prompt_tokens, a picture cannot be used, or as
+            `conversation_encoder`.
+    """
+    some = any(row.pictures for row in rows)
+    if some and eyes is None:
+        raise UserError(_BLIND)
+    seeing = eyes() if some and eyes is not None else None
+    tokens_of = _tokens_of(
+        tokenizer, section.form, section.instruction, None if seeing is None else seeing.vision, vocab_size
+    )
+
+    def checked(row: Row, grids: Sequence[tuple[int, int]]) -> list[int]:
+        if row.pictures and seeing is None:
+            raise UserError(_BLIND)
+        lengths = [h * w // seeing.vision.merged for h, w in grids] if seeing is not None else []
+        ids = tokens_of(row, lengths)
+        if len(ids) > section.max_prompt_tokens:
+            pictures, limit = f", {sum(lengths)} of them for pictures" if lengths else "", section.max_prompt_tokens
+            raise UserError(
+                f"prompt {shown(row.prompt)} takes {len(ids)} tokens with its instruction{pictures}; "
+                f"data.max_prompt_tokens is {limit}: shorten it or raise the limit"
+                + (" (or lower data.picture_size)" if lengths else "")
+            )
+        return ids
+
+    longest, slots, patches = 1, 0, 0
+    for row in rows:
+        grids = [] if seeing is None else _grids(row, seeing.settings)
+        longest, slots = max(longest, len(checked(row, grids))), max(slots, len(grids))
+        patches = max([patches, *(h * w for h, w in grids)])
+
+    def encode(rows: Sequence[Row]) -> Encoded:
+        prepared = [[] for _ in rows] if seeing is None else prepare_rows(rows, seeing)
+        ids = [checked(row, [picture.grid for picture in own]) for row, own in zip(rows, prepared, strict=True)]
+        tokens, mask = pad_left(ids, bucket_size(max(longest, *map(len, ids)), smallest=8), pad_id)
+        if seeing is None:
+            return Encoded(tokens, mask)
+        return Encoded(tokens, mask, pack_rows(prepared, seeing.vision, slots=slots, patches=patches))
+
+    return encode
+
+
+def _tokens_of(
+    tokenizer: Any, form: str, instruction: str, vision: Any, vocab_size: int | None
+) -> Callable[[Row, Sequence[int]], list[int]]:
+    """tokens_of(row, tokens of each of its pictures) → the tokens that its completions start from.
+
+    In the form "append" the prompt itself is continued. Otherwise it goes through the tokenizer's chat template, with
+    the answer left open; a tokenizer without one gets the instruction as plain text.
+    """
+    if form == "append":
+        instruction = ""
+    if instruction and "{prompt}" not in instruction:
+        raise UserError("data.instruction must contain {prompt}, the place of the user's prompt")
+    # Templates that know no thinking ignore the switch; a thinking block would eat the tokens of the answer.
+    encode = conversation_encoder(
+        tokenizer,
+        chat=form != "append" and bool(getattr(tokenizer, "chat_template", None)),
+        tokens=None if vision is None else picture_tokens(vision),
+        vocab_size=vocab_size,
+        enable_thinking=False,
+    )
+    return lambda row, lengths: encode(_messages(row, instruction), lengths)
+
+
+def format_prompt(
+    tokenizer: Any, prompt: str, *, form: str = "rewrite", instruction: str = "", vocab_size: int | None = None
+) -> list[int]:
+    """The tokens that a completion of a prompt of plain text starts from, as `make_encode` has them.
+
+    Raises:
+        UserError: A non-empty instruction does not say where the prompt goes, or as `conversation_encoder`.
+    """
+    return _tokens_of(tokenizer, form, instruction, None, vocab_size)(Row(0, prompt), [])
+
+
+_BLIND = "the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder, or take them out"
+
+
+def _messages(row: Row, instruction: str) -> tuple[Message, ...]:
+    try:
+        messages = messages_of(row, instruction)
+    except ValueError as error:
+        raise UserError(f"row {row.id}: {error}") from error
+    shows = sum(message.parts.count(PICTURE) for message in messages)
+    if shows != len(row.pictures):
+        raise UserError(f"row {row.id}: its messages show {shows} pictures, and it has {len(row.pictures)}")
+    return messages
+
+
+def _grids(row: Row, settings: PictureSettings) -> list[tuple[int, int]]:
+    grids = []
+    for place, source in enumerate(row.pictures):
+        try:
+            grids.append(settings.grid(*size_of(source)))
+        except ValueError as error:
+            raise refusal(row, place, error) from error
+    return grids
+
+
+def prepare_rows(rows: Sequence[Row], eyes: Eyes) -> list[list[Picture]]:
+    """The patches of each row's pictures; one that stands in several rows is prepared once.
+
+    Raises:
+        UserError: One cannot be used.
+    """
+    opened: dict[int, Any] = {}
+    for row in rows:
+        for place, source in enumerate(row.pictures):
+            if id(source) in opened:
+                continue
+            try:
+                opened[id(source)] = read_rgb(source)
+            except ValueError as error:
+                raise refusal(row, place, error) from error
+    made = dict(zip(opened, eyes.prepare(list(opened.values())), strict=True))
+    return [[made[id(source)] for source in row.pictures] for row in rows]
+
+
+def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token lists of different lengths as one array: i32[P, width] and its mask bool[P, width].
+
+    Raises:
+        ValueError: If a list is longer than `width`.
+    """
+    array = np.full((len(encoded), width), pad_id, np.int32)
+    mask = np.zeros((len(encoded), width), bool)
+    for i, tokens in enumerate(encoded):
+        if len(tokens) > width:
+            raise ValueError(f"width must be at least the longest prompt's {len(tokens)} tokens, got {width}")
+        array[i, width - len(tokens) :] = tokens
+        mask[i, width - len(tokens) :] = True
+    return array, mask
+
+
+def plain_rows(prompts: Iterable[str]) -> list[Row]:
+    """Prompts of plain text as rows."""
+    return [Row(place, prompt) for place, prompt in enumerate(prompts)]

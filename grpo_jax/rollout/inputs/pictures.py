@@ -1,0 +1,350 @@
+"""Pictures of a data set: where they are, opened with care, and never sooner than they are needed.
+
+A picture of a row is a `File`, bytes, a `Stored` cell of a table, or in memory: Pillow's, a NumPy or a torch array.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.errors import UserError, one_line, said, shown
+
+MOST_PIXELS = 89_478_485
+"""Pixels of a picture that is read at most, as Pillow has it: files beyond are mistakes, or made to fill memory."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Formats that are read; some of Pillow's others start programs."""
+
+_NAMED = 80  # characters of a file's name in an error
+_SMALL = 128  # pixels of a side of a picture that is kept beside a run's completions
+
+_BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk|SUkq|TU0A)[A-Za-z0-9+/=\s]{40,}")
+_WEB = re.compile(r"^(?:https?|ftp|s3|gs|hf)://", re.IGNORECASE)
+
+
+class File(NamedTuple):
+    """A picture's file, and what the data set calls it."""
+
+    path: Path
+    name: str
+
+
+class Stored(NamedTuple):
+    """A picture's bytes in a column of a table, which may lie on disk."""
+
+    column: Any
+    row: int
+
+    @property
+    def data(self) -> Any:
+        """Its bytes, without a copy."""
+        return self.column[self.row].as_buffer()
+
+
+def source_of(value: Any, base: Path | None) -> Any:
+    """What a data set holds in the place of a picture, as a source.
+
+    Args:
+        value: A path; base64 text or a data URL; bytes; {"bytes": …, "path": …} as Hugging Face datasets have it;
+            {"url": …} or {"base64": …} as in chat messages; a picture in memory.
+        base: The folder that paths are relative to; None for the working directory.
+
+    Raises:
+        ValueError: It is no picture, or its file does not exist.
+    """
+    if isinstance(value, Mapping):
+        return source_of(_inner(value), base)
+    if isinstance(value, File | Stored):
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        if not len(value):
+            raise ValueError("a picture is empty")
+        return bytes(value)
+    if isinstance(value, str):
+        return _from_text(value, base)
+    if isinstance(value, os.PathLike):
+        return _file(str(value), base)
+    if hasattr(value, "convert") and hasattr(value, "size"):  # Pillow's
+        return value
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        _check_array(value)
+        return value
+    raise ValueError(f"a picture is given as a path, as base64 text or as {{'bytes': …}}, got {shown(value, 40)}")
+
+
+def _inner(value: Mapping[str, Any]) -> Any:
+    """The picture of a mapping: its bytes before its path, which may name a file of another machine."""
+    for name in ("bytes", "base64", "image", "url", "path"):
+        if value.get(name) is not None:
+            return value[name]
+    raise ValueError(f'a picture as {{…}} needs "bytes" or "path", got {shown(dict(value), 40)}')
+
+
+def _from_text(text: str, base: Path | None) -> Any:
+    if text.startswith("data:"):
+        head, _, data = text.partition(",")
+        if not head.endswith(";base64"):
+            raise ValueError(f"a data URL must be base64 (data:image/png;base64,…), got {shown(head, 40)}")
+        return _decoded(data)
+    if _BASE64.fullmatch(text):
+        return _decoded(text)
+    if _WEB.match(text):
+        raise ValueError(f"{said(text, 60)}: pictures are not fetched; download them and give their paths")
+    return _file(text.removeprefix("file://"), base)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        data = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"a picture is not valid base64 ({one_line(error, 60)})") from error
+    if not data:
+        raise ValueError("a picture is empty")
+    return data
+
+
+def _file(name: str, base: Path | None) -> File:
+    path = Path(os.path.expanduser(name))
+    path = path if base is None or path.is_absolute() else base / path
+    if not name or not os.path.isfile(path):
+        raise ValueError(f"there is no picture {said(path) if name else 'without a name'}")
+    return File(path, name)
+
+
+def _check_array(value: Any) -> None:
+    """[H, W], [H, W, 1 | 3 | 4] of NumPy and JAX, [3, H, W] of torch; whole numbers to 255, or fractions to 1."""
+    shape, torch = tuple(value.shape), hasattr(value, "detach")
+    channels = shape[0 if torch else -1] if len(shape) == 3 else 1
+    if len(shape) not in (2, 3) or channels not in (1, 3, 4) or 0 in shape:
+        expected = "[3, H, W]" if torch else "[H, W, 3]"
+        raise ValueError(f"a picture in memory has the shape {expected}, got {list(shape)}")
+    if not any(kind in str(value.dtype) for kind in ("uint8", "float")):
+        raise ValueError(f"a picture in memory is uint8, or floats in [0, 1], got {value.dtype}")
+
+
+# ---------------------------------------------------------------------------------------------------------- opening
+
+
+def opened(source: Any) -> Any:
+    """A picture of Pillow, the right way up; its pixels are read when they are first looked at, where it is a file.
+
+    Raises:
+        ValueError: It is broken, moving, of several pages, too large, or no picture.
+    """
+    from PIL import ImageOps
+
+    if hasattr(source, "shape"):
+        return _from_array(source)
+    if hasattr(source, "convert"):
+        _check_opened(source)
+        return source
+    try:
+        content = source.path.read_bytes() if isinstance(source, File) else source
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from error
+    with _failures_told():
+        picture = _open(_stream(content))
+        return ImageOps.exif_transpose(picture) if _orientation(picture) != 1 else picture
+
+
+def size_of(source: Any) -> tuple[int, int]:
+    """Height and width of a picture, from the beginning of its file where it is one; raises as `opened`."""
+    if hasattr(source, "shape") or hasattr(source, "convert"):
+        picture = opened(source)
+        return picture.height, picture.width
+    try:
+        with source.path.open("rb") if isinstance(source, File) else _stream(source) as stream, _failures_told():
+            picture = _open(stream)
+            sideways = _orientation(picture) >= 5
+            return (picture.width, picture.height) if sideways else (picture.height, picture.width)
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from error
+
+
+def _stream(content: Any) -> Any:
+    if isinstance(content, Stored):
+        import pyarrow
+
+        return pyarrow.BufferReader(content.data)
+    return io.BytesIO(content)
+
+
+def _open(stream: Any) -> Any:
+    from PIL import Image
+
+    picture = Image.open(stream, formats=FORMATS)
+    _check_opened(picture)
+    return picture
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """Makes what Pillow raises, and warns of, a ValueError that says what is wrong with a picture."""
+    from PIL import Image, UnidentifiedImageError
+
+    logger = logging.getLogger("PIL")  # it also tells of them, line by line
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except UnidentifiedImageError:
+            raise ValueError(f"it is no picture that can be read ({', '.join(FORMATS)})") from None
+        except Image.DecompressionBombError:
+            raise ValueError(_TOO_LARGE) from None
+        except _RefusedError:
+            raise
+        except Exception as error:  # of the format's own reader, of any kind
+            raise ValueError(f"it is broken ({one_line(error, 60)})") from error
+        finally:
+            logger.setLevel(level)
+
+
+class _RefusedError(ValueError):
+    """A picture that can be read, and is not one for a prompt."""
+
+
+_TOO_LARGE = f"it has more than {MOST_PIXELS:,} pixels, the most that are read: make it smaller"
+
+
+def _check_opened(picture: Any) -> None:
+    if picture.width * picture.height > MOST_PIXELS:
+        raise _RefusedError(_TOO_LARGE)
+    kind = getattr(picture, "format", None)
+    if getattr(picture, "is_animated", False) and kind != "MPO":  # a camera's: the first is the picture
+        what = "pages" if kind == "TIFF" else "frames"
+        raise _RefusedError(f"it has {picture.n_frames} {what}, and a prompt takes still pictures: keep one of them")
+
+
+def _orientation(picture: Any) -> int:
+    """A camera's note on how a picture lies, 1 upright; asking a PNG that begins without one would read it all."""
+    from PIL import ExifTags
+
+    if picture.format == "PNG" and "exif" not in picture.info:
+        return 1
+    noted = picture.getexif().get(ExifTags.Base.Orientation, 1)
+    return noted if noted in range(1, 9) else 1
+
+
+def _from_array(array: Any) -> Any:
+    from PIL import Image
+
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        array = array.permute(1, 2, 0) if array.ndim == 3 else array
+        array = array.float().numpy() if array.is_floating_point() else array.numpy()
+    array = np.asarray(array)
+    if array.dtype != np.uint8:
+        if not np.isfinite(array).all():
+            raise ValueError("it holds values that are no numbers")
+        array = np.round(np.clip(array.astype(np.float32), 0, 1) * 255).astype(np.uint8)
+    return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array))
+
+
+def read_rgb(source: Any) -> Any:
+    """A picture of Pillow in RGB, all pixels read; what is transparent is on white, as the processor has it.
+
+    Raises:
+        ValueError: As `opened`.
+    """
+    from PIL import Image
+
+    picture = opened(source)
+    with _failures_told():
+        if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+            picture = picture.convert("RGBA")
+            white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
+            return Image.alpha_composite(white, picture).convert("RGB")
+        return picture.convert("RGB")
+
+
+def named(source: Any) -> str:
+    """What an error calls a picture: its file, of a long name the end; or nothing."""
+    if not isinstance(source, File):
+        return ""
+    return said(source.name if len(source.name) <= _NAMED else f"…{source.name[1 - _NAMED :]}", _NAMED)
+
+
+def refusal(row: Any, place: int, reason: object) -> UserError:
+    """The line for a picture of a row that cannot be used."""
+    name = named(row.pictures[place])
+    which = f"picture {place + 1}" if len(row.pictures) > 1 else "picture"
+    return UserError(f"row {row.id}, {which}{f' {name}' if name else ''}: {reason}")
+
+
+# --------------------------------------------------------------------------------------------------- what they are
+
+
+def digest(source: Any) -> str:
+    """What tells a picture from others, the same on each machine: a file's name, else what it holds."""
+    if isinstance(source, File):
+        return source.name
+    content = source.data if isinstance(source, Stored) else source
+    if hasattr(content, "convert"):
+        content = b"%d %d " % content.size + content.tobytes()
+    elif hasattr(content, "shape"):
+        content = opened(content).tobytes() + repr(tuple(content.shape)).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def encoded(source: Any) -> str:
+    """A picture as text that `source_of` reads: the file's path, else base64 of its bytes."""
+    if isinstance(source, File):
+        return str(source.path.absolute())
+    if isinstance(source, bytes | Stored):
+        data = bytes(source.data if isinstance(source, Stored) else source)
+    else:
+        data = png(read_rgb(source))
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def png(picture: Any) -> bytes:
+    """PNG bytes of a Pillow picture."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def as_shown(source: Any, most: int) -> np.ndarray:
+    """A picture as reports show it: uint8 [H, W, 3], no side above `most` pixels."""
+    picture = read_rgb(source)
+    picture.thumbnail((most, most))
+    return np.asarray(picture)
+
+
+def kept_column(rows: Sequence[Any]) -> dict[str, Any]:
+    """The pictures of rows as {"pictures": a column of an Arrow table}; nothing where there are none.
+
+    As Hugging Face's data sets have them, {bytes, path}: a file by its path, any other picture as a small PNG.
+
+    Args:
+        rows: The row of each entry; one that stands there several times is read once.
+    """
+    import pyarrow
+
+    if not any(row.pictures for row in rows):
+        return {}
+    kind = pyarrow.list_(pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
+    kept = {id(row): [_reference(source) for source in row.pictures] for row in {id(row): row for row in rows}.values()}
+    return {"pictures": pyarrow.array([kept[id(row)] for row in rows], kind)}
+
+
+def _reference(source: Any) -> dict[str, Any]:
+    if isinstance(source, File):
+        return {"bytes": None, "path": str(source.path)}
+    picture = read_rgb(source)
+    picture.thumbnail((_SMALL, _SMALL))
+    return {"bytes": png(picture), "path": None}

@@ -1,0 +1,196 @@
+"""Training on prompts with pictures through the command: data, tower, sampler, update, resume, evaluation."""
+
+import json
+
+import jax
+import numpy as np
+import pyarrow.parquet
+import pytest
+import yaml
+from support.text_task import assert_same_run, rewound, rows, train_here
+from support.vision.folders import picture, seeing_folder, write_rows
+
+from grpo_jax.config.command_line import load_config
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.rollout import collect
+from grpo_jax.runs.evaluation import evaluate_policy
+from grpo_jax.runs.iteration import batch_of, sample_batch
+from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.policy import restore_variables
+from grpo_jax.training.objectives import make_forward
+
+JUDGE = '''
+import numpy as np
+
+def bright(prompts, completions, image, images, pictures, wish, **columns):
+    """Looks at the row's pictures, as TRL's users do; more for the letter that is wished for."""
+    assert all(one.size == (20, 12) for one in image) and images[0] == pictures[0] == [image[0]]
+    light = [np.asarray(one).mean() / 255 for one in image]
+    return [share + text.count(w) for share, text, w in zip(light, completions, wish)]
+'''
+SIZE, GROUP = 4, 3
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A policy that sees, rows with a picture each, a reward that looks at them, and a config."""
+    home = tmp_path_factory.mktemp("pictures")
+    seeing_folder(home / "policy")
+    write_rows(
+        home / "data", [{"prompt": f"what is {i}?", "image": picture(i), "wish": "abc"[i % 3]} for i in range(9)]
+    )
+    (home / "judge.py").write_text(JUDGE)
+    config = {
+        "task": "text",
+        "report_to": [],
+        "policy": {"path": str(home / "policy")},
+        "data": {"prompts": str(home / "data" / "rows.jsonl"), "held_out": 0.2, "max_prompt_tokens": 160},
+        "sampling": {"group_size": GROUP, "max_new_tokens": 6},
+        "algorithm": {"kl_coef": 0.05},
+        "optimizer": {"learning_rate": 0.01},
+        "training": {"prompts_per_batch": SIZE, "max_steps": 2, "chunk_prompts": 2, "save_every": 1},
+        "evaluation": {"every": 1, "sampled": False},
+        "rewards": [{"name": f"{home}/judge.py:bright"}],
+    }
+    (home / "config.yaml").write_text(yaml.safe_dump(config))
+    return home
+
+
+@pytest.fixture(scope="module")
+def run(home):
+    assert train_here(home / "config.yaml", home / "run") == 0
+    return home / "run"
+
+
+@pytest.fixture(scope="module")
+def parts(home):
+    return load_parts(load_config(home / "config.yaml"), lambda *_: None)
+
+
+def test_sampler_and_update_see_the_same(run):
+    """A picture that is forgotten in one of them would show in the gap."""
+    table = rows(run)
+    assert len(table) == 2 and all(0 <= row["sampler_gap"] < 1e-5 for row in table)
+    assert all(row["reward/bright/std"] > 0 and row["skipped_updates"] == 0 for row in table)
+
+
+def test_completions_and_report_show_the_picture(run, home):
+    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pylist()
+    assert len(table) == SIZE * GROUP
+    for row in table:
+        number = row["prompt"].removeprefix("what is ").removesuffix("?")
+        assert row["pictures"] == [{"bytes": None, "path": str(home / "data" / f"{number}.png")}]
+    assert (run / "images" / "000_shown_0.png").is_file()
+    assert "alt='shown by the prompt'" in (run / "report.html").read_text()
+
+
+def test_a_run_goes_on_as_if_it_had_never_stopped(run, tmp_path):
+    again = rewound(run, tmp_path / "again", 1)
+    assert train_here(run, again, "--resume") == 0
+    assert_same_run(again, run)
+
+
+def test_a_checkpoint_is_measured_and_asked(run, home, capsys, parts):
+    from grpo_jax import load_rewriter
+    from grpo_jax.evaluate import main
+
+    assert main(["--run", str(run), "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    summary = json.loads((run / "summary.json").read_text())["evaluation"]
+    assert measured["greedy"]["bright"] == pytest.approx(summary["bright"]["after"], abs=1e-6)
+    assert measured["greedy"]["bright"] > 0  # the light of the pictures at least
+    variables, _ = restore_variables(parts.policy.variables, run, "final")
+    written = evaluate_policy(parts, variables, parts.test_rows).texts
+    rewrite = load_rewriter(run)
+    for row, text in zip(parts.test_rows, written, strict=True):
+        assert rewrite(row.prompt, pictures=[row.pictures[0].path]) == text
+    assert isinstance(rewrite("what is this?"), str)
+
+
+@pytest.mark.parametrize("vision", ["frozen", "train"])
+def test_swapped_pictures_change_the_log_probabilities(vision, home):
+    config = yaml.safe_load((home / "config.yaml").read_text())
+    config["policy"]["vision"] = vision
+    (home / f"{vision}.yaml").write_text(yaml.safe_dump(config))
+    parts = load_parts(load_config(home / f"{vision}.yaml"), lambda *_: None)
+    judged = sample_batch(parts, parts.policy.variables, 0, 0)
+    batch = batch_of(parts, judged)
+    # frozen: what the sampler was shown; trained: patches, so that the update sees them with gradient
+    kind = {"frozen": "PictureStates", "train": "Pictures"}[vision]
+    assert type(batch.pictures).__name__ == kind and batch.pictures.grid.shape == (SIZE, 1, 2)
+    forward = jax.jit(make_forward(parts.policy.functions, temperature=1.0, allowed_tokens=parts.allowed_tokens))
+    mask = np.asarray(batch.mask)
+
+    def logprobs(pictures):
+        return np.asarray(forward(parts.policy.variables, batch._replace(pictures=pictures)).logprobs)[mask]
+
+    own = logprobs(batch.pictures)
+    np.testing.assert_allclose(own, np.asarray(batch.rollout_logprobs)[mask], atol=1e-5)
+    swapped = logprobs(jax.tree.map(lambda array: array[::-1], batch.pictures))
+    assert np.abs(swapped - own).max() > 1e-3 and (np.abs(swapped - own) > 1e-6).mean() > 0.9
+    # Forgotten altogether it would be seen in metrics (`sampler_gap`).
+    assert np.abs(logprobs(None) - own).mean() > 1e-4
+
+
+def test_placeholders_are_never_sampled(parts):
+    """What policies sample there has no picture behind it, and the counts of a next turn no longer fit."""
+    vision = parts.policy.loaded.config.vision
+    tokens = [vision.image_token, vision.vision_start_token, vision.vision_end_token, vision.video_token]
+    assert not parts.allowed_tokens[tokens].any() and parts.allowed_tokens.sum() == len(parts.allowed_tokens) - 4
+    params = dict(parts.policy.variables["params"])
+    head = np.array(params["lm_head"])
+    head[tokens] *= 1e4  # a policy that wants nothing else
+    variables = parts.policy.variables | {"params": params | {"lm_head": head}}
+    rollout = collect(
+        parts.environment,
+        parts.samplers.training,
+        variables,
+        parts.prompts.train[:2],
+        key=parts.key,
+        iteration=0,
+        see=parts.see,
+    )
+    assert not np.isin(rollout.samples.tokens[rollout.samples.mask], tokens).any()
+
+
+def test_a_chunk_is_seen_once_and_keeps_its_rows_pictures(parts):
+    seen = []
+
+    def see(variables, pictures):
+        seen.append(pictures.grid.shape[0])
+        return parts.see(variables, pictures)
+
+    train = parts.prompts.train
+    several = [train[0], Row(99, "none"), Row(98, "two", pictures=(*train[1].pictures, *train[2].pictures))]
+    columns = {"wish": "a"}
+    several = [Row(row.id, row.prompt, columns, row.pictures) for row in several]
+    environment = parts.environment._replace(
+        score=lambda rows, texts, pictures: (np.zeros((len(rows), GROUP, 1)), np.zeros((len(rows), GROUP, 0)))
+    )
+    rollout = collect(
+        environment,
+        parts.samplers.training,
+        parts.policy.variables,
+        several,
+        key=parts.key,
+        iteration=0,
+        see=see,
+        chunk_prompts=1,
+    )
+    assert seen == [1, 1, 1] and rollout.pictures.grid.shape == (3, 2, 2)  # chunks of one and of two pictures
+    assert rollout.pictures.grid[:, :, 0].tolist() == [[4, 0], [0, 0], [4, 4]]
+    width = rollout.prompt_tokens.shape[1]
+    assert rollout.prompt_mask.shape == (3, width) and rollout.prompt_mask[:, -1].all()
+
+
+def test_a_picture_that_breaks_off_is_one_line(home, tmp_path, capsys):
+    """Its header is sound: that it is broken shows when it is read."""
+    pictures = [picture(i) for i in range(9)]
+    data = write_rows(
+        tmp_path / "data", [{"prompt": f"what is {i}?", "image": one, "wish": "a"} for i, one in enumerate(pictures)]
+    )
+    for path in data.parent.glob("*.png"):
+        path.write_bytes(path.read_bytes()[:200])
+    assert train_here(home / "config.yaml", tmp_path / "run", f"--data.prompts={data}") == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ") and ".png: it is broken (" in line and "row " in line

@@ -1,0 +1,138 @@
+"""A picture drawn in torch reaches the tower over dlpack, as the folder's processor prepares it."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import torch
+from support.vision.folders import SETTINGS, picture, seeing_folder
+from transformers import AutoImageProcessor
+
+from bridges import dlpack
+from bridges.pixels import patches_of
+from grpo_jax.errors import UserError
+from grpo_jax.models import hf
+from grpo_jax.models.hf.processor import PictureSettings, read_settings
+from grpo_jax.rollout.inputs.encoding import load_eyes
+from grpo_jax.runs.seeing import make_prepare
+
+VISION = SimpleNamespace(patch=4, merge=2, frames=2, family="qwen2_vl", merged=4, window=None, pixels=96)
+
+
+def drawn(count=3, height=24, width=40, seed=0):
+    """Smooth pictures in [0, 1], as a renderer gives them; not 8-bit."""
+    torch.manual_seed(seed)
+    coarse = torch.rand(count, 3, 4, 5)
+    return torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", [None, 0])
+@pytest.mark.parametrize("shape", [(24, 40), (32, 32), (80, 60), (8, 120), (5, 5)])
+def test_pixel_values_are_the_processors(folder, size, shape):
+    """The one on torchvision; it reads the drawn picture from 8 bits, as if it had been saved and loaded."""
+    images = drawn(3, *shape)
+    settings = read_settings(folder, VISION, size)
+    patches, grid = patches_of(images, settings)
+    eight_bit = (images * 255).round().to(torch.uint8)
+    if settings.edge:
+        from torchvision.transforms.v2 import functional as transforms
+
+        mode = transforms.InterpolationMode.BICUBIC
+        eight_bit = transforms.resize(eight_bit, [settings.edge] * 2, interpolation=mode, antialias=True)
+    theirs = AutoImageProcessor.from_pretrained(folder)(images=list(eight_bit), return_tensors="pt")
+    assert theirs["image_grid_thw"].tolist() == [[1, *grid]] * 3
+    flat = patches.reshape(-1, patches.shape[-1])
+    torch.testing.assert_close(flat, theirs["pixel_values"], rtol=0, atol=1e-6)
+    assert patches.dtype == torch.float32 and patches.is_contiguous()
+
+
+def test_a_drawn_picture_is_the_one_that_was_saved(folder):
+    """Handed over or read from a PNG: the policy cannot tell."""
+    from PIL import Image
+
+    eyes = load_eyes(folder, VISION, None)
+    images = drawn(2)
+    array = (images.permute(0, 2, 3, 1) * 255).round().byte().numpy()
+    host = eyes.prepare([Image.fromarray(one) for one in array])
+    for one, patches in zip(host, patches_of(images, eyes.settings)[0], strict=True):
+        np.testing.assert_allclose(one.patches, patches.numpy(), rtol=0, atol=1e-6)
+
+
+def test_prepared_patches_are_handed_over_without_a_copy(folder, monkeypatch):
+    eyes = load_eyes(folder, VISION, None)
+    lent = []
+
+    def watched(tensor, device=None):
+        lent.append(tensor)
+        return dlpack_to_jax(tensor, device)
+
+    dlpack_to_jax = dlpack.to_jax
+    monkeypatch.setattr(dlpack, "to_jax", watched)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "PIL"]:
+        monkeypatch.setitem(sys.modules, module, None)  # importing it would fail: the way goes past Pillow
+    prepared = make_prepare(lambda: eyes, jax.devices()[0])(drawn(2))
+    assert isinstance(prepared.patches, jax.Array) and prepared.patches.shape == (2, 1, 64, 96)
+    assert prepared.patches.unsafe_buffer_pointer() == lent[0].data_ptr()
+    np.testing.assert_array_equal(prepared.grid, [[[8, 8]], [[8, 8]]])
+    np.testing.assert_array_equal(prepared.patches[:, 0], patches_of(drawn(2), eyes.settings)[0].numpy())
+
+
+def test_a_policy_sees_the_same_either_way(tmp_path):
+    """Through the tower too: what an environment draws and what a data set holds are one picture."""
+    folder = seeing_folder(tmp_path / "policy")
+    loaded = hf.load_folder(folder, vision=True)
+    prepare = make_prepare(lambda: load_eyes(folder, loaded.config.vision, None))
+    from grpo_jax.models.decoder import make_policy
+
+    see = jax.jit(make_policy(loaded.config).see)
+    variables = {"params": loaded.params, "visual": loaded.visual}
+    images = (drawn(2) * 255).round() / 255
+    on_device = see(variables, prepare(images)).states
+    on_host = see(variables, prepare([one.permute(1, 2, 0).numpy() for one in images])).states
+    np.testing.assert_allclose(on_device, on_host, atol=1e-5)
+    assert np.abs(np.asarray(on_device[0] - on_device[1])).max() > 1e-4
+    with pytest.raises(UserError, match="a picture in memory has the shape"):
+        prepare([np.zeros((2, 2, 2, 3))])
+    assert prepare([picture(0), picture(1)]).patches.shape == (2, 1, 64, 96)
+
+
+def test_what_is_no_picture_is_refused():
+    settings = PictureSettings(edge=28)
+    for images, error in ((torch.zeros(3, 4, 4), ValueError), (torch.zeros(1, 3, 4, 4, dtype=torch.int64), TypeError)):
+        with pytest.raises(error, match="images: expected"):
+            patches_of(images, settings)
+    with pytest.raises(ValueError, match="at most 200 times"):
+        patches_of(torch.zeros(1, 3, 1, 500), settings)
+    outside, _ = patches_of(torch.tensor([-1.0, 2.0]).view(1, 1, 1, 2).expand(1, 3, 2, 2), settings)
+    inside, _ = patches_of(torch.tensor([0.0, 1.0]).view(1, 1, 1, 2).expand(1, 3, 2, 2), settings)
+    assert torch.equal(outside, inside)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or jax.default_backend() != "gpu", reason="needs a card for both")
+def test_on_a_card_pictures_stay_where_they_were_drawn(folder, monkeypatch):
+    """And from a card to a policy elsewhere there is one copy, of the patches."""
+    eyes = load_eyes(folder, VISION, None)
+    images = drawn(2).cuda()
+    prepared = make_prepare(lambda: eyes)(images)
+    assert prepared.patches.devices() == {jax.devices("gpu")[0]}
+    theirs = AutoImageProcessor.from_pretrained(folder)
+    settings = eyes.settings
+    from torchvision.transforms.v2 import functional as transforms
+
+    eight_bit = (images * 255).round().to(torch.uint8)
+    mode = transforms.InterpolationMode.BICUBIC
+    eight_bit = transforms.resize(eight_bit, [settings.edge] * 2, interpolation=mode, antialias=True)
+    values = theirs(images=list(eight_bit), return_tensors="pt", device="cuda")["pixel_values"]
+    own = np.asarray(prepared.patches).reshape(-1, 96)
+    np.testing.assert_allclose(own, values.cpu().numpy(), rtol=0, atol=1e-6)
+    elsewhere = make_prepare(lambda: eyes, jax.devices("cpu")[0])(images)
+    np.testing.assert_array_equal(elsewhere.patches, prepared.patches)

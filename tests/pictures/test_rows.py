@@ -1,0 +1,362 @@
+"""Rows with pictures in every form that people have them: read alike, checked, split, given to rewards."""
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from support.vision.folders import picture, write_rows
+
+from grpo_jax.errors import UserError
+from grpo_jax.models.hf.chat import Message
+from grpo_jax.rollout.data import Row, split_rows
+from grpo_jax.rollout.environment import make_score
+from grpo_jax.rollout.inputs import pictures as sources
+from grpo_jax.rollout.inputs.encoding import prepare_rows
+from grpo_jax.rollout.inputs.pictures import File, Stored, opened, read_rgb, size_of
+from grpo_jax.rollout.prompts import load_prompts, make_prompt_set, split_records
+
+SEEN = picture(7)
+
+
+def bytes_of(image=SEEN, kind="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+def text_of(image=SEEN, kind="PNG"):
+    return base64.b64encode(bytes_of(image, kind)).decode()
+
+
+def pixels(source):
+    return np.asarray(read_rgb(source)).tolist()
+
+
+def in_memory():
+    import torch
+
+    array = np.asarray(SEEN)
+    return {
+        "bytes": bytes_of(),
+        "record": {"bytes": bytes_of(), "path": "gone.png"},
+        "pillow": SEEN,
+        "array": array,
+        "floats": array.astype(np.float32) / 255,
+        "torch": torch.tensor(array).permute(2, 0, 1) / 255,
+    }
+
+
+def in_json(folder):
+    SEEN.save(folder / "seen.png")
+    return {
+        "relative": "seen.png",
+        "absolute": str(folder / "seen.png"),
+        "base64": text_of(),
+        "url": f"data:image/png;base64,{text_of()}",
+        "record": {"bytes": None, "path": "seen.png"},
+        "file": f"file://{folder / 'seen.png'}",
+    }
+
+
+FORMS = ("relative", "absolute", "base64", "url", "record", "file")
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_every_form_of_a_line_is_the_same_picture(name, column, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")  # paths are relative to the file, not to where the command runs
+    value = in_json(tmp_path)[name]
+    line = {"prompt": "what?", column: value if column == "image" else [value], "answer": 3}
+    (row,) = load_prompts(write_rows(tmp_path, [line]), held_out=0).train
+    assert row.columns == {"answer": 3} and row.prompt == "what?"
+    assert [pixels(source) for source in row.pictures] == [pixels(SEEN)] and size_of(row.pictures[0]) == (12, 20)
+
+
+@pytest.mark.parametrize("name", list(in_memory()))
+def test_every_form_in_memory_is_the_same_picture(name):
+    (row,) = make_prompt_set([{"prompt": "what?", "image": in_memory()[name]}]).train
+    assert pixels(row.pictures[0]) == pixels(SEEN) and size_of(row.pictures[0]) == (12, 20)
+
+
+def test_jpeg_in_base64_begins_like_a_path():
+    assert text_of(kind="JPEG").startswith("/9j/")
+    (row,) = make_prompt_set([{"prompt": "what?", "image": text_of(kind="JPEG")}]).train
+    assert isinstance(row.pictures[0], bytes)
+
+
+@pytest.mark.parametrize("stored", ["records", "bytes", "lists", "paths"])
+def test_parquet_files(stored, tmp_path):
+    SEEN.save(tmp_path / "seen.png")
+    record = {"bytes": bytes_of(), "path": None}
+    column = {
+        "records": [record, None, {"bytes": None, "path": "seen.png"}],
+        "bytes": [bytes_of(), None, bytes_of()],
+        "lists": [[record, record], [], [record]],
+        "paths": ["seen.png", None, "seen.png"],
+    }[stored]
+    table = pyarrow.table(
+        {"prompt": ["a", "b", "c"], "images" if stored == "lists" else "image": column, "n": [1, 2, 3]}
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    rows = load_prompts(tmp_path / "p.parquet", held_out=0).train
+    assert [len(row.pictures) for row in rows] == ([2, 0, 1] if stored == "lists" else [1, 0, 1])
+    assert [row.columns for row in rows] == [{"n": 1}, {"n": 2}, {"n": 3}]
+    assert all(pixels(source) == pixels(SEEN) for row in rows for source in row.pictures)
+    if stored == "records":
+        assert [type(row.pictures[0]) for row in (rows[0], rows[2])] == [Stored, File]
+
+
+def test_data_sets_of_hugging_face(tmp_path):
+    """In memory, saved and by split; pictures stay as they are stored until they are looked at."""
+    datasets = pytest.importorskip("datasets")
+    from grpo_jax.runs.python_input import from_python
+
+    conversation = [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "what?"}]}]
+    several = [
+        conversation[0] | {"content": [*conversation[0]["content"], {"type": "text", "text": str(i)}]} for i in range(4)
+    ]
+    data = datasets.Dataset.from_dict(
+        {"prompt": [[one] for one in several], "image": [picture(i) for i in range(4)], "answer": list("wxyz")},
+        features=datasets.Features(
+            {
+                "prompt": [
+                    {
+                        "role": datasets.Value("string"),
+                        "content": [{k: datasets.Value("string") for k in ("type", "text")}],
+                    }
+                ],
+                "image": datasets.Image(),
+                "answer": datasets.Value("string"),
+            }
+        ),
+    )
+    parts = datasets.DatasetDict({"train": data.select([2, 0]), "test": data.select([1])})
+    data.save_to_disk(str(tmp_path / "whole"))
+    parts.save_to_disk(str(tmp_path / "parts"))
+    from grpo_jax.config import make_config
+
+    config = make_config(task="text", data={"held_out": 0.0}, rewards=[{"name": "m.py:f"}])
+    given = from_python(config, parts, None).prompts
+    for read in (load_prompts(tmp_path / "parts"), given):
+        assert [[row.columns["answer"] for row in part] for part in read] == [["y", "w"], [], ["x"]]
+        for part, numbers in zip(read, ([2, 0], [], [1]), strict=True):
+            for row, number in zip(part, numbers, strict=True):
+                assert isinstance(row.pictures[0], Stored) and pixels(row.pictures[0]) == pixels(picture(number))
+                assert row.messages == (Message("user", (None, "what?", str(number))),)
+    whole = load_prompts(tmp_path / "whole", held_out=0).train
+    assert [row.id for row in whole] == [0, 1, 2, 3] and pixels(whole[3].pictures[0]) == pixels(picture(3))
+    assert len(from_python(config, data, None).prompts.train) == 4
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"image": "no.png"}, '"image": there is no picture'),
+        ({"image": "https://a.b/c.png"}, '"image": https://a.b/c.png: pictures are not fetched; download them'),
+        (
+            {"images": ["seen.png", 3]},
+            "\"images\" 2: a picture is given as a path, as base64 text or as {'bytes': …}, got 3",
+        ),
+        ({"image": {}}, 'a picture as {…} needs "bytes" or "path"'),
+        ({"image": "data:image/png,abc"}, "a data URL must be base64"),
+        ({"image": "iVBORw0KGgo" + "A" * 50}, "a picture is not valid base64"),
+        ({"image": "seen.png", "images": ["seen.png"]}, 'it has "image" and "images": keep one of them'),
+        (
+            {"image": "seen.png", "prompt": "<image> and <image>"},
+            '"prompt" has <image> 2 times, and there are 1 pictures',
+        ),
+        ({"image": ""}, "there is no picture without a name"),
+        ({"pictures": [1]}, "column 'pictures' is a name the trainer itself passes"),
+        ({"prompt": []}, '"prompt" is empty'),
+        ({"prompt": [{"role": "user"}]}, '"prompt", message 1: content must be text or a list of parts, got NoneType'),
+        ({"prompt": ["x"]}, '"prompt", message 1: expected {"role": system | user | assistant, "content": …}'),
+        ({"prompt": [{"role": "assistant", "content": "x"}]}, "the last message must be the user's"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
+            'must be of type "text" or "image", got \'video\'',
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "keeps 1 places for pictures, and there are 0",
+        ),
+    ],
+)
+def test_bad_rows_are_named(row, reason, tmp_path):
+    SEEN.save(tmp_path / "seen.png")
+    path = write_rows(tmp_path, [{"prompt": "fine"}, {"prompt": "x"} | row])
+    with pytest.raises(UserError) as error:
+        load_prompts(path, held_out=0)
+    message = str(error.value)
+    assert message.startswith(f"{path}: 1 bad line: line 2: ") and reason in message and "\n" not in message
+
+
+def spoilt(folder: Path) -> dict[str, Path]:
+    """Files that are no still pictures of a usable size."""
+    frames = [picture(i) for i in range(3)]
+    frames[0].save(folder / "moving.gif", save_all=True, append_images=frames[1:])
+    frames[0].save(folder / "moving.png", save_all=True, append_images=frames[1:])
+    frames[0].save(folder / "moving.webp", save_all=True, append_images=frames[1:])
+    frames[0].save(folder / "pages.tiff", save_all=True, append_images=frames[1:])
+    (folder / "text.png").write_text("not a picture")
+    (folder / "empty.jpg").write_bytes(b"")
+    (folder / "short.png").write_bytes(bytes_of()[:20])
+    Image.new("L", (3000, 10)).save(folder / "strip.png")
+    huge = bytearray(bytes_of(Image.new("1", (1, 1))))
+    huge[16:24] = (40_000).to_bytes(4, "big") * 2  # what its header says
+    import zlib
+
+    huge[29:33] = zlib.crc32(huge[12:29]).to_bytes(4, "big")
+    (folder / "bomb.png").write_bytes(huge)
+    (folder / "program.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
+    return {path.name: path for path in folder.iterdir()}
+
+
+SPOILT = {
+    "moving.gif": "it has 3 frames, and a prompt takes still pictures: keep one of them",
+    "moving.png": "it has 3 frames",
+    "moving.webp": "it has 3 frames",
+    "pages.tiff": "it has 3 pages",
+    "text.png": "it is no picture that can be read (PNG, JPEG",
+    "empty.jpg": "it is no picture that can be read",
+    "short.png": "it is ",
+    "strip.png": "it is 3000 x 10 pixels: a side may be at most 200 times as long as the other",
+    "bomb.png": "it has more than 89,478,485 pixels",
+    "program.eps": "it is no picture that can be read",
+}
+
+
+def test_what_is_no_still_picture_is_one_line_with_row_and_file(tmp_path):
+    from support.tiny_models import VISION_TOKENS, chat_tokenizer
+
+    from grpo_jax.config import DataSection
+    from grpo_jax.models.hf.processor import PictureSettings
+    from grpo_jax.rollout.inputs.encoding import Eyes, make_encode
+
+    class Vision:
+        image_token, video_token, vision_start_token, vision_end_token, merged = 262, 263, 259, 260, 4
+
+    files = spoilt(tmp_path)
+    assert files.keys() == SPOILT.keys()
+    eyes = Eyes(Vision, PictureSettings(), list)
+    for name, reason in SPOILT.items():
+        path = write_rows(tmp_path / "rows", [{"prompt": "a"}, {"prompt": "b", "image": str(files[name])}])
+        rows = load_prompts(path, held_out=0).train
+        with pytest.raises(UserError) as error:
+            make_encode(chat_tokenizer(VISION_TOKENS), DataSection(), pad_id=0, rows=rows, eyes=lambda: eyes)
+        message = str(error.value)
+        assert message.startswith("row 2, picture ") and f"{name}: {reason}" in message, message
+        assert len(message) < 250 and "\n" not in message
+
+
+def test_a_picture_that_breaks_off_is_named_when_it_is_read(tmp_path):
+    (tmp_path / "half.png").write_bytes(bytes_of()[:150])
+    row = Row(5, "x", pictures=(SEEN, File(tmp_path / "half.png", "half.png")))
+    assert size_of(row.pictures[1]) == (12, 20)
+    with pytest.raises(UserError, match=r"^row 5, picture 2 half.png: it is broken \("):
+        prepare_rows([row], None)
+
+
+def test_cameras_and_transparency():
+    """The right way up, and on white, as the processor has it."""
+    tags = Image.Exif()
+    tags[0x0112] = 6  # it lies on its side
+    lying = bytes_of(SEEN, "JPEG", exif=tags, quality=95)
+    assert size_of(lying) == (20, 12) and opened(lying).size == (12, 20)
+    glass = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
+    assert pixels(bytes_of(glass)) == [[[255, 255, 255]] * 4] * 4
+    assert pixels(bytes_of(Image.new("L", (2, 1), 9))) == [[[9, 9, 9]] * 2]
+    palette = Image.new("P", (2, 1), 0)
+    palette.info["transparency"] = 0
+    assert pixels(bytes_of(palette, transparency=0)) == [[[255, 255, 255]] * 2]
+
+
+# --------------------------------------------------------------------------------------------------- splits, rewards
+
+
+def test_rows_that_ask_the_same_of_different_pictures_are_different_prompts(tmp_path):
+    rows = split_records([{"prompt": "what?", "image": picture(i % 8)} for i in range(16)], held_out=0.25)
+    sizes = [len(part) for part in rows]
+    assert sizes == [8, 4, 4]
+    parts = [{sources.digest(row.pictures[0]) for row in part} for part in rows]
+    assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]  # duplicates stay together
+    # A file is known by the name that the row gives it: the same on another machine.
+    names = []
+    for home in ("a", "b"):
+        path = write_rows(tmp_path / home, [{"prompt": "what?", "image": picture(i)} for i in range(10)])
+        names.append([[row.pictures[0].name for row in part] for part in load_prompts(path, held_out=0.2)])
+    assert names[0] == names[1]
+    with pytest.raises(UserError, match="this test prompt is also a train prompt"):
+        split_records([{"prompt": "x", "image": SEEN, "split": split} for split in ("train", "test")])
+    assert len(split_rows([Row(i, f"p{i}") for i in range(10)], held_out=3).test) == 3  # texts as ever
+
+
+def asked(rows, drawn=None):
+    """The columns that a reward gets for rows with two completions each."""
+    got = {}
+
+    def reward(prompts, completions, **columns):
+        got.update(columns, prompts=prompts)
+        return [0.0] * len(completions)
+
+    make_score({"r": reward}, {}, missing=False)(rows, [["a", "b"]] * len(rows), drawn)
+    return got
+
+
+def test_rewards_get_the_rows_pictures():
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "t"}, {"type": "image"}]},
+    ]
+    rows = make_prompt_set(
+        [{"prompt": "x", "image": SEEN}, {"prompt": "y"}, {"prompt": messages, "images": [picture(1)]}]
+    ).train
+    got = asked(rows)
+    assert got["prompts"] == ["x", "x", "y", "y", "t", "t"]
+    assert [len(seen) for seen in got["images"]] == [1, 1, 0, 0, 1, 1] and got["pictures"] == got["images"]
+    assert got["image"] == [SEEN, SEEN, None, None, got["images"][4][0], got["images"][4][0]]
+    assert got["messages"][0] == [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
+    assert got["messages"][2] == [{"role": "user", "content": "y"}] and got["messages"][4] == messages
+    plain = asked(make_prompt_set([{"prompt": "y"}]).train)
+    assert not plain.keys() & {"images", "image", "pictures", "messages"}
+
+
+def test_where_something_is_drawn_images_are_what_was_drawn():
+    from types import SimpleNamespace
+
+    drawn = SimpleNamespace(images=["d0", "d1"], baseline_images=None)
+    got = asked(make_prompt_set([{"prompt": "x", "image": SEEN}]).train, drawn)
+    assert got["images"] == ["d0", "d1"] and got["pictures"] == [[SEEN], [SEEN]] and "image" not in got
+
+
+def test_rows_given_in_python_are_kept_beside_the_run(tmp_path):
+    """So that a run that began in Python is resumed and evaluated like any other."""
+    from grpo_jax.runs.directory import RunDirectory
+    from grpo_jax.runs.python_input import PythonInput, keep_prompts, kept_prompts
+
+    SEEN.save(tmp_path / "seen.png")
+    conversation = [{"role": "user", "content": [{"type": "text", "text": "t"}, {"type": "image", "image": SEEN}]}]
+    held = {"prompt": "what?", "images": [tmp_path / "seen.png", SEEN, bytes_of()], "n": 1}
+    given = split_records([held, {"prompt": conversation}], held_out=0)
+    from grpo_jax.config import make_config
+
+    config = make_config(task="text", rewards=[{"name": "m.py:f"}])
+    notes = []
+    keep_prompts(PythonInput(config, given, {}), RunDirectory(tmp_path), notes.append)
+    assert not notes
+    kept = kept_prompts(RunDirectory(tmp_path))
+    for row, again in zip(given.train, kept.train, strict=True):
+        assert (row.id, row.prompt, row.columns, row.messages) == (
+            again.id,
+            again.prompt,
+            again.columns,
+            again.messages,
+        )
+        assert [pixels(one) for one in row.pictures] == [pixels(one) for one in again.pictures]
+    lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert lines[0]["pictures"][0] == str(tmp_path / "seen.png")

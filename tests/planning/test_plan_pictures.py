@@ -1,0 +1,133 @@
+"""Plans of policies that see: the tower's weights, the pictures' tokens, what seeing takes."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+from support.vision.folders import SETTINGS, picture, write_rows
+
+from grpo_jax.config.command_line import parse
+from grpo_jax.errors import UserError
+from grpo_jax.models.families import read_config
+from grpo_jax.models.vision.tower import init_tower
+from grpo_jax.planning import policy as plan
+from grpo_jax.planning.policy import GIB, policy_memory, tree_bytes, tree_size
+from grpo_jax.planning.shapes import read_shape, read_shown
+from grpo_jax.train import main
+from grpo_jax.training import memory as training_memory
+from grpo_jax.training.memory import Shown, update_bytes
+
+TINY = {
+    "model_type": "qwen2_5_vl",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    "vision_config": {"depth": 2, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
+    | {"num_heads": 2, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]},
+    "image_token_id": 300,
+    "video_token_id": 301,
+    "vision_start_token_id": 302,
+    "vision_end_token_id": 303,
+}
+SMALL = (
+    *("--training.prompts_per_batch=4", "--sampling.group_size=3", "--sampling.max_new_tokens=6"),
+    *("--data.max_prompt_tokens=24", "--training.accumulation=2", "--training.inner_epochs=1"),
+)
+LORA = ("--policy.lora.rank=2", "--policy.frozen_dtype=bfloat16")
+MODEL = read_config(TINY)
+TOWER = jax.eval_shape(lambda: init_tower(MODEL.vision, jax.random.key(0)))
+ONE = Shown(prompt=1, answers=0, patches=64)
+
+
+def configured(*arguments):
+    return parse(["--task=text", *SMALL, *arguments])
+
+
+@pytest.fixture
+def not_compiled(monkeypatch):
+    """Every program takes 3 GiB."""
+    for module in (plan, training_memory):
+        monkeypatch.setattr(module, "temporary_bytes", lambda *_: 3 * GIB)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A policy's config.json, and how its pictures are prepared."""
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "policy" / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    return tmp_path / "policy"
+
+
+def test_a_tower_is_counted_where_there_are_pictures(not_compiled):
+    text, seen = (policy_memory(configured(), MODEL, None, shown) for shown in (None, ONE))
+    assert seen.weights - text.weights == tree_bytes(TOWER)
+    assert (seen.trained, seen.optimizer, seen.gradients) == (text.trained, text.optimizer, text.gradients)
+    narrow = policy_memory(configured("--policy.frozen_dtype=bfloat16"), MODEL, None, ONE)
+    assert seen.weights - narrow.weights == tree_bytes(TOWER) // 2
+
+
+def test_a_trained_tower_has_moments_and_gradients(not_compiled):
+    text, trained = policy_memory(configured(), MODEL), policy_memory(configured("--policy.vision=train"), MODEL)
+    assert trained.trained - text.trained == trained.parameters - text.parameters == tree_size(TOWER)
+    assert trained.gradients - text.gradients == tree_bytes(TOWER)
+    assert trained.optimizer - text.optimizer == 2 * tree_bytes(TOWER)
+
+
+def test_adapters_on_the_tower_are_trained(not_compiled):
+    text = policy_memory(configured(*LORA), MODEL)
+    both = policy_memory(configured(*LORA, "--policy.lora.vision=true"), MODEL)
+    kernels = {"qkv": (16, 48), "proj": (16, 16), "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16)}
+    adapters = sum(2 * 2 * sum(shape) for shape in kernels.values())  # two layers of rank 2
+    assert both.trained - text.trained == adapters
+    assert both.weights - text.weights == tree_bytes(TOWER) // 2 + 4 * adapters
+
+
+def test_seeing_takes_memory():
+    """Attention's scores, where the tower sees all pictures of a chunk."""
+    memory = policy_memory(configured("--policy.vision=train"), MODEL, None, Shown(1, 0, 1024))
+    scores = 4 * 2 * 1024**2 * 4  # four pictures, two heads, float32
+    assert memory.to_sample > scores and memory.update > scores / 2  # two micro-batches
+
+
+def test_an_update_takes_states_or_pictures(monkeypatch):
+    """States of a frozen tower; pictures where it is trained; both in prompts and among the turns."""
+    batches = []
+    monkeypatch.setattr(training_memory, "temporary_bytes", lambda program, state, batch: batches.append(batch) or 0)
+    turns = ("--sampling.turns=2", "--sampling.max_answer_tokens=24", "--task.environment=games.py:say")
+    both = Shown(prompt=2, answers=1, patches=64)
+    for arguments in (turns, (*turns, "--policy.vision=train"), (*turns, *LORA, "--policy.lora.vision=true")):
+        update_bytes(configured(*arguments), MODEL, None, both)
+    frozen, trained, adapted = batches
+    assert frozen.pictures.states.shape == (4, 2, 16, 32) and frozen.answers.states.shape == (4, 3, 1, 16, 32)
+    for batch in (trained, adapted):
+        assert batch.pictures.patches.shape == (4, 2, 64, 96) and batch.answers.patches.shape == (4, 3, 1, 64, 96)
+        assert batch.pictures.windows.shape == (4, 2, 4, 4)
+    update_bytes(configured(), MODEL, None)
+    assert batches[-1].pictures is None and batches[-1].answers is None
+
+
+def test_the_plan_says_what_is_seen(folder, not_compiled, capsys, tmp_path):
+    rows = write_rows(tmp_path / "data", [{"prompt": f"say {i}", "image": picture(i)} for i in range(8)])
+    arguments = [*SMALL, f"--policy.path={folder}", "--task=text", f"--data.prompts={rows}"]
+    assert main([*arguments, "--rewards=[{name: 'judge.py:letters'}]", "--plan", "--device_memory_gib=16"]) == 0
+    size = tree_size(TOWER)
+    assert f"vision tower: {size:,} parameters, frozen; pictures of 16 tokens: 1 in a prompt" in capsys.readouterr().out
+    config = parse(arguments)
+    assert read_shown(config, read_shape(str(folder)))[0] == ONE
+    with pytest.raises(UserError, match="max_prompt_tokens: 1 pictures of 16 tokens do not fit into 12"):
+        read_shown(parse([*arguments, "--data.max_prompt_tokens=12"]), MODEL)
+    text = dataclasses.replace(MODEL, vision=None)
+    with pytest.raises(UserError, match="has no vision tower"):
+        read_shown(config, text)
+    words = parse([*SMALL, f"--policy.path={folder}", "--task=text"])
+    assert read_shown(words, MODEL) == (
+        None,
+        [f"vision tower: {size:,} parameters, not loaded (prompts are text); an export copies them"],
+    )

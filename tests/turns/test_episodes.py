@@ -1,0 +1,349 @@
+"""Episodes of a tiny policy from sampler to gradient: one stream, in which every number is that of long prompts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiny_decoders import tiny
+
+from grpo_jax.config import AlgorithmSection, TrainingSection
+from grpo_jax.core.aggregation import loss_normaliser
+from grpo_jax.errors import StageError
+from grpo_jax.rollout.answers import AnswerError, Answering
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.environment import Environment, make_score
+from grpo_jax.rollout.episodes import Answer
+from grpo_jax.rollout.inputs.encoding import Encoded
+from grpo_jax.rollout.rollout import collect
+from grpo_jax.sampling.episodes import make_episode_sampler
+from grpo_jax.sampling.token_choice import SamplingParams
+from grpo_jax.training.batch import Batch, make_batch
+from grpo_jax.training.estimators import make_turn_objectives, teaching_groups
+from grpo_jax.training.objectives import loss_options, make_forward, make_policy_objective
+from grpo_jax.training.state import init_state
+from grpo_jax.training.update import make_update
+
+EOS, PAD, GROUP, STEPS, ANSWER, TURNS = 3, 0, 4, 7, 6, 3
+STREAM = TURNS * STEPS + (TURNS - 1) * ANSWER
+ENDS = (EOS, *range(48, 64))
+PROMPTS = {"a": [9, 10, 11], "b": [12, 13], "c": [14, 15, 16, 17, 18], "d": [19, 9]}
+ROWS = [Row(number, prompt) for number, prompt in enumerate(PROMPTS)]
+KEY = jax.random.key(5)
+
+
+def encode(rows):
+    tokens = np.array([[PAD] * (5 - len(PROMPTS[row.prompt])) + PROMPTS[row.prompt] for row in rows], np.int32)
+    return Encoded(tokens, tokens != PAD)
+
+
+def words(text):
+    return [int(word) for word in text.split()]
+
+
+def say(answer, ended, grids):
+    """The answer's numbers as tokens; what was cut off gets its end first."""
+    return [*([] if ended else [EOS]), *words(answer.text)]
+
+
+def told(rows, episodes):
+    """As many tokens as the text's first number says, of which the last is how many turns there were; ends at a 4."""
+    answers = []
+    for row, episode in zip(rows, episodes, strict=True):
+        first = words(episode.last.text)[0]
+        numbers = [*range(20, 20 + first % ANSWER), 40 + len(episode.turns) + row.id]
+        answers.append(None if first % 4 == 0 else Answer(" ".join(map(str, numbers[-(ANSWER - 1) :]))))
+    return answers
+
+
+def length(completions):
+    return [len(text.split()) / STEPS for text in completions]
+
+
+def high(completions, episodes):
+    """Of the turn's first token, more of later turns."""
+    return [words(text)[0] / 60 + len(episode.turns) for text, episode in zip(completions, episodes, strict=True)]
+
+
+def environment(respond=told, *, lenient=False, rewards=None, turns=TURNS, say=say, **more):
+    score = make_score(rewards or {"length": length, "high": high}, {}, missing=lenient)
+    return Environment(
+        encode=encode,
+        decode=lambda tokens, prompt: (" ".join(map(str, tokens)),) * 2 + (True,),
+        render=None,
+        score=score,
+        reward_names=tuple(rewards or ("length", "high")),
+        watch_names=(),
+        answering=Answering(turns, respond, say, STREAM, PAD, lenient, **more),
+    )
+
+
+def sampler(allowed=None):
+    params = SamplingParams(GROUP, STEPS, 1.0)
+    return make_episode_sampler(tiny("llama").policy, params, eos_ids=ENDS, pad_id=PAD, allowed_tokens=allowed)
+
+
+SAMPLER = sampler()
+
+
+def play(environment=environment(), *, sampler=SAMPLER, iteration=0):
+    return collect(environment, sampler, tiny("llama").variables, ROWS, key=KEY, iteration=iteration, chunk_prompts=2)
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    return play()
+
+
+def batch_of(rollout, section):
+    """The rollout as an update takes it, and its objectives."""
+    objectives = make_turn_objectives(
+        jnp.asarray(rollout.judgement.judged),
+        rollout.lengths,
+        section,
+        weights={"length": 1.0, "high": 0.5},
+        max_new_tokens=STEPS,
+    )
+    prompts = rollout.prompt_tokens, rollout.prompt_mask
+    return make_batch(prompts, rollout.samples, objectives, teaching_groups(objectives, section), section), objectives
+
+
+def turns_apart(rollout):
+    """Each turn of each completion: (p, g, turn, what stands before it, what the policy wrote), without padding."""
+    samples, found = rollout.samples, []
+    for p, g in np.ndindex(len(ROWS), GROUP):
+        row = samples.tokens[p, g][samples.present[p, g]]
+        mask, turn = (array[p, g][samples.present[p, g]] for array in (samples.mask, samples.turn))
+        for number in range(turn[mask].max() + 1):
+            own = np.flatnonzero(mask & (turn == number))
+            assert (np.diff(own) == 1).all()
+            found.append((p, g, number, [*PROMPTS[ROWS[p].prompt], *row[: own[0]]], row[own]))
+    return found
+
+
+def test_a_stream_is_the_episode_without_holes(rollout):
+    """Each turn's text, and the answer's tokens behind it, read back from the tokens."""
+    samples = rollout.samples
+    assert samples.tokens.shape == (4, GROUP, STREAM) and samples.truncated.any() and not samples.truncated.all()
+    counts = set()
+    for p, g in np.ndindex(4, GROUP):
+        episode, expected, wrote = rollout.episodes[p][g], [], []
+        for number, turn in enumerate(episode.turns):
+            expected += words(turn.written)
+            wrote += [True] * (len(expected) - len(wrote))
+            if number + 1 < len(episode.turns):
+                expected += say(turn.answer, not turn.truncated, ())
+                wrote += [False] * (len(expected) - len(wrote))
+            assert turn.truncated == (words(turn.written)[-1] not in ENDS)
+        present = samples.present[p, g]
+        assert present.tolist() == [True] * len(expected) + [False] * (STREAM - len(expected))
+        assert samples.tokens[p, g][present].tolist() == expected and (samples.tokens[p, g][~present] == PAD).all()
+        assert samples.mask[p, g][present].tolist() == wrote
+        assert samples.truncated[p, g] == any(turn.truncated for turn in episode.turns)
+        assert (samples.logprobs[p, g] != 0).tolist() == samples.mask[p, g].tolist()
+        assert rollout.texts[p][g] == episode.last.text
+        counts.add(len(episode.turns))
+        assert episode.last.answer is None if len(episode.turns) == TURNS else episode.last.answer.done
+    assert counts == {1, 2, 3}
+
+
+def test_rewards_come_of_each_turn(rollout):
+    judged = rollout.judgement.judged
+    assert judged.shape == (4, GROUP, TURNS, 2)
+    for p, g in np.ndindex(4, GROUP):
+        turns = rollout.episodes[p][g].turns
+        expected = [[len(words(turn.text)) / STEPS, words(turn.text)[0] / 60 + n] for n, turn in enumerate(turns, 1)]
+        np.testing.assert_allclose(judged[p, g, : len(turns)], expected, rtol=1e-6)
+        assert np.isnan(judged[p, g, len(turns) :]).all()
+        np.testing.assert_allclose(rollout.judgement.rewards[p, g], expected[-1], rtol=1e-6)
+        assert turns[0].rewards == pytest.approx(dict(zip(("length", "high"), expected[0], strict=True)))
+    assert set(rollout.seconds) == {"sample", "score", "respond"}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_updates_logprobs_are_the_samplers(rollout, packed):
+    """Of every turn, and those of the same text as one long prompt and completion."""
+    model = tiny("llama")
+    batch, _ = batch_of(rollout, AlgorithmSection())
+    assert batch.packing is not None
+    batch = batch if packed else batch._replace(packing=None)
+    came = np.asarray(make_forward(model.policy, temperature=1.0)(model.variables, batch).logprobs)
+    mask = np.asarray(batch.mask)
+    np.testing.assert_allclose(came[mask], np.asarray(batch.rollout_logprobs)[mask], atol=2e-5)
+    apart = long_prompts(turns_apart(rollout))
+    alone = np.asarray(make_forward(model.policy, temperature=1.0)(model.variables, apart).logprobs)
+    for number, (p, g, turn, _, own) in enumerate(turns_apart(rollout)):
+        places = mask[p, g] & (np.asarray(batch.turn)[p, g] == turn)
+        np.testing.assert_allclose(came[p, g][places], alone[number, 0, : len(own)], atol=2e-5)
+
+
+def long_prompts(turns):
+    """Turns as prompts of their own with one completion each."""
+    widest, longest = max(len(before) for *_, before, _ in turns), max(len(own) for *_, own in turns)
+    prompts, tokens = np.zeros((len(turns), widest), np.int32), np.zeros((len(turns), 1, longest), np.int32)
+    prompt_mask, mask = np.zeros(prompts.shape, bool), np.zeros(tokens.shape, bool)
+    for row, (*_, before, own) in enumerate(turns):
+        prompts[row, widest - len(before) :], prompt_mask[row, widest - len(before) :] = before, True
+        tokens[row, 0, : len(own)], mask[row, 0, : len(own)] = own, True
+    return Batch(*map(jnp.asarray, (prompts, prompt_mask, tokens, mask)))
+
+
+@pytest.mark.parametrize("weighed", ["last", "return"])
+def test_gradients_are_those_of_long_prompts(rollout, weighed):
+    """What was said is read and never trained; each token is weighed by its turn's advantage."""
+    model = tiny("llama")
+    section = AlgorithmSection(advantage="grpo", preset="bnpo", turn_advantage=weighed, turn_discount=0.5)
+    batch, _ = batch_of(rollout, section)
+    turns = turns_apart(rollout)
+    apart = long_prompts(turns)
+    advantages = np.asarray(batch.advantages)
+    if weighed == "last":
+        assert advantages.shape == (4, GROUP)
+        own = [advantages[p, g] for p, g, *_ in turns]
+    else:
+        places = [np.asarray(batch.mask & (batch.turn == turn))[p, g] for p, g, turn, *_ in turns]
+        own = [set(advantages[p, g][place].tolist()) for (p, g, *_), place in zip(turns, places, strict=True)]
+        assert all(len(values) == 1 for values in own)
+        own = [values.pop() for values in own]
+        assert len(set(own)) > 12  # turns of one completion differ
+    apart = apart._replace(advantages=jnp.asarray(own, jnp.float32)[:, None])
+    objective = make_policy_objective(
+        make_forward(model.policy, temperature=1.0), loss_options(section, max_new_tokens=STREAM)
+    )
+    params = {"params": model.variables["params"]}
+
+    def gradient(batch):
+        whole = loss_normaliser(batch.mask, "token")
+        return jax.grad(lambda variables: objective(variables, batch, whole)[0])(params)
+
+    came, expected = gradient(batch), gradient(apart)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.01
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), came, expected)
+
+
+def test_one_update_reads_old_reference_and_importance_over_all_turns(rollout):
+    """Two epochs with KL and importance: tokens that the policy may not write stand among them, and nothing is NaN."""
+    model = tiny("llama")
+    allowed = np.ones(64, bool)
+    allowed[20:48] = False  # what the environment says
+    section = AlgorithmSection(kl_coef=0.1, importance_cap=2.0, entropy_share=0.5, turn_advantage="return")
+    seen = play(sampler=sampler(allowed))
+    assert np.isin(seen.samples.tokens[seen.samples.present & ~seen.samples.mask], np.arange(20, 48)).any()
+    batch, _ = batch_of(seen, section)
+    optimizer = optax.sgd(0.1)
+    training = TrainingSection(prompts_per_batch=4, inner_epochs=2, accumulation=2)
+    update = make_update(
+        model.policy, optimizer, section, training, temperature=1.0, max_new_tokens=TURNS * STEPS,
+        allowed_tokens=jnp.asarray(allowed),
+    )  # fmt: skip
+    variables = jax.tree.map(jnp.array, model.variables)
+    state, report = update(init_state(variables, optimizer, keep_reference=True), batch, jax.random.key(0))
+    assert report["skipped"] == 0 and np.isfinite(report["loss"]) and report["grad_norm"] > 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.variables))
+    gap = report["metrics"]["sampler_gap"]
+    assert float(gap.weight) == 2 * np.asarray(batch.mask).sum() and float(gap.value()) < 1e-4
+    assert report["measured"]["importance_weight"] == pytest.approx(1, abs=1e-4)
+
+
+def test_an_episode_follows_from_seed_and_iteration(rollout):
+    again, other = play(), play(iteration=1)
+    jax.tree.map(np.testing.assert_array_equal, again.samples, rollout.samples)
+    assert again.episodes == rollout.episodes and other.episodes != rollout.episodes
+
+
+# ------------------------------------------------------------------------------------------------ what may go wrong
+
+
+def raising(rows, episodes):
+    raise KeyError("the tool is away")
+
+
+BAD = {
+    "raises": (raising, "the environment: it raised KeyError: 'the tool is away'"),
+    "too few": (lambda rows, episodes: ["5"], "it must return a list of 8 answers, one for each completion, got 1"),
+    "no list": (lambda rows, episodes: "5", "answers, one for each completion, got str"),
+    "a number": (
+        lambda rows, episodes: [7] * len(rows),
+        r"it answered 7, not an Answer, a text or None to completion 0",
+    ),
+    "half a letter": (lambda rows, episodes: ["\ud800"] * len(rows), r"it answered .* to completion 0"),
+    "a picture": (
+        lambda rows, episodes: [Answer("5", (np.zeros((4, 4, 3)),))] * len(rows),
+        "it answered with a picture, and the policy reads text alone",
+    ),
+    "too long": (lambda rows, episodes: ["long"] * len(rows), "the environment: its answer 'long' takes too many"),
+}
+
+
+def limited(answer, ended, grids):
+    if answer.text == "long":
+        raise AnswerError("its answer 'long' takes too many")
+    return say(answer, ended, grids)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_an_environment_that_fails_stops_the_run_by_name_or_leaves_no_reward(kind):
+    respond, message = BAD[kind]
+    with pytest.raises(StageError, match=message) as error:
+        play(environment(respond, say=limited))
+    assert error.value.stage == "respond"
+    came = play(environment(respond, lenient=True, say=limited))
+    assert np.isnan(came.judgement.judged).all() and np.isnan(came.judgement.rewards).all()
+    assert all(len(episode.turns) == 1 for group in came.episodes for episode in group)
+    batch, _ = batch_of(came, AlgorithmSection())
+    assert (np.asarray(batch.advantages) == 0).all()
+
+
+def test_one_answer_that_fails_is_one_completions_loss():
+    def some(rows, episodes):
+        answers = ["21 22"] * len(rows)
+        return [
+            3.5 if row.id == 1 and place % GROUP == 2 else one
+            for place, (row, one) in enumerate(zip(rows, answers, strict=True))
+        ]
+
+    came = play(environment(some, lenient=True, turns=2))
+    missing = np.isnan(came.judgement.rewards).all(-1)
+    assert missing.sum() == 1 and missing[1, 2] and np.isnan(came.judgement.judged[1, 2]).all()
+
+
+def test_only_what_goes_on_is_asked_and_judged():
+    """And what it is asked with is the episode so far, its rewards among it."""
+    asked, scored = [], []
+
+    def respond(rows, episodes):
+        asked.append((len(rows), {len(episode.turns) for episode in episodes}))
+        assert all(set(episode.last.rewards) == {"count"} for episode in episodes)
+        return [None if row.id == 2 else "21" for row in rows]
+
+    def count(prompts, completions, episodes):
+        scored.append((len(completions), prompts.count("c")))
+        return [float(len(episode.turns)) for episode in episodes]
+
+    came = play(environment(respond, rewards={"count": count}))
+    assert sorted(asked, key=str) == [(4, {2}), (8, {1}), (8, {1}), (8, {2})]
+    assert sorted(scored) == [(4, 0), (4, 0), (8, 0), (8, 0), (8, 0), (8, 4)]
+    np.testing.assert_array_equal(came.judgement.judged[[0, 1, 3], ..., 0], np.broadcast_to([1, 2, 3], (3, GROUP, 3)))
+    assert (came.judgement.judged[2, :, 0] == 1).all() and np.isnan(came.judgement.judged[2, :, 1:]).all()
+
+
+def test_a_run_of_episodes_that_all_end_is_over():
+    calls = []
+    came = play(environment(lambda rows, episodes: calls.append(1) or [None] * len(rows)))
+    assert calls == [1, 1] and (came.samples.turn == 0).all() and not np.isnan(came.judgement.rewards).any()
+    np.testing.assert_array_equal(came.samples.present, came.samples.mask)
+
+
+def test_dead_groups_are_judged_by_their_turns():
+    """A group whose episodes return alike in all teaches something where a turn differs."""
+    rewards = np.array([[[[0.0], [1.0]], [[1.0], [0.0]]]], np.float32)
+    section = AlgorithmSection(advantage="grpo", turn_advantage="return")
+    lengths = np.ones((1, 2, 2), np.int32)
+    options = {"weights": {"a": 1.0}, "max_new_tokens": 4}
+    returned = make_turn_objectives(jnp.asarray(rewards), lengths, section, **options)
+    assert (np.asarray(returned.rewards) == 1).all() and teaching_groups(returned, section).all()
+    last = dataclasses.replace(section, turn_advantage="last")
+    ended = make_turn_objectives(jnp.asarray(rewards), lengths, last, **options)
+    np.testing.assert_array_equal(ended.rewards[0, :, 0], [1, 0])

@@ -1,0 +1,159 @@
+"""Episodes in which the environment shows pictures: sampler and update make of them what a long prompt makes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.vision.folders import picture, seeing_folder
+
+from grpo_jax.config import make_config
+from grpo_jax.core.logprobs import token_logprobs
+from grpo_jax.errors import StageError
+from grpo_jax.models.vision.pictures import PictureStates
+from grpo_jax.rollout.prompts import make_prompt_set
+from grpo_jax.runs.iteration import batch_of, sample_batch
+from grpo_jax.runs.parts import load_parts
+from grpo_jax.training.objectives import make_forward
+
+ENVIRONMENT = """
+import torch
+from grpo_jax import Answer
+from support.vision.folders import picture
+
+def respond(rows, episodes):
+    \"\"\"Drawn in torch for one row, of Pillow and two of them for another, a text alone for the rest.\"\"\"
+    answers = []
+    for place, (row, episode) in enumerate(zip(rows, episodes)):
+        seed = row.id * 7 + place * 3 + len(episode.turns)
+        if row.id % 3 == 0:
+            answers.append(Answer("mend", (torch.rand(3, 16, 24, generator=torch.Generator().manual_seed(seed)),)))
+        elif row.id % 3 == 1:
+            answers.append(Answer("both", (picture(seed), picture(seed + 1, 12, 28))))
+        else:
+            answers.append(Answer("again"))
+    return answers
+
+def drawn(rows, episodes):
+    return [Answer("mend", (torch.rand(3, 16, 24),)) for row in rows]
+
+def length(completions):
+    return [float(len(text)) for text in completions]
+"""
+RECORDS = [{"prompt": "one", "image": picture(50)}, {"prompt": "two", "images": []}, {"prompt": "three"}]
+
+
+def configured(folder, **task):
+    (folder / "mine.py").write_text(ENVIRONMENT)
+    return make_config(
+        task={"kind": "text", "environment": f"{folder}/mine.py:respond", **task},
+        policy={"path": str(folder / "policy")},
+        sampling={"turns": 3, "group_size": 2, "max_new_tokens": 6, "max_answer_tokens": 80},
+        training={"prompts_per_batch": 3, "max_steps": 1},
+        data={"max_prompt_tokens": 160, "prompts": "given"},
+        rewards=[{"name": f"{folder}/mine.py:length"}],
+        run_dir=str(folder / "run"),
+    )
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl"])
+def played(request, tmp_path_factory):
+    """A batch of three turns, and all that it was made with."""
+    folder = tmp_path_factory.mktemp(request.param)
+    seeing_folder(folder / "policy", request.param)
+    parts = load_parts(configured(folder), lambda *_: None, prompts=make_prompt_set(RECORDS))
+    moved = partial(jax.tree.map, lambda leaf: leaf + 0.02 * jnp.cos(jnp.arange(leaf.size).reshape(leaf.shape)))
+    variables = moved(parts.policy.variables)
+    judged = sample_batch(parts, variables, 0, 0)
+    return parts, variables, judged, batch_of(parts, judged)
+
+
+def test_pictures_stand_in_the_stream_as_their_tokens(played):
+    parts, _, judged, batch = played
+    image = parts.policy.loaded.config.vision.image_token
+    samples = judged.rollout.samples
+    for p, row in enumerate(judged.rollout.rows):
+        for g in range(2):
+            grid = np.asarray(batch.answers.grid)[p, g].reshape(-1, 2)
+            assert (samples.tokens[p, g] == image).sum() == grid.prod(-1).sum()
+            assert (grid.prod(-1) > 0).sum() == {0: 2, 1: 4, 2: 0}[row.id % 3]
+            assert not samples.mask[p, g][samples.tokens[p, g] == image].any()
+    assert batch.packing is None and isinstance(batch.answers, PictureStates)
+
+
+def test_the_updates_logprobs_are_the_samplers(played):
+    parts, variables, _, batch = played
+    mask = np.asarray(batch.mask)
+    allowed = np.asarray(parts.allowed_tokens)
+    forward = make_forward(parts.policy.functions, temperature=1.0, allowed_tokens=jnp.asarray(allowed))
+    came = np.asarray(forward(variables, batch).logprobs)
+    np.testing.assert_allclose(came[mask], np.asarray(batch.rollout_logprobs)[mask], atol=5e-5)
+    other = batch._replace(answers=jax.tree.map(lambda array: array[:, ::-1], batch.answers))
+    moved = np.abs(np.where(mask, forward(variables, other).logprobs, 0) - np.where(mask, came, 0))
+    later = mask & (np.asarray(batch.turn) > 0)
+    pictured = np.array([row.id % 3 != 2 for row in played[2].rollout.rows])
+    assert (moved * later).max(axis=(1, 2))[pictured].min() > 1e-3  # what the other completion saw says something else
+    assert (moved * (mask & ~later)).max() == 0
+
+
+def beside(a, b):
+    """Pictures, or their sizes, [R, I, M, ..] of the same rows one behind the other, the smaller ones filled up."""
+    room = max(a.shape[2], b.shape[2])
+    filled = [jnp.pad(x, [(0, 0), (0, 0), (0, room - x.shape[2]), *[(0, 0)] * (x.ndim - 3)]) for x in (a, b)]
+    return jnp.concatenate(filled, axis=1)
+
+
+def test_it_is_the_long_prompts_logprobs_and_gradients(played):
+    """Each turn behind all that stood before it, prompt's pictures and answers' together, as a prompt of its own."""
+    parts, variables, judged, batch = played
+    policy, samples = parts.policy.functions, judged.rollout.samples
+    width = batch.tokens.shape[-1]
+    apart = []
+    for p, g in np.ndindex(3, 2):
+        prompt = np.asarray(batch.prompt_tokens)[p][np.asarray(batch.prompt_mask)[p]]
+        present, mask, turn = (np.asarray(array)[p, g][:width] for array in (batch.present, batch.mask, batch.turn))
+        own = np.flatnonzero(mask & (turn == turn[mask].max()))
+        apart.append((p, g, [*prompt, *samples.tokens[p, g][: own[0]]], samples.tokens[p, g][own], own))
+        assert present[: own[-1] + 1].all()
+    longest, steps = max(len(one[2]) for one in apart), max(len(one[3]) for one in apart)
+    prompts, tokens = np.zeros((6, longest), np.int32), np.zeros((6, 1, steps), np.int32)
+    prompt_mask, mask = np.zeros(prompts.shape, bool), np.zeros(tokens.shape, bool)
+    for row, (*_, before, after, _) in enumerate(apart):
+        prompts[row, longest - len(before) :], prompt_mask[row, longest - len(before) :] = before, True
+        tokens[row, 0, : len(after)], mask[row, 0, : len(after)] = after, True
+    flat = jax.tree.map(lambda array: array.reshape(6, *array.shape[2:]), batch.answers)
+    shown = jax.tree.map(lambda array: jnp.repeat(array, 2, axis=0), batch.pictures)
+    joined = jax.tree.map(beside, shown, flat)
+    params = {"params": variables["params"]}
+    rest = {name: tree for name, tree in variables.items() if name != "params"}
+
+    def long(params):
+        hidden = policy.forward_group({**rest, **params}, prompts, prompt_mask, tokens, mask, pictures=joined)
+        return jnp.where(mask, token_logprobs(hidden, policy.head({**rest, **params}), tokens)[0], 0)
+
+    def episode(params):
+        seen = make_forward(policy, temperature=1.0)({**rest, **params}, batch).logprobs
+        texts = [seen[p, g, own[0] : own[-1] + 1] for p, g, _, _, own in apart]
+        return jnp.stack([jnp.pad(text, (0, steps - len(text))) for text in texts])
+
+    np.testing.assert_allclose(episode(params), long(params)[:, 0], atol=5e-5)
+    came, expected = (jax.grad(lambda params, of=of: jnp.sum(of(params)))(params) for of in (episode, long))
+    for a, b in zip(jax.tree.leaves(came), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+def test_pictures_that_nobody_would_look_at_are_refused(tmp_path):
+    """A policy whose tower is not loaded, for no prompt has a picture, must not answer blindly."""
+    folder = tmp_path / "blind"
+    folder.mkdir()
+    seeing_folder(folder / "policy", "qwen2_vl")
+    prompts = make_prompt_set([{"prompt": word} for word in ("one", "two", "three")])
+    blind = load_parts(configured(folder, environment=f"{folder}/mine.py:drawn"), lambda *_: None, prompts=prompts)
+    with pytest.raises(StageError, match=r"vision tower is not loaded \(task.pictures\)"):
+        sample_batch(blind, blind.policy.variables, 0, 0)
+    config = configured(folder, environment=f"{folder}/mine.py:drawn", pictures=True)
+    seeing = load_parts(config, lambda *_: None, prompts=prompts)
+    rollout = sample_batch(seeing, seeing.policy.variables, 0, 0).rollout
+    assert rollout.answers is not None and rollout.pictures is None
+    assert all(len(episode.turns) == 3 for group in rollout.episodes for episode in group)

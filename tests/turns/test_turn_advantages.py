@@ -1,0 +1,139 @@
+"""Returns and advantages of turns against slow NumPy loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core.test_advantages import loop_gdpo, loop_group
+
+from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
+from grpo_jax.core.turns import last_turn, spread_turns, turn_advantages, turn_returns
+
+P, G, U, N, T = 3, 5, 3, 2, 9
+RETURNS = jax.jit(turn_returns, static_argnames="discount")
+
+
+def episodes(seed):
+    """Rewards in quarters with ties and some missing, which turns exist, and the turn and mask of each token."""
+    rng = np.random.default_rng(seed)
+    rewards = (rng.integers(-8, 9, (P, G, U, N)) / 4).astype(np.float32)
+    rewards[rng.random(rewards.shape) < 0.2] = np.nan
+    exists = np.arange(U) < rng.integers(1, U + 1, (P, G, 1))
+    turn = np.sort(rng.integers(0, U, (P, G, T)), axis=-1).astype(np.int32)
+    mask = (rng.random((P, G, T)) < 0.8) & np.take_along_axis(exists, turn, axis=-1)
+    return np.where(exists[..., None], rewards, np.nan), exists, turn, mask
+
+
+def loop_returns(rewards, exists, discount):
+    """One turn at a time, from its own words: missing is the group's mean, or nothing."""
+    out = np.full(rewards.shape, np.nan)
+    for p, g, u, n in np.ndindex(rewards.shape):
+        if not exists[p, g, u]:
+            continue
+        total, some = 0.0, False
+        for later in range(u, U):
+            if not exists[p, g, later]:
+                break
+            reward = rewards[p, g, later, n]
+            if np.isnan(reward):
+                others = [r for r in rewards[p, :, later, n].astype(float) if not np.isnan(r)]
+                reward = sum(others) / len(others) if others else 0.0
+            else:
+                some = True
+            total += discount ** (later - u) * float(reward)
+        out[p, g, u, n] = total if some else np.nan
+    return out
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_returns_are_those_of_a_loop(seed, discount):
+    rewards, exists, *_ = episodes(seed)
+    came = RETURNS(rewards, exists, discount=discount)
+    assert came.dtype == jnp.float32 and np.isnan(came).any()
+    np.testing.assert_allclose(came, loop_returns(rewards, exists, discount), atol=1e-5)
+
+
+def test_an_episode_ends_with_its_last_turn():
+    rewards, exists, *_ = episodes(5)
+    came = last_turn(rewards, exists)
+    for p, g in np.ndindex(P, G):
+        np.testing.assert_array_equal(came[p, g], rewards[p, g, exists[p, g].sum() - 1])
+    nothing = last_turn(np.zeros((1, 2, U, N), np.float32), np.zeros((1, 2, U), bool))
+    assert np.isnan(nothing).all()
+
+
+def loop_spread(values, turn, mask):
+    out = np.zeros(turn.shape)
+    for p, g, t in np.argwhere(mask):
+        out[p, g, t] = values[p, g, turn[p, g, t]]
+    return out
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_grpo_compares_each_turn_with_the_same_turn_of_the_group(scale):
+    for seed in range(2):
+        rewards, exists, turn, mask = episodes(seed)
+        returns = loop_returns(rewards, exists, 0.9).astype(np.float32)
+        came = turn_advantages(
+            returns,
+            turn,
+            mask,
+            lambda r, _: group_advantages(sum_rewards(r, weights=(1.0, 0.5)), scale=scale, eps=1e-2),
+        )
+        summed = np.stack([np.asarray(sum_rewards(returns[:, :, u], weights=(1.0, 0.5))) for u in range(U)], -1)
+        each = np.stack([loop_group(summed[..., u], scale, 1e-2) for u in range(U)], -1)
+        np.testing.assert_allclose(came, loop_spread(each, turn, mask), atol=1e-5)
+        assert np.abs(came).max() > 0.1
+
+
+@pytest.mark.parametrize("whiten", ["sequence", "token", None])
+def test_gdpo_counts_the_tokens_of_the_turn(whiten):
+    for seed in range(2):
+        rewards, exists, turn, mask = episodes(seed)
+        returns = loop_returns(rewards, exists, 0.9).astype(np.float32)
+        came = turn_advantages(
+            returns, turn, mask, lambda r, m: gdpo_advantages(r, weights=(2.0, -0.5), whiten=whiten, mask=m, eps=1e-2)
+        )
+        each = [loop_gdpo(returns[:, :, u], (2.0, -0.5), 1e-2, whiten, mask & (turn == u)) for u in range(U)]
+        np.testing.assert_allclose(came, loop_spread(np.stack(each, -1), turn, mask), atol=1e-5)
+
+
+def test_a_group_that_returns_alike_learns_nothing_of_that_turn():
+    """Turn one brings the same to all, one reward of it missing; turn two does not."""
+    rewards = np.array([[[0.1, 1.0], [0.1, 0.0], [np.nan, 0.5]]], np.float32)[..., None]
+    exists, turn = np.ones((1, 3, 2), bool), np.array([[[0, 1]] * 3], np.int32)
+    returns = turn_returns(rewards, exists, discount=0.0)
+    came = turn_advantages(returns, turn, exists, lambda r, _: group_advantages(r[..., 0]))
+    assert (np.asarray(came[..., 0]) == 0).all() and (np.abs(came[..., 1]) > 0).sum() == 2
+    whole = turn_returns(rewards, exists, discount=1.0)  # the missing reward is the others': nobody is ahead by it
+    np.testing.assert_allclose(whole[0, :, 0, 0], [1.1, 0.1, 0.6], rtol=1e-6)
+
+
+def test_one_turn_is_the_estimator_itself():
+    rewards, _, _, mask = episodes(7)
+    rewards, turn = rewards[:, :, :1], np.zeros((P, G, T), np.int32)
+    returns = turn_returns(rewards, ~np.isnan(rewards).all(-1), discount=1.0)
+    np.testing.assert_array_equal(returns, rewards)
+    came = turn_advantages(returns, turn, mask, lambda r, m: gdpo_advantages(r, mask=m))
+    np.testing.assert_array_equal(came, np.where(mask, gdpo_advantages(rewards[:, :, 0], mask=mask)[..., None], 0))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: turn_returns(np.zeros((1, 2, 3)), np.ones((1, 2, 3), bool), discount=1.0), ValueError, "4 axes"),
+        (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2), bool), discount=1.0), ValueError, "exists"),
+        (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2, 3), bool), discount=2.0), ValueError, "discount"),
+        (lambda: turn_returns(np.zeros((1, 2, 3, 1), int), np.ones((1, 2, 3), bool), discount=1.0), TypeError, "float"),
+        (lambda: spread_turns(np.zeros((1, 2, 3)), np.zeros((1, 2, 4)), np.ones((1, 2, 4), bool)), TypeError, "turn"),
+        (
+            lambda: spread_turns(np.zeros((1, 2, 3)), np.zeros((1, 1, 4), int), np.ones((1, 1, 4), bool)),
+            ValueError,
+            "T",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -12,6 +12,10 @@ __grpo_jax__ = True
 
 
 def bundled(name: str, part: str) -> Path | None:
-    """The folder of weights that ships under a name, such as ("miniature", "policy"); None if none does."""
-    folder = Path(__file__).parent / name / "weights" / part
+    """The folder of weights that ships under a name, such as ("miniature", "policy"); None if none does.
+
+    What stands behind a first "_" in the name says which of several parts: ("miniature_vl", "policy") is policy_vl.
+    """
+    world, _, variant = name.partition("_")
+    folder = Path(__file__).parent / world / "weights" / (f"{part}_{variant}" if variant else part)
     return folder if name.isidentifier() and os.path.isdir(folder) else None  # of any text, a long one too

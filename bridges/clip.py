@@ -5,7 +5,7 @@ else was asked for, and a resumed run sees the scores of one that never stopped.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from bridges import bundled
+from bridges.features import features_of
 from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
 from grpo_jax.errors import UserError
 
@@ -175,6 +176,17 @@ class Scorer:
         if len(a) != len(b):
             raise ValueError(f"b: expected one text for each of {len(a)}, got {len(b)}")
         return (self.text_features(a) * self.text_features(b)).sum(-1)
+
+    def image_image(self, a: torch.Tensor | Sequence[torch.Tensor], b: torch.Tensor | Sequence[torch.Tensor]):
+        """Cosine similarity of the pictures of each pair; float32 [B].
+
+        Args:
+            a: float [B, 3, H, W] in [0, 1], or B pictures [3, H, W] of any sizes.
+            b: the same; a picture that stands in a list several times is encoded once.
+        """
+        if len(a) != len(b):
+            raise ValueError(f"b: expected one picture for each of {len(a)}, got {len(b)}")
+        return (features_of(a, self.image_features) * features_of(b, self.image_features)).sum(-1)
 
     def quality(self, images: torch.Tensor) -> torch.Tensor:
         """What the quality head says of each picture [B, 3, H, W]; float32 [B]. Raises ValueError without a head."""

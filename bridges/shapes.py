@@ -54,6 +54,26 @@ def clip_size(model: str) -> int:
         raise UserError(f"scorer {model}: {first_line(error)}") from error
 
 
+def vision_size(path: str) -> int:
+    """Numbers in a vision model's folder of transformers.
+
+    Raises:
+        UserError: there is no such folder, or its config is missing or of another kind.
+    """
+    import transformers
+
+    folder = local_folder(path)
+    if folder is None:
+        raise UserError(f"{path}: its size is not known; give a folder with its config.json")
+    config = _read(folder / "config.json")
+    try:
+        with quiet_loading(), torch.device("meta"):
+            known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+            return _count(transformers.AutoModel.from_config(known))
+    except Exception as error:
+        raise UserError(f"{folder / 'config.json'}: {first_line(error)}") from error
+
+
 def _size(library: str, kind: str, path: Path) -> int:
     import diffusers
     import transformers

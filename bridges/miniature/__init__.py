@@ -1,17 +1,18 @@
-"""The bundled miniature: a policy, a renderer and a scorer small enough to train and run on two CPU cores."""
+"""The bundled miniature: two policies, a renderer and a scorer small enough to train and run on two CPU cores."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PARTS = ("policy", "renderer", "scorer")
+PARTS = ("policy", "policy_vl", "renderer", "scorer")
 
 
 def path(part: str) -> Path:
     """The folder of one part of the miniature.
 
     Args:
-        part: "policy" (Hugging Face, Qwen2), "renderer" (StableDiffusion3Pipeline) or "scorer" (open_clip).
+        part: "policy" (Hugging Face, Qwen2), "policy_vl" (Qwen2-VL), "renderer" (StableDiffusion3Pipeline) or "scorer"
+            (open_clip).
 
     Returns:
         Its folder inside the package.

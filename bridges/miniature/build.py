@@ -1,11 +1,11 @@
 """Builds and measures the miniature.
 
-    python -m bridges.miniature.build policy|renderer|scorer|all     trains parts into bridges/miniature/weights
-    python -m bridges.miniature.build check                          measures what is there, writes figures.json
+    python -m bridges.miniature.build policy|policy_vl|renderer|scorer|all   trains into bridges/miniature/weights
+    python -m bridges.miniature.build check                                  measures what is there, writes figures.json
 
 --out FOLDER builds and measures there instead; --steps and --prompts make a trial of it, which the package's own
 weights refuse. Seeds are fixed. Renderer and scorer may be trained at the same time, in two processes of one thread
-each: on two busy cores that took 45 and 31 minutes, the policy 7 (about half of it on idle ones).
+each: on two busy cores that took 45 and 31 minutes, the policy 7, the one that sees 12 (about half of it on idle ones).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
     """Measure the world's validity on held-out prompts; print the figures and write them beside the weights.
 
     Args:
-        folder: Holds a folder for each of the three parts.
+        folder: Holds a folder for each of the parts.
         prompts: How many.
 
     Raises:
@@ -101,7 +101,7 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
 
     from bridges.clip import load_scorer
     from bridges.diffusion import RenderSettings, load_renderer
-    from bridges.miniature import train_scorer
+    from bridges.miniature import seeing, train_scorer
 
     renderer, scorer = load_renderer(folder / "renderer"), load_scorer(folder / "scorer")
     settings = RenderSettings(steps=_RENDER_STEPS, guidance=1.0, size=world.SIZE, max_sequence_length=1, batch_size=64)
@@ -127,12 +127,16 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
         **{name: _measure(texts, rows, draw, scorer.image_text) for name, texts in ways.items()},
         "true_pictures": _measure([], rows, lambda _: torch.from_numpy(world.draw(true)), scorer.image_text),
         "score_by_wrong_attributes": train_scorer.score_by_wrong(scorer.image_text),
+        **seeing.measure(folder / "policy_vl", prompts, _SEED, draw),
         "valid": {},
     }
     figures["valid"] = {
         "checker >= 0.99": figures["checker_on_true_pictures"]["all"] >= 0.99,
         "oracle >= 0.85": figures["oracle"]["pixel_accuracy"] >= 0.85,
         "start <= 0.40": figures["start"]["pixel_accuracy"] <= 0.40,
+        "recreation: start <= 0.55": figures["recreation"]["start"] <= 0.55,
+        "refinement: unmended <= 0.75": figures["refinement"]["unmended"] <= 0.75,
+        "refinement: oracle >= 0.85": figures["refinement"]["oracle"] >= 0.85,
     }
     text = json.dumps(figures, indent=2)
     print(text)
@@ -144,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0 if the world is valid, 1 if not, 2 for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m bridges.miniature.build", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=[*miniature.PARTS, "all", "check"])
-    parser.add_argument("--out", type=Path, default=WEIGHTS, metavar="FOLDER", help="of the three parts (%(default)s)")
+    parser.add_argument("--out", type=Path, default=WEIGHTS, metavar="FOLDER", help="of the parts (%(default)s)")
     parser.add_argument("--steps", type=int, help="updates of each part, for a trial; needs --out")
     parser.add_argument("--prompts", type=int, help=f"test prompts of check, for a trial ({_PROMPTS}); needs --out")
     parser.add_argument("--threads", type=int, default=0, help="threads of torch; 0 leaves its own choice")

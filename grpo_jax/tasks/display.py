@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ class Table(NamedTuple):
 
 
 class GalleryEntry(NamedTuple):
-    """One prompt before and after training; pictures are uint8 [H, W, 3] or None."""
+    """One prompt before and after training; pictures are uint8 [H, W, 3] or None. `shown` are the prompt's own."""
 
     prompt: str
     rewrite: str
@@ -72,6 +73,33 @@ class GalleryEntry(NamedTuple):
     after: np.ndarray | None = None
     scores: Mapping[str, tuple[float | None, float | None]] = {}  # name → (before, after)
     seed: int | None = None  # of the noise that both pictures were drawn from
+    shown: Sequence[np.ndarray] = ()
+
+
+class ShownTurn(NamedTuple):
+    """A turn of an episode that is shown.
+
+    Attributes:
+        text: What was judged of what the policy wrote.
+        scores: Rewards and watched measures by name, NaN where missing.
+        image: What was drawn of it, uint8 [H, W, 3], or None.
+        answer: What the environment said to it; None where the episode ended.
+        pictures: What the policy saw of the answer, uint8 [H, W, 3].
+    """
+
+    text: str
+    scores: Mapping[str, float] = {}
+    image: np.ndarray | None = None
+    answer: str | None = None
+    pictures: Sequence[np.ndarray] = ()
+
+
+class EpisodeEntry(NamedTuple):
+    """An episode as it went, behind its prompt and the pictures of that, uint8 [H, W, 3]."""
+
+    prompt: str
+    turns: Sequence[ShownTurn]
+    pictures: Sequence[np.ndarray] = ()
 
 
 class Findings(NamedTuple):
@@ -86,3 +114,12 @@ class Findings(NamedTuple):
     tables: Sequence[Table] = ()
     lines: Sequence[str] = ()
     records: Sequence[Mapping[str, Any]] = ()
+
+
+_TURN_MEASURE = re.compile(r"(.+)_(turn_\d+|peak|kept|gain)")
+
+
+def of_turns(name: str, names: Collection[str]) -> bool:
+    """Whether a measure is one of another's turns, of these names."""
+    match = _TURN_MEASURE.fullmatch(name)
+    return match is not None and match[1] in names

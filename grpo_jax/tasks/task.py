@@ -30,10 +30,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import PromptSet, Row
+from grpo_jax.rollout.episodes import Respond
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import Reading, as_written, completion_statistics
-from grpo_jax.tasks.display import Display, Findings, GalleryEntry, Table
+from grpo_jax.tasks.display import Display, EpisodeEntry, Findings, GalleryEntry, Table
 
 Say = Callable[..., None]
 State = Any
@@ -76,6 +77,10 @@ class World:
         always_watched: Names among `rewards` that are watched in every run, last.
         render: render(judges, names of arguments that rewards ask for) → the function (rows, texts [P][G], iteration,
             evaluation) → pictures; None where nothing is drawn.
+        respond: (rows, episodes) → what the environment says to each episode: an `Answer`, a text, or None where it is
+            done (sampling.turns); None for a task in which the policy writes once.
+        controls: Environments that answer in its place while held-out prompts are measured, by name: what the policy
+            makes of them is told beside its own as NAME_CONTROL.
         columns: (completions, columns) → further columns for the rewards, asked once for all of them.
         adapt: Makes a reward function of the user's own fit the task's.
         conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
@@ -84,9 +89,11 @@ class World:
         remember: (name, judgements by kind) → what the findings need of a measurement; goes into checkpoints.
         findings: (remembered, rows) → tables and lines at the end; kinds are in the order they were measured.
         shown: Columns of the rows that the report's table shows: {heading: column}.
-        pairs: () → (prompt, text) pairs that a warm start teaches; None if there are none.
+        pairs: () → (prompt, text) pairs that a warm start teaches, the prompt a text or, with pictures, one of the
+            rows; of episodes (prompt, text, answer, text, …); None if there are none.
         words: () → words of a new policy (policy.path "new"), frequent ones first; None if there is none.
         identity: What must be the same when a run is resumed or evaluated, beside the config.
+        answers_with_pictures: Whether the policy is shown pictures that no prompt has: it then needs its vision tower.
     """
 
     prompts: PromptSet
@@ -97,6 +104,8 @@ class World:
     measures: Callable[[str], Reward | None] = lambda name: None
     always_watched: tuple[str, ...] = ()
     render: Callable[[Mapping[str, Any], frozenset[str]], Callable[..., Any]] | None = None
+    respond: Respond | None = None
+    controls: Mapping[str, Respond] = field(default_factory=dict)
     columns: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None
     adapt: Callable[[Reward], Reward] = lambda reward: reward
     conditions: Callable[[Sequence[Any]], Sequence[Any]] = lambda sections: sections
@@ -105,9 +114,10 @@ class World:
     remember: Callable[[str, Mapping[str, Judgement]], dict[str, Any]] = lambda name, judgements: {}
     findings: Callable[[Mapping[str, Any], Sequence[Row]], Findings] = lambda remembered, rows: Findings()
     shown: Mapping[str, str] = field(default_factory=dict)
-    pairs: Callable[[], Sequence[tuple[str, str]]] | None = None
+    pairs: Callable[[], Sequence[Sequence[Any]]] | None = None
     words: Callable[[], Sequence[str]] | None = None
     identity: Mapping[str, str] = field(default_factory=dict)
+    answers_with_pictures: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,14 @@ class Task:
     def reader(self, config: Any) -> Callable[[str, str], Reading]:
         """The function (completion, user's prompt) → the text that is judged."""
         return as_written
+
+    def count_pictures(self, config: Any) -> tuple[int, int]:
+        """The most pictures of a prompt, and of an answer between two turns; what `--plan` counts.
+
+        Raises:
+            UserError: Data are bad.
+        """
+        return 0, 0
 
     def load(self, setup: Setup) -> World:
         """What the task works on. Loads no weights.
@@ -202,6 +220,7 @@ class Finished(NamedTuple):
         tables: For report.html and metric writers, the task's own first.
         gallery: Pairs of texts or pictures.
         tables_below: For report.html alone: long ones.
+        episodes: As they went.
     """
 
     summary: dict[str, Any]
@@ -209,6 +228,7 @@ class Finished(NamedTuple):
     tables: Sequence[Table] = ()
     gallery: Sequence[GalleryEntry] = ()
     tables_below: Sequence[Table] = ()
+    episodes: Sequence[EpisodeEntry] = ()
 
 
 class Program(Protocol):

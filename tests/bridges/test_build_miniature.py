@@ -26,12 +26,16 @@ def test_all_parts_from_the_command(one_thread, tmp_path, capsys):
     trial = ["--out", str(tmp_path), "--steps", "1", "--prompts", "4"]
     assert build.main(["all", *trial, *one_thread]) == 1  # built, and not valid
     told = capsys.readouterr().out
-    begins = [told.index(words) for words in ("policy 1/1 loss", "renderer:", "scorer:", '"checker_on_true_pictures"')]
+    begins = [
+        told.index(words)
+        for words in ("policy 1/1 loss", "policy_vl tower", "renderer:", "scorer:", '"checker_on_true_pictures"')
+    ]
     assert begins == sorted(begins)  # the cheapest first
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures == json.loads(told[told.index("\n{") :])
     assert figures["test_prompts"] == 4
-    assert figures["valid"] == {"checker >= 0.99": True, "oracle >= 0.85": False, "start <= 0.40": True}
+    expected = {"checker >= 0.99": True, "oracle >= 0.85": False, "start <= 0.40": True}
+    assert {name: figures["valid"][name] for name in expected} == expected and len(figures["valid"]) == 6
     assert {path.name for path in tmp_path.iterdir()} == {*miniature.PARTS, "figures.json"}
     for part in miniature.PARTS:  # the form of the package's own
         assert files(tmp_path / part) == files(miniature.path(part))
@@ -53,7 +57,10 @@ def times(folder):
         (["check", "--prompts", "2"], "--prompts is for trials"),
         (["check", "--prompts", "2", "--out", str(build.WEIGHTS)], "--prompts is for trials"),
         (["all", "--steps", "0", "--out", "x"], "--steps: expected at least 1, got 0"),
-        (["check", "--out", "nowhere"], "nowhere has no policy and no renderer and no scorer: build it there first"),
+        (
+            ["check", "--out", "nowhere"],
+            "nowhere has no policy and no policy_vl and no renderer and no scorer: build it there first",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys):

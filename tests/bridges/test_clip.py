@@ -63,6 +63,17 @@ def test_features_and_similarities_are_those_of_open_clip(scorer, reference):
     assert scorer.image_text(images, TEXTS).std() > 1e-4  # or the comparisons would show nothing
 
 
+def test_pictures_are_compared_whatever_their_sizes(scorer):
+    images = pictures(3)
+    others = [images[1], pictures(1, 24, 32, seed=1)[0], images[2]]
+    features = [scorer.image_features(image[None])[0] for image in others]
+    expected = (scorer.image_features(images) * torch.stack(features)).sum(-1)
+    torch.testing.assert_close(scorer.image_image(images, others), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(scorer.image_image(images, images), torch.ones(3))
+    with pytest.raises(ValueError, match="one picture for each of 3, got 2"):
+        scorer.image_image(images, others[:2])
+
+
 @pytest.mark.parametrize("resize_mode", ["shortest", "longest", "squash"])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("shape", [(40, 40), (50, 33), (33, 50), (16, 16), (24, 30)])

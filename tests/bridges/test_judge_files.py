@@ -132,7 +132,10 @@ def test_what_is_not_there_is_refused_before_anything_is_read(judge, message):
         ({"kind": "stable_diffusion_3", "size": -8}, "judges.mine.size: expected a number >= 0"),
         ({"kind": "stable_diffusion_3", "dtype": "float64"}, "judges.mine.dtype: expected one of float32"),
         ({"kind": "open_clip", "modle": "x"}, "judges.mine.modle: no such field; did you mean judges.mine.model"),
-        ("stable_diffusion", "judges.mine: expected open_clip, stable_diffusion_3, package.module:Class"),
+        (
+            "stable_diffusion",
+            "judges.mine: expected dino, hidden_lens, open_clip, stable_diffusion_3, package.module:Class",
+        ),
         ("bridges.clip:Scorer", "judges.mine: bridges.clip:Scorer must name one frozen dataclass with a `load`"),
     ],
 )

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bridges.miniature import path, world
+from bridges.miniature import PARTS, path, world
 
 
 def scenes(count, seed=0):
@@ -146,7 +146,7 @@ def test_indices_round_trip():
 
 
 def test_parts_have_folders_and_fit():
-    total = sum(file.stat().st_size for part in ("policy", "renderer", "scorer") for file in path(part).rglob("*.*"))
+    total = sum(file.stat().st_size for part in PARTS for file in path(part).rglob("*.*"))
     assert 1e6 < total < 24e6
     with pytest.raises(ValueError, match="part must be one of"):
         path("painter")

@@ -93,7 +93,8 @@ def test_run_directory_is_complete(run):
     resolved = yaml.safe_load((run / "config.yaml").read_text())
     assert resolved["policy"]["lora"]["rank"] == 16
     assert resolved["sampling"] == {
-        "group_size": 5, "max_new_tokens": 20, "temperature": 1.2, "top_k": 100, "top_p": 0.9, "min_p": 0.0
+        "group_size": 5, "max_new_tokens": 20, "temperature": 1.2, "top_k": 100, "top_p": 0.9, "min_p": 0.0,
+        "turns": 1, "max_answer_tokens": 64,
     }  # fmt: skip
     for name in ("train.log", "report.html", "policy/config.json", "checkpoints/best", "checkpoints/final"):
         assert (run / name).exists(), name

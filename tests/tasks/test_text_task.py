@@ -10,7 +10,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import find_rewards
 from grpo_jax.rollout.data import PromptSet, repeat_rows
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.rollout.rewards import RewardError, collect_rewards
+from grpo_jax.rollout.rewards import RewardError, as_list, as_values, collect_rewards
 from grpo_jax.tasks.task import World
 
 PROMPTS, TEXTS = ["1+1", "1+1", "2+3", "2+3"], ["2", "3", "5", "four"]
@@ -57,6 +57,34 @@ def test_arrays_of_every_library(library):
     else:
         array = (np if library == "numpy" else pytest.importorskip("jax.numpy")).asarray(values, dtype=np.float32)
     np.testing.assert_array_equal(call(lambda **_: array)[..., 0], [[0.5, -1.0], [2.0, 0.0]])
+
+
+def test_arrays_are_no_lists_on_the_way():
+    """On the host a reward's array is read where it is; of a list each value is looked at."""
+    torch = pytest.importorskip("torch")
+    jnp = pytest.importorskip("jax.numpy")
+    tensor = torch.arange(4.0)
+    assert as_values(tensor).ctypes.data == tensor.data_ptr() and as_values(tensor[::2]).tolist() == [0, 2]
+    array = np.arange(4.0)
+    assert as_values(array) is array and isinstance(as_values(jnp.arange(4)), np.ndarray)
+    assert as_values([1, None]) == [1, None] and as_list(tensor) == [0, 1, 2, 3]
+    same = [1.0, 0.0, 1.0, 0.0]
+    for kind in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool):
+        np.testing.assert_array_equal(call(lambda kind=kind, **_: torch.tensor(same).to(kind)).ravel(), same)
+    for kind in (jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_):
+        np.testing.assert_array_equal(call(lambda kind=kind, **_: jnp.asarray(same, kind)).ravel(), same)
+    objects = np.array([1, None, 0, None], object)
+    np.testing.assert_array_equal(call(lambda **_: objects).ravel(), [1, np.nan, 0, np.nan])
+
+
+@pytest.mark.parametrize("library", ["numpy", "jax", "torch"])
+def test_an_array_with_what_is_no_number_is_refused_as_a_list_is(library):
+    values = [1.0, float("nan"), 1.0, float("-inf")]
+    module = pytest.importorskip({"numpy": "numpy", "jax": "jax.numpy", "torch": "torch"}[library])
+    array = getattr(module, "tensor" if library == "torch" else "array")(values)
+    with pytest.raises(RewardError, match=r"returned nan for completion 1 \('3'\)"):
+        call(lambda **_: array)
+    np.testing.assert_array_equal(call(lambda **_: array, on_error="missing").ravel(), [1, np.nan, 1, np.nan])
 
 
 def raises(completions, **_):

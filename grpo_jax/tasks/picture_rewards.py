@@ -1,4 +1,4 @@
-"""Rewards of prompt enhancement: functions of pictures and texts, and of the judges they name.
+"""Rewards of tasks whose texts are drawn: functions of pictures and texts, and of the judges they name.
 
 ``prompts`` are the user's, ``completions`` the rewrites that were rendered, ``images`` their pictures and
 ``baseline_images`` those of the unchanged prompts from the same noise, f32[P·G, 3, H, W] in [0, 1] on the scorer's
@@ -7,6 +7,7 @@ device. Every picture is scored against the **user's** prompt: a rewrite cannot 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +16,9 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.rewards import on_host
 
 
 class Scorer(Protocol):
@@ -46,28 +49,25 @@ class Counter(Protocol):
 
 def _values(array: Any) -> np.ndarray:
     """An array of any library as f64 on the host."""
-    if hasattr(array, "detach"):
-        array = array.detach().float().cpu()
-    return np.asarray(array, np.float64)
+    found = on_host(array)
+    return np.asarray(array if found is None else found, np.float64)
 
 
-def alignment(
-    prompts: list[str], completions: list[str], *, images: Any, scorer: Scorer, **columns: Any
-) -> list[float]:
+def alignment(prompts: list[str], completions: list[str], *, images: Any, scorer: Scorer, **columns: Any) -> np.ndarray:
     """How well the picture shows what the user asked for: cos(image, prompt), in [-1, 1]."""
-    return _values(scorer.image_text(images, prompts)).tolist()
+    return _values(scorer.image_text(images, prompts))
 
 
 def alignment_gain(
     prompts: list[str], completions: list[str], *, images: Any, baseline_images: Any, scorer: Scorer, **columns: Any
-) -> list[float]:
+) -> np.ndarray:
     """How much better than the unchanged prompt's picture, drawn from the same noise, in [-2, 2].
 
     cos(image, prompt) - cos(baseline image, prompt). Inside a group the second term is a constant: as the only
     objective it trains like `alignment`; as a figure and as a condition its 0 means something.
     """
     after = _values(scorer.image_text(images, prompts))
-    return (after - _values(scorer.image_text(baseline_images, prompts))).tolist()
+    return after - _values(scorer.image_text(baseline_images, prompts))
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Faithfulness:
         """Checks the range."""
         require(-1.0 <= self.margin <= 1.0, "margin", "a similarity in [-1, 1]", self.margin)
 
-    def __call__(self, prompts: list[str], completions: list[str], *, scorer: Scorer, **columns: Any) -> list[float]:
+    def __call__(self, prompts: list[str], completions: list[str], *, scorer: Scorer, **columns: Any) -> np.ndarray:
         """0 for a faithful rewrite, negative for one that drifts."""
-        return np.minimum(0.0, _values(scorer.text_text(completions, prompts)) - self.margin).tolist()
+        return np.minimum(0.0, _values(scorer.text_text(completions, prompts)) - self.margin)
 
 
 @dataclass(frozen=True)
@@ -108,30 +108,30 @@ class Length:
         """Checks the range."""
         require(self.target is None or self.target > 0, "target", "a number > 0", self.target)
 
-    def __call__(self, prompts: list[str], completions: list[str], *, renderer: Counter, **columns: Any) -> list[float]:
+    def __call__(self, prompts: list[str], completions: list[str], *, renderer: Counter, **columns: Any) -> np.ndarray:
         """0 within the target, then a linear penalty. Raises UserError for a target beyond the window."""
         window = renderer.window
         limit = window if self.target is None else int(self.target)
         if limit > window:
             raise UserError(f"length: target must be between 1 and the encoder's window {window}, got {self.target}")
         tokens = np.asarray(renderer.count_tokens(completions), np.float64)
-        return (-np.maximum(0.0, tokens - limit) / window).tolist()
+        return -np.maximum(0.0, tokens - limit) / window
 
 
-def quality(prompts: list[str], completions: list[str], *, images: Any, scorer: Scorer, **columns: Any) -> list[float]:
+def quality(prompts: list[str], completions: list[str], *, images: Any, scorer: Scorer, **columns: Any) -> np.ndarray:
     """How good the picture looks, whatever it shows: an aesthetic head on the scorer's features.
 
     Meant to be conditioned on alignment: a beautiful picture of something else is no success.
     """
-    return _values(scorer.quality(images)).tolist()
+    return _values(scorer.quality(images))
 
 
 def pixel_accuracy(
     prompts: list[str], completions: list[str], *, images: Any, requested: list[Any], **columns: Any
-) -> list[float]:
+) -> np.ndarray:
     """The share of requested attributes that a checker reads from the pixels, in [0, 1]: no network is part of it."""
     checker = own_package("bridges", "miniature.world").pixel_accuracy
-    return _values(checker(_values(images).astype(np.float32), requested)).tolist()
+    return _values(checker(_values(images).astype(np.float32), requested))
 
 
 REWARDS = {
@@ -157,3 +157,24 @@ def default_condition(name: str, names: Sequence[str]) -> tuple[str, float] | No
     if "alignment_gain" in names:
         return "alignment_gain", 0.0
     return ("alignment", 0.25) if "alignment" in names else None
+
+
+def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
+    """The sections with a reward's default condition filled in.
+
+    Raises:
+        UserError: A reward that must not be earned alone (quality) has nothing to be conditioned on.
+    """
+    names = [section.name for section in sections]
+    resolved = []
+    for section in sections:
+        if section.condition_on is None and section.name == "quality":
+            condition = default_condition(section.name, names)
+            if condition is None:
+                raise UserError(
+                    "rewards.quality: a pretty picture of something else would earn it; list alignment or "
+                    "alignment_gain among the rewards, or say condition_on: none"
+                )
+            section = dataclasses.replace(section, condition_on=condition[0], threshold=condition[1])
+        resolved.append(section)
+    return tuple(resolved)

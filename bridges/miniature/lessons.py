@@ -1,0 +1,165 @@
+"""What the miniature's seeing policy is told before it learns by itself: conversations about pictures.
+
+Two kinds. *Recreate*: a picture, and the words that draw it. *Refine*: a request, a prompt for it, the picture that
+came out behind a hidden lens, and a second prompt that undoes the lens. Sound lessons are right throughout and speak of
+every scene. Weak ones, of the training split alone, are how the policy starts: a picture's words are right for part of
+what is seen and mostly wrong for the rest, and a second prompt more often repeats the first than mends it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import NamedTuple
+
+import numpy as np
+
+from bridges.miniature import lens, world
+
+RECREATE, MEND = "draw this again", "mend what is wrong"
+"""What the policy is asked about a picture."""
+
+_PICTURES = 4_127  # what the seed is for: `world.prompts` of the same seed has other scenes
+
+
+def pictures(split: str, count: int, seed: int = 0) -> list[dict]:
+    """The built-in pictures that are to be drawn again.
+
+    Args:
+        split: "train", "validation" or "test"; no shape has the same colour in two of them.
+        count: Number of rows.
+        seed: Source of scenes, and of where exactly and how large each shape is.
+
+    Returns:
+        Rows ``{"prompt": text, "image": uint8 [32, 32, 3], "requested": {attribute: canonical word}, "oracle": text}``.
+    """
+    rng = np.random.default_rng([seed, world.SPLITS.index(split), _PICTURES])
+    scenes = [world.sample_scene(rng, split) for _ in range(count)]
+    drawn = world.draw(np.stack([world.indices(scene) for scene in scenes]), rng)
+    images = np.round(drawn * 255).astype(np.uint8).transpose(0, 2, 3, 1)
+    return [
+        {"prompt": RECREATE, "image": image, "requested": asdict(scene), "oracle": world.canonical_caption(scene)}
+        for scene, image in zip(scenes, images, strict=True)
+    ]
+
+
+class Rates(NamedTuple):
+    """How often lessons are right.
+
+    Attributes:
+        split: The scenes that are asked for and named; None for all.
+        known: Share of the values whose name in a picture is mostly told right.
+        seen: Shares of the right name and of the one wrong name of a known value; the rest is any.
+        unseen: The same of other values.
+        translated: Chance that a request's word is translated rightly; else it is any.
+        mended: Chances that a word of the second prompt undoes the lens, and that it repeats the first prompt's.
+        kept: Chance that a word is said at all.
+        blind: Share of second turns without a picture: nothing can be mended, and the first prompt is said again.
+    """
+
+    split: str | None
+    known: float
+    seen: tuple[float, float]
+    unseen: tuple[float, float]
+    translated: float
+    mended: tuple[float, float]
+    kept: float
+    blind: float
+
+
+SOUND = Rates(None, 1.0, (1.0, 0.0), (1.0, 0.0), 0.9, (1.0, 0.0), 1.0, 0.2)
+WEAK = Rates("train", 0.3, (0.65, 0.15), (0.25, 0.50), 0.7, (0.20, 0.55), 0.9, 0.2)
+
+
+class Turn(NamedTuple):
+    """One exchange: what is said to the policy, the picture it is shown (f32 [3, 32, 32] or None), its answer."""
+
+    text: str
+    picture: np.ndarray | None
+    answer: str
+
+
+class Beliefs(NamedTuple):
+    """What weak lessons hold of pictures: the fixed wrong name of each value, and the values that are known."""
+
+    wrong: dict[str, dict[str, str]]
+    known: dict[str, set[str]]
+
+
+def beliefs(rng: np.random.Generator, rates: Rates) -> Beliefs:
+    """Chooses the wrong names, a permutation of each attribute's values without a fixed one, and what is known."""
+    wrong, known = {}, {}
+    for name, values in world.VALUES.items():
+        shuffled = rng.permutation(values).tolist()
+        wrong[name] = dict(zip(shuffled, [*shuffled[1:], shuffled[0]], strict=True))
+        known[name] = set(shuffled[: round(rates.known * len(values))])
+    return Beliefs(wrong, known)
+
+
+def caption_of(words: dict[str, str]) -> str:
+    """The canonical form with what is missing left out."""
+    parts = ["a", *(words[k] for k in ("sharpness", "size", "colour", "shape") if k in words)]
+    if "position" in words:
+        parts.append(f"at the {words['position']}")
+    if "background" in words:
+        parts.append(f"on {words['background']}")
+    return " ".join(parts)
+
+
+def sight(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A picture of any scene, f32 [3, 32, 32], half of them behind a lens, and what it shows, i64 [6]."""
+    scene = world.sample_scene(rng)
+    if rng.random() < 0.5:
+        return _picture(rng, asdict(scene)), world.indices(scene)
+    glass = lens.lens_of(int(rng.integers(2**63)))
+    picture = lens.look(_picture(rng, asdict(lens.undone(scene, glass)))[None], [glass])[0]
+    return picture, world.indices(scene)
+
+
+def recreate(rng: np.random.Generator, rates: Rates, told: Beliefs) -> list[Turn]:
+    """A picture, and what it is said to show."""
+    scene = world.sample_scene(rng, rates.split)
+    words = {}
+    for name in world.ATTRIBUTES:
+        value = getattr(scene, name)
+        if rng.random() < rates.kept:
+            shares = rates.seen if value in told.known[name] else rates.unseen
+            words[name] = _one_of(rng, name, shares, (value, told.wrong[name][value]))
+    return [Turn(RECREATE, _picture(rng, asdict(scene)), caption_of(words))]
+
+
+def refine(rng: np.random.Generator, rates: Rates) -> list[Turn]:
+    """A request, a prompt for it, the picture that came out, and a second prompt."""
+    request, requested = world.casual_prompt(rng, world.sample_scene(rng, rates.split))
+    glass = lens.lens_of(int(rng.integers(2**63)))
+    meant = world.complete(requested)
+    undone = lens.undone(meant, glass)
+    first, second = {}, {}
+    for name in world.ATTRIBUTES:
+        if rng.random() < rates.kept:
+            first[name] = _one_of(rng, name, (rates.translated,), (getattr(meant, name),))
+        if rng.random() < rates.kept:
+            second[name] = _one_of(rng, name, rates.mended, (getattr(undone, name), first.get(name)))
+    turns = [Turn(request, None, caption_of(first))]
+    if rng.random() < rates.blind:
+        again = {name: word for name, word in first.items() if rng.random() < rates.kept}
+        return [*turns, Turn(MEND, None, caption_of(again))]
+    drawn = {name: first.get(name) or str(rng.choice(world.VALUES[name])) for name in world.ATTRIBUTES}
+    picture = lens.look(_picture(rng, drawn)[None], [glass])[0]
+    return [*turns, Turn(MEND, picture, caption_of(second))]
+
+
+def _one_of(rng: np.random.Generator, name: str, shares: tuple[float, ...], words: tuple[str | None, ...]) -> str:
+    """A word by its share of the chances; for the rest, or where there is none, any value of the attribute."""
+    draw = rng.random()
+    for share, word in zip(np.cumsum(shares), words, strict=True):
+        if draw < share and word is not None:
+            return word
+    return str(rng.choice(world.VALUES[name]))
+
+
+def _picture(rng: np.random.Generator, words: dict[str, str]) -> np.ndarray:
+    """A picture of all six words, f32 [3, 32, 32], with the renderer's grain; colours may be the same."""
+    row = np.array([[world.VALUES[name].index(words[name]) for name in world.ATTRIBUTES]])
+    picture = world.draw(row, rng)[0]
+    grain = rng.normal(0.0, rng.uniform(0.0, 0.04), picture.shape).astype(np.float32)
+    return np.clip(picture + grain, 0.0, 1.0)

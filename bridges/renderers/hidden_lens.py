@@ -1,0 +1,61 @@
+"""The miniature's renderer behind a lens that no word knows of: what comes out must be seen to be mended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_jax.config.fields import may_change, require
+
+
+@dataclass(frozen=True)
+class HiddenLens:
+    """Draws with the miniature's renderer and shows each picture through the lens of its seed.
+
+    A prompt's pictures share their seed, hence their lens: what one of them shows helps with the next.
+
+    Args:
+        steps: Denoising steps in training.
+        eval_steps: Denoising steps in evaluation.
+        batch_size: Pictures drawn at once.
+        cache_megabytes: Memory for pictures kept by (prompt, seed, settings); 0 keeps none.
+    """
+
+    steps: int = 2
+    eval_steps: int = 4
+    batch_size: int = may_change(64)
+    cache_megabytes: int = may_change(256)
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        for name in ("steps", "eval_steps", "batch_size"):
+            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
+        require(self.cache_megabytes >= 0, "cache_megabytes", "a number >= 0", self.cache_megabytes)
+
+    def load(self, device: str) -> Any:
+        """The miniature's pipeline on "cpu" or "gpu:N", as a `bridges.miniature.looking.Looking`."""
+        from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
+        from bridges.miniature.looking import Looking
+
+        renderer = load_renderer("miniature", device=device, cache_bytes=self.cache_megabytes * 2**20)
+        training, evaluation = (
+            RenderSettings(steps, 1.0, renderer.default_size, batch_size=self.batch_size)
+            for steps in (self.steps, self.eval_steps)
+        )
+        return Looking(ConfiguredRenderer(renderer, training, evaluation, "miniature"))
+
+    def oracle(self, requested: dict[str, str], seed: int) -> str:
+        """The best words for a request, if one knew the lens of its seed."""
+        from bridges.miniature.lens import lens_of, oracle_rewrite
+
+        return oracle_rewrite(requested, lens_of(seed))
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Weights from the config files, and the cache."""
+        from bridges import bundled, shapes
+
+        sizes, _, _ = shapes.pipeline_sizes(str(bundled("miniature", "renderer")))
+        return [
+            ("pipeline", 4 * sum(sizes.values()), "float32"),
+            ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
+        ]

@@ -1,0 +1,99 @@
+"""The task: see a picture, and write the prompt that makes a diffusion model draw it again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from grpo_jax.config.fields import require
+from grpo_jax.config.named import own_package
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import SPLITS, PromptSet, Row
+from grpo_jax.rollout.inputs.pictures import size_of
+from grpo_jax.rollout.prompts import load_prompts, make_prompt_set
+from grpo_jax.tasks.picture_rewards import conditioned
+from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, split_counts
+from grpo_jax.tasks.prompt_recreation.rewards import REWARDS
+from grpo_jax.tasks.rendering import make_render
+from grpo_jax.tasks.task import Setup, World
+
+DEFAULT_REWARDS = (RewardSection("similarity"), RewardSection("length", 0.1))
+
+_GREY = 128
+
+
+@dataclass(frozen=True)
+class PromptRecreation(PictureTask):
+    """Draws a picture again: judges.renderer draws the prompts, judges.scorer compares pictures.
+
+    Args:
+        pictures: What the policy sees of a row: the picture that is to be drawn again ("shown"), a grey one of its size
+            ("hidden"), or another row's ("shuffled"). The last two are controls: nothing can be learned from them.
+    """
+
+    default_config: ClassVar[str | None] = "prompt_recreation_miniature"
+
+    pictures: Literal["shown", "hidden", "shuffled"] = "shown"
+
+    def check(self, config: Config) -> None:
+        """Refuses what no picture task has, and a policy that would continue a prompt."""
+        super().check(config)
+        require(config.data.form == "rewrite", "data.form", "'rewrite', the prompt is a picture", config.data.form)
+
+    def count_pictures(self, config: Config) -> tuple[int, int]:
+        """The one that is to be drawn again."""
+        return 1, 0
+
+    def load(self, setup: Setup) -> World:
+        """Pictures, and what draws; the judges come later."""
+        config = setup.config
+        rows = setup.prompts or _rows(config)
+        return World(
+            prompts=PromptSet(*(seen(part, self.pictures) for part in rows)),
+            rewards=REWARDS,
+            default_rewards=DEFAULT_REWARDS,
+            render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
+            conditions=conditioned,
+        )
+
+
+def seen(rows: Sequence[Row], pictures: str) -> tuple[Row, ...]:
+    """The rows as the policy gets them, what is to be drawn again in the column "target".
+
+    Raises:
+        UserError: A row has no picture, or several.
+    """
+    for row in rows:
+        if len(row.pictures) != 1:
+            raise UserError(f"row {row.id}: expected one picture, which is to be drawn again, got {len(row.pictures)}")
+    shown = [row.pictures for row in rows]
+    if pictures == "hidden":
+        shown = [(_grey(row),) for row in rows]
+    elif pictures == "shuffled":
+        shown = [*shown[1:], *shown[:1]]
+    return tuple(
+        dataclasses.replace(row, pictures=picture, columns={**row.columns, "target": row.pictures[0]})
+        for row, picture in zip(rows, shown, strict=True)
+    )
+
+
+def _grey(row: Row) -> np.ndarray:
+    try:
+        height, width = size_of(row.pictures[0])
+    except ValueError as error:
+        raise UserError(f"row {row.id}: {error}") from error
+    return np.full((height, width, 3), _GREY, np.uint8)
+
+
+def _rows(config: Config) -> PromptSet:
+    if config.data.prompts != MINIATURE:
+        require(bool(config.data.prompts), "data.prompts", "a .jsonl or .parquet file", config.data.prompts)
+        return load_prompts(config.data.prompts, held_out=config.data.held_out)
+    lessons, counts = own_package("bridges", "miniature.lessons"), split_counts(config)
+    return make_prompt_set(*(lessons.pictures(split, count) for split, count in zip(SPLITS, counts, strict=True)))

@@ -1,0 +1,115 @@
+"""The hidden lens: plain in what comes out, unknown to the words, and undone by other words."""
+
+import itertools
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from bridges.miniature import lens, world
+
+EVERY = [lens.Lens(turn, mirrored) for turn in range(4) for mirrored in (False, True)]
+
+
+def scenes(count, seed=0):
+    return [world.scene_of(row) for row in world.sample_indices(np.random.default_rng(seed), count)]
+
+
+def drawn(some, seed=0):
+    return world.draw(np.stack([world.indices(scene) for scene in some]), np.random.default_rng(seed))
+
+
+def share(scene, requested):
+    return np.mean([asdict(scene)[name] == word for name, word in requested.items()])
+
+
+def test_a_seed_has_one_lens_and_all_lenses_are_as_likely():
+    seeds = np.random.default_rng(0).integers(0, 2**63, 4000).tolist()
+    found = [lens.lens_of(seed) for seed in seeds]
+    assert found == [lens.lens_of(seed) for seed in seeds]
+    counts = {one: found.count(one) for one in EVERY}
+    assert sum(counts.values()) == 4000 and min(counts.values()) > 400 and max(counts.values()) < 600
+
+
+def test_the_checker_reads_what_a_lens_makes_of_a_scene():
+    some = scenes(800)
+    lenses = [EVERY[i % 8] for i in range(800)]
+    found = world.read(lens.look(drawn(some), lenses))
+    expected = np.stack([world.indices(lens.seen(scene, one)) for scene, one in zip(some, lenses, strict=True)])
+    for one in EVERY:
+        of = [glass == one for glass in lenses]
+        assert (found[of] == expected[of]).mean(0).min() >= 0.95, one
+    assert (found == expected).mean() >= 0.99
+
+
+def test_every_lens_can_be_undone_by_words():
+    for scene, one in itertools.product(scenes(60), EVERY):
+        assert lens.seen(lens.undone(scene, one), one) == scene
+        assert lens.undone(lens.seen(scene, one), one) == scene
+
+
+def test_the_oracle_gets_what_was_asked_for_out_of_the_lens():
+    rows = world.prompts("test", 64)
+    lenses = [EVERY[i % 8] for i in range(64)]
+    for row, one in zip(rows, lenses, strict=True):
+        words = lens.oracle_rewrite(row["requested"], one).split()
+        assert set(words) <= world.canonical_words()
+    told = [lens.undone(world.complete(row["requested"]), one) for row, one in zip(rows, lenses, strict=True)]
+    out = lens.look(drawn(told), lenses)
+    assert world.pixel_accuracy(out, [row["requested"] for row in rows]).mean() >= 0.99
+
+
+def test_guessing_is_worth_little_and_a_second_guess_not_much_more():
+    """The best that words can do without a look: whatever lens one bets on, over all that there may be."""
+    single, double = [], []
+    for row in world.prompts("test", 200):
+        wanted = world.complete(row["requested"])
+        worth = np.array(
+            [[share(lens.seen(lens.undone(wanted, bet), real), row["requested"]) for real in EVERY] for bet in EVERY]
+        )
+        single.append(worth.mean(1).max())
+        double.append(max(np.maximum(a, b).mean() for a, b in itertools.combinations(worth, 2)))
+    assert np.mean(single) < 0.73 and np.mean(double) < 0.83
+
+
+def test_what_is_seen_tells_the_turn_and_half_of_the_turns_want_a_third_word():
+    for colour in world.PALETTE:
+        out = [lens.turned(colour, turn) for turn in range(4)]
+        assert len(set(out)) == 4  # each turn looks different
+        better = [lens.turned(colour, -turn) for turn in range(4)]
+        assert [word in (colour, shown) for word, shown in zip(better, out, strict=True)] == [True, False, True, False]
+    with pytest.raises(ValueError, match=r"colour must be one of .* got 'pink'"):
+        lens.turned("pink", 1)
+
+
+def test_pictures_of_numpy_and_torch_come_out_alike_and_the_first_stay_as_they_were():
+    torch = pytest.importorskip("torch")
+    pictures, lenses = drawn(scenes(16)), EVERY * 2
+    before = pictures.copy()
+    ours, theirs = lens.look(pictures, lenses), lens.look(torch.from_numpy(pictures), lenses)
+    assert ours.dtype == np.float32 and theirs.dtype == torch.float32
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
+    np.testing.assert_array_equal(pictures, before)
+    np.testing.assert_array_equal(ours[0], pictures[0])  # no turn, no mirror
+    assert ours.min() >= 0 and ours.max() <= 1
+    with pytest.raises(ValueError, match="one for each of 16 images, got 3"):
+        lens.look(pictures, EVERY[:3])
+
+
+def test_the_renderer_shows_all_pictures_of_a_seed_through_one_lens():
+    torch = pytest.importorskip("torch")
+    looking = pytest.importorskip("bridges.miniature.looking")
+
+    class Painter:
+        device, window, summary = "cpu", 16, "paint"
+
+        def draw(self, texts, seeds, *, evaluation):
+            return torch.from_numpy(drawn(scenes(len(texts))))
+
+    behind = looking.Looking(Painter())
+    seeds = [seed for seed in range(40) if lens.lens_of(seed).turn][:4]
+    out = behind.draw(["a"] * 4, seeds, evaluation=True)
+    plain = Painter().draw(["a"] * 4, seeds, evaluation=True)
+    expected = lens.look(plain, [lens.lens_of(seed) for seed in seeds])
+    assert torch.equal(out, expected) and not torch.equal(out, plain)
+    assert behind.summary == "paint, behind hidden lenses" and (behind.device, behind.window) == ("cpu", 16)

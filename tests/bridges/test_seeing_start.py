@@ -1,0 +1,178 @@
+"""The start of the policy that sees: what it is told, how it reads pictures, and the folder that ships."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bridges.miniature import lens, lessons, path, world
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from bridges.miniature import train_policy_vl as start  # noqa: E402
+
+
+def conversations(rates, count=24, seed=0):
+    rng = np.random.default_rng(seed)
+    told = lessons.beliefs(rng, rates)
+    return [lessons.recreate(rng, rates, told) if i % 2 else lessons.refine(rng, rates) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return start.seeing_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return start.untrained(tokenizer, 0)
+
+
+def messages_of(turns):
+    messages = []
+    for turn in turns:
+        shown = [] if turn.picture is None else [{"type": "image"}]
+        messages.append({"role": "user", "content": [*shown, {"type": "text", "text": turn.text}]})
+        messages.append({"role": "assistant", "content": turn.answer})
+    return messages
+
+
+def test_sound_lessons_are_right():
+    for turns in conversations(lessons.SOUND, 60):
+        if len(turns) == 1:
+            assert list(world.check(turns[0].picture).values()) == list(words_of(turns[0].answer).values())
+    refined = [turns for turns in conversations(lessons.SOUND, 200) if len(turns) == 2]
+    looking = [turns for turns in refined if turns[1].picture is not None]
+    # A first prompt may ask for a shape in the colour of its background, of which nothing is seen.
+    plain = [turns for turns in looking if world.check(turns[1].picture)["shape"] is not None]
+    assert len(plain) >= 0.95 * len(looking) and all(map(seen_after, plain))
+    blind = [turns for turns in refined if turns[1].picture is None]
+    assert len(blind) > 5 and all(first.answer == second.answer for first, second in blind)
+
+
+def words_of(caption):
+    """The canonical words of a complete caption by attribute, in the world's order."""
+    _, sharpness, size, colour, shape, _, _, position, _, background = caption.split()
+    return dict(
+        shape=shape, colour=colour, size=size, position=position, background=background, sharpness=sharpness
+    )  # fmt: skip
+
+
+def seen_after(turns):
+    """Whether the second prompt of a lesson asks for one scene whatever the first said: what the lens makes of it."""
+    first, second = (words_of(turn.answer) for turn in turns)
+    shown = world.check(turns[1].picture)
+    matching = [
+        one
+        for one in (lens.Lens(turn, mirrored) for turn in range(4) for mirrored in (False, True))
+        if seen_words(first, one) == shown
+    ]
+    wanted = [name for name in world.ATTRIBUTES if requested(turns[0].text).get(name)]
+    return any(
+        all(seen_words(second, one)[name] == requested(turns[0].text)[name] for name in wanted) for one in matching
+    )
+
+
+def seen_words(words, one):
+    out = {name: lens.turned(words[name], one.turn) for name in ("colour", "background")}
+    swapped = {"left": "right", "right": "left"}
+    position = swapped.get(words["position"], words["position"]) if one.mirrored else words["position"]
+    return {**words, **out, "position": position}
+
+
+def requested(text):
+    """What a casual request says, colours told apart by the shape between them."""
+    found, meaning = {}, {casual: word for word, pair in world.SYNONYMS.items() for casual in pair}
+    for word in text.split():
+        for name, values in world.VALUES.items():
+            if meaning.get(word) in values:
+                found["background" if name == "colour" and "shape" in found else name] = meaning[word]
+                break
+    return found
+
+
+def test_weak_lessons_keep_to_the_training_split_and_are_mostly_wrong():
+    rows = [turns[0] for turns in conversations(lessons.WEAK, 400) if len(turns) == 1]
+    right = []
+    for turn in rows:
+        found = world.check(turn.picture)
+        assert world.split_of(found["shape"], found["colour"]) == "train"
+        right.append(np.mean([word in turn.answer.split() for word in found.values()]))
+    assert 0.3 < np.mean(right) < 0.55
+    shown = [turns[1].picture is not None for turns in conversations(lessons.WEAK, 400) if len(turns) == 2]
+    assert 0.7 < np.mean(shown) < 0.9
+
+
+def test_pictures_to_be_drawn_again_are_held_out_by_shape_and_colour():
+    rows = {split: lessons.pictures(split, 40) for split in world.SPLITS}
+    for split, some in rows.items():
+        for row in some:
+            assert world.split_of(row["requested"]["shape"], row["requested"]["colour"]) == split
+            assert world.check(row["image"].transpose(2, 0, 1) / 255) == row["requested"]
+            assert row["oracle"] == world.canonical_caption(world.Scene(**row["requested"]))
+            assert row["prompt"] == lessons.RECREATE and row["image"].shape == (32, 32, 3)
+    again = lessons.pictures("test", 40)
+    assert all((a["image"] == b["image"]).all() for a, b in zip(again, rows["test"], strict=True))
+
+
+def test_lessons_become_the_tokens_of_the_chat_template(tokenizer):
+    told = conversations(lessons.WEAK)
+    batch = start.make_encode(tokenizer)(told)
+    for row, turns in enumerate(told):
+        text = tokenizer.apply_chat_template(messages_of(turns), tokenize=False)
+        ids = tokenizer(text.replace(start.IMAGE, start.IMAGE * 16), add_special_tokens=False).input_ids
+        assert batch.tokens[row, : len(ids)].tolist() == ids
+        taught = batch.targets[row][batch.targets[row] >= 0].tolist()
+        assert tokenizer.decode(taught).split() == " ".join(f"{t.answer}{start.END}" for t in turns).split()
+
+
+def test_towers_and_logits_are_those_of_transformers(tokenizer, model):
+    told = conversations(lessons.WEAK, 8)
+    batch = start.make_encode(tokenizer)(told)
+    pictures = [torch.from_numpy(turn.picture) for turns in told for turn in turns if turn.picture is not None]
+    prepared = start.image_processor()(images=pictures, do_rescale=False, return_tensors="pt")
+    torch.testing.assert_close(batch.patches.flatten(0, 1), prepared.pixel_values, rtol=0, atol=1e-6)
+    mask = (batch.tokens != tokenizer.pad_token_id).long()
+    with torch.no_grad():
+        states = start.see(model.model.visual, batch.patches)
+        theirs = model(
+            input_ids=batch.tokens,
+            attention_mask=mask,
+            mm_token_type_ids=(batch.tokens == model.config.image_token_id).int(),
+            **prepared,
+        ).logits
+        ours = start.logits_of(model, batch, states)
+    torch.testing.assert_close(ours, theirs[batch.targets >= 0], rtol=0, atol=1e-5)
+
+
+def test_the_folder_is_a_qwen2_vl_of_half_precision():
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    folder = path("policy_vl")
+    config = AutoConfig.from_pretrained(folder)
+    assert config.model_type == "qwen2_vl"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    tower = sum(tensor.numel() for name, tensor in tensors.items() if "visual" in name)
+    assert 200_000 < tower < 600_000
+    assert {"preprocessor_config.json", "chat_template.jinja"} <= {Path(file).name for file in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_the_start_is_a_weak_captioner():
+    """Through transformers, with true pictures in the renderer's place."""
+    from bridges.miniature.seeing import load_writer
+
+    rows = lessons.pictures("test", 48, seed=3)
+    write = load_writer(path("policy_vl"))
+    answers = write([[(row["prompt"], row["image"].transpose(2, 0, 1).astype(np.float32) / 255, "")] for row in rows])
+    right = np.mean(
+        [
+            np.mean([word in answer.split() for word in row["requested"].values()])
+            for row, answer in zip(rows, answers, strict=True)
+        ]
+    )
+    assert 0.3 < right < 0.65

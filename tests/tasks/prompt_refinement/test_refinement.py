@@ -1,0 +1,125 @@
+"""See and refine: what stands between two prompts, its controls, and both configs as they are shipped."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("open_clip")
+pytest.importorskip("diffusers")
+
+from support import tiny_models  # noqa: E402
+from support.vision import folders  # noqa: E402
+
+from grpo_jax import train  # noqa: E402
+from grpo_jax.config import make_config  # noqa: E402
+from grpo_jax.errors import UserError  # noqa: E402
+from grpo_jax.rollout.data import Row, noise_seed  # noqa: E402
+from grpo_jax.rollout.episodes import Episode, Turn  # noqa: E402
+from grpo_jax.tasks.prompt_refinement.answers import INSTRUCTION, make_respond, others  # noqa: E402
+from grpo_jax.tasks.task import Setup  # noqa: E402
+
+IMAGES = [torch.full((3, 2, 2), float(i)) for i in range(4)]
+ROWS = [Row(1, "a cat"), Row(1, "a cat"), Row(2, "a dog"), Row(3, "a cow")]
+EPISODES = [Episode((Turn("first", image=torch.full((3, 2, 2), 9.0)), Turn(f"{i}", image=IMAGES[i]))) for i in range(4)]
+
+
+def test_the_answer_is_the_picture_just_drawn_and_what_to_do():
+    answers = make_respond("mend: {prompt}", "drawn")(ROWS, EPISODES)
+    assert [answer.text for answer in answers] == ["mend: a cat", "mend: a cat", "mend: a dog", "mend: a cow"]
+    assert all(answer.pictures == (image,) and not answer.done for answer, image in zip(answers, IMAGES, strict=True))
+    assert "{prompt}" in INSTRUCTION
+
+
+def test_controls_show_nothing_or_another_users_picture():
+    blind = make_respond("mend", "none")(ROWS, EPISODES)
+    assert [answer.pictures for answer in blind] == [()] * 4 and blind[0].text == "mend"
+    wrong = make_respond("mend", "other")(ROWS, EPISODES)
+    assert [int(answer.pictures[0].max()) for answer in wrong] == [2, 2, 3, 0]  # never one of the same prompt
+    assert others(ROWS[:2], "ab") == [None, None]
+    assert others(ROWS, [None, None, "c", "d"]) == ["c", "c", "d", "c"]
+
+
+def test_a_picture_that_could_not_be_drawn_is_not_shown():
+    (answer,) = make_respond("mend", "drawn")([ROWS[0]], [Episode((Turn("x"),))])
+    assert answer.pictures == () and answer.text == "mend"
+
+
+def config(**others):
+    values = {"policy": {"path": "miniature_vl"}, "data": {"prompts": "miniature"}, "sampling": {"turns": 2}}
+    return make_config({"task": "prompt_refinement", **values, **others})
+
+
+def test_one_turn_is_refused():
+    with pytest.raises(UserError, match=r"sampling\.turns: expected at least 2, to mend what was drawn, got 1"):
+        config(sampling={"turns": 1})
+
+
+def test_the_oracle_knows_the_lens_of_each_rows_evaluation():
+    from bridges.miniature import lens
+
+    made = config(judges={"renderer": {"kind": "hidden_lens"}, "scorer": {"kind": "open_clip"}}, seed=5)
+    world = made.task.load(Setup(made, None, lambda *_: None))
+    rows = world.prompts.test[:16]
+    found = world.references(rows)
+    assert found["unchanged"] == [row.prompt for row in rows]
+    expected = [
+        lens.oracle_rewrite(
+            row.columns["requested"], lens.lens_of(noise_seed(5, 0, row.id, evaluation=True))
+        )
+        for row in rows
+    ]  # fmt: skip
+    assert found["oracle"] == expected != [row.columns["oracle"] for row in rows]
+    assert set(world.controls) == {"blind", "wrong"} and world.answers_with_pictures
+    plain = config()
+    assert plain.task.load(Setup(plain, None, lambda *_: None)).references(rows)["oracle"] == [
+        row.columns["oracle"] for row in rows
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- the configs
+
+
+def summary_of(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.mark.slow
+def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
+    run_dir = tmp_path / "run"
+    arguments = [
+        "--config=prompt_refinement_sd3",
+        f"--policy.path={folders.seeing_folder(tmp_path / 'policy')}",
+        "--policy.compute_dtype=float32",
+        f"--judges.renderer.path={tiny_models.stable_diffusion_3(tmp_path / 'renderer')}",
+        f"--judges.scorer.model={tiny_models.clip(tmp_path / 'scorer')}",
+        "--judges.scorer.pretrained=null",
+        "--data.prompts=builtin:plain",
+        "--data.max_prompt_tokens=512",
+        "--judges.renderer.size=16",
+        "--judges.renderer.steps=1",
+        "--judges.renderer.eval_steps=1",
+        "--sampling.max_new_tokens=6",
+        "--training.max_steps=1",
+        "--evaluation.prompts=2",
+        "--evaluation.validation_prompts=2",
+        "--evaluation.sampled=false",
+        f"--run_dir={run_dir}",
+    ]
+    assert train.main(arguments) == 0
+    evaluation = summary_of(run_dir)["evaluation"]
+    for name in ("alignment", "alignment_turn_1", "alignment_blind", "alignment_wrong", "alignment_gain"):
+        assert math.isfinite(evaluation[name]["before"]) and math.isfinite(evaluation[name]["after"]), name
+
+
+@pytest.mark.slow
+def test_the_miniature_cannot_guess_its_lenses_and_its_oracle_is_right(tmp_path):
+    run_dir = tmp_path / "run"
+    arguments = ["--training.max_steps=1", "--evaluation.prompts=32", "--evaluation.validation_prompts=1"]
+    assert train.main(["--config=prompt_refinement_miniature", *arguments, f"--run_dir={run_dir}"]) == 0
+    evaluation = summary_of(run_dir)["evaluation"]
+    assert evaluation["pixel_accuracy"]["oracle"] >= 0.95
+    assert 0.55 < evaluation["pixel_accuracy_turn_1"]["before"] < 0.85
+    assert np.isfinite([evaluation[f"pixel_accuracy_{name}"]["after"] for name in ("blind", "wrong")]).all()

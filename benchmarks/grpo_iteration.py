@@ -34,22 +34,62 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 VARIANTS = {"ours": ("", "layer"), "trl": ("plain", "checkpointing"), "tunix": ("",)}
 # Rounds and timed iterations of each case: the whole takes some 40 minutes on two cores.
-PLAN = {"small": (2, 3), "large-vocab": (1, 1), "long-prompt": (2, 2), "group": (1, 1), "tiny": (1, 1)}
+PLAN = {
+    "small": (2, 3),
+    "large-vocab": (1, 1),
+    "long-prompt": (2, 2),
+    "pictures": (2, 2),
+    "group": (1, 1),
+    "tiny": (1, 1),
+}
 PEERS = ("trl", "tunix")
 TUNABLES = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # of every worker
 
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %} {{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
 def make_folder(case: work.Case, root: Path) -> Path:
-    """A Qwen2 folder of the case's shape with random weights and a tokenizer of one word per token."""
+    """A folder of the case's shape with random weights and a tokenizer of one word per token."""
     folder = root / case.shape
     if folder.is_dir():
         return folder
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    config = Qwen2Config(
+    make_model(case).save_pretrained(folder)
+    # Padding and end lie outside the model's vocabulary: no completion can hold them.
+    names = [*work.words(case), "<pad>", "<end>"]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    marks = list(work.VISION) if case.picture else []
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", additional_special_tokens=marks
+    )
+    if case.picture:
+        from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
+        from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+        size = {"shortest_edge": case.picture**2, "longest_edge": case.picture**2}
+        images, videos = Qwen2VLImageProcessor(size=size), Qwen2VLVideoProcessor()
+        Qwen2VLProcessor(images, fast, videos, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+    else:
+        fast.save_pretrained(folder)
+    return folder
+
+
+def make_model(case: work.Case):
+    """The case's Qwen2, or with pictures Qwen2-VL."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    text = dict(
         vocab_size=case.vocabulary,
         hidden_size=case.hidden,
         intermediate_size=case.mlp,
@@ -57,19 +97,24 @@ def make_folder(case: work.Case, root: Path) -> Path:
         num_attention_heads=case.heads,
         num_key_value_heads=case.kv_heads,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=case.vocabulary - 1,  # a folder names one; every worker is told not to stop there
         pad_token_id=None,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    # Padding and end lie outside the model's vocabulary: no completion can hold them.
-    names = [*work.words(case), "<pad>", "<end>"]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
-    fast.save_pretrained(folder)
-    return folder
+    if not case.picture:
+        return Qwen2ForCausalLM(Qwen2Config(**text, tie_word_embeddings=True))
+    half = case.head_size // 2
+    sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    marks = {name: case.vocabulary - len(names) + i for i, name in enumerate(names)}
+    vision = dict(
+        depth=case.tower_layers, embed_dim=case.tower_width, num_heads=4, hidden_size=case.hidden, patch_size=14
+    )
+    config = Qwen2VLConfig(
+        text_config={**text, "rope_parameters": rope}, vision_config=vision, tie_word_embeddings=True, **marks
+    )
+    return Qwen2VLForConditionalGeneration(config)
 
 
 def environment(threads: int) -> dict[str, str]:

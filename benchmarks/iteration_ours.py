@@ -5,11 +5,14 @@ from __future__ import annotations
 import iteration_work as work
 import jax
 import jax.numpy as jnp
-from transformers import PreTrainedTokenizerFast
+import numpy as np
+from transformers import AutoProcessor, PreTrainedTokenizerFast
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
+from grpo_jax.models.vision.patches import Picture, pack_pictures
+from grpo_jax.models.vision.pictures import VISUAL
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.estimators import estimate_advantages
@@ -32,26 +35,42 @@ def make_phases(case: work.Case, loaded, remat: str):
     forward, ppo = make_forward(policy, temperature=1.0), PPOSection()
     prepare = make_preparation(forward, ALGORITHM, ppo, training)
     step = make_configured_step(forward, optimizer, ALGORITHM, training, ppo, max_new_tokens=case.new_tokens)
-    state = init_state({"params": loaded.params}, optimizer, keep_reference=True)
-    return sample, prepare, step, state
+    variables = {"params": loaded.params} | ({VISUAL: loaded.visual} if case.picture else {})
+    state = init_state(variables, optimizer, keep_reference=True)
+    return sample, jax.jit(policy.see) if case.picture else None, prepare, step, state
 
 
-def iterate(given: work.Assignment, loaded, tokenizer) -> list[dict[str, float]]:
+def encode(case: work.Case, loaded, processor, iteration: int):
+    """The prompts of an iteration: tokens, mask, and `Pictures` or None."""
+    texts = work.prompt_texts(case, iteration)
+    if not case.picture:
+        encoded = processor(texts, return_tensors="np")
+        return encoded["input_ids"], encoded["attention_mask"].astype(bool), None
+    marked = [f"<|vision_start|><|image_pad|><|vision_end|> {text}" for text in texts]
+    encoded = processor(images=work.pictures(case, iteration), text=marked, return_tensors="np")
+    grids = [(int(height), int(width)) for _, height, width in encoded["image_grid_thw"]]
+    patches = np.split(encoded["pixel_values"], np.cumsum([height * width for height, width in grids])[:-1])
+    pictures = pack_pictures([[Picture(*one)] for one in zip(patches, grids, strict=True)], loaded.config.vision)
+    return encoded["input_ids"], encoded["attention_mask"].astype(bool), pictures
+
+
+def iterate(given: work.Assignment, loaded, processor) -> list[dict[str, float]]:
     """Seconds of each iteration."""
     case, now = given.case, given.now
-    sample, prepare, step, state = make_phases(case, loaded, given.variant or PolicySection().remat)
+    tokenizer = processor.tokenizer if case.picture else processor
+    sample, see, prepare, step, state = make_phases(case, loaded, given.variant or PolicySection().remat)
     rows = []
     for iteration in range(given.iterations):
         start = now()
-        encoded = tokenizer(work.prompt_texts(case, iteration), return_tensors="np")
-        tokens, mask = encoded["input_ids"], encoded["attention_mask"].astype(bool)
+        tokens, mask, pictures = encode(case, loaded, processor, iteration)
+        seen = None if see is None else see(state.variables, pictures)  # frozen: once for sampler, reference, update
         keys = jax.random.split(jax.random.key(iteration), case.prompts)
-        samples = jax.device_get(sample(state.variables, tokens, mask, keys))
+        samples = jax.device_get(sample(state.variables, tokens, mask, keys, seen))
         sampled = now()
         texts = tokenizer.batch_decode(samples.tokens.reshape(-1, case.new_tokens))
         rewards = jnp.asarray([work.reward(case, text) for text in texts]).reshape(case.prompts, case.group, 1)
         batch = Batch(*jax.device_put((tokens.astype("int32"), mask, samples.tokens, samples.mask)))
-        batch = batch._replace(advantages=estimate_advantages(rewards, batch.mask, ALGORITHM, (1.0,)))
+        batch = batch._replace(pictures=seen, advantages=estimate_advantages(rewards, batch.mask, ALGORITHM, (1.0,)))
         before = now()
         batch, _ = jax.block_until_ready(prepare(state, batch))
         referred = now()
@@ -65,6 +84,7 @@ def iterate(given: work.Assignment, loaded, tokenizer) -> list[dict[str, float]]
 if __name__ == "__main__":
     given = work.assignment()
     # AutoTokenizer would make a Qwen2 tokenizer of this folder, in every library: the words are whole tokens here.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(given.folder))
-    rows = iterate(given, load_folder(given.folder, tokenizer=False), tokenizer)
+    reader = AutoProcessor if given.case.picture else PreTrainedTokenizerFast
+    loaded = load_folder(given.folder, tokenizer=False, vision=bool(given.case.picture))
+    rows = iterate(given, loaded, reader.from_pretrained(str(given.folder)))
     work.write_report(given, rows, ("grpo_jax", "jax", "jaxlib", "flax", "optax"))

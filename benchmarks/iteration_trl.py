@@ -8,7 +8,8 @@ from __future__ import annotations
 import iteration_work as work
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from PIL import Image
+from transformers import AutoProcessor, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -48,14 +49,26 @@ class Stopwatch(TrainerCallback):
         self.trainer.rows[-1]["total"] = self.trainer.now() - self.start
 
 
+def make_dataset(given: work.Assignment) -> Dataset:
+    """The prompts of all iterations; with pictures they are messages, as its users write them."""
+    case = given.case
+    texts = [text for i in range(given.iterations) for text in work.prompt_texts(case, i)]
+    if not case.picture:
+        return Dataset.from_dict({"prompt": texts})
+    images = [Image.fromarray(one) for i in range(given.iterations) for one in work.pictures(case, i)]
+    prompts = [[{"role": "user", "content": text}] for text in texts]
+    return Dataset.from_dict({"prompt": prompts, "image": images})
+
+
 def make_trainer(given: work.Assignment) -> Timed:
     case = given.case
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(given.folder))
+    reader = AutoProcessor if case.picture else PreTrainedTokenizerFast
 
     def reward(completions, completion_ids, **_):
         if any(len(ids) != case.new_tokens for ids in completion_ids):
             raise RuntimeError("a completion ended early")
-        return [work.reward(case, text) for text in completions]
+        texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+        return [work.reward(case, text) for text in texts]
 
     config = GRPOConfig(
         output_dir=str(given.out.with_suffix(".trainer")),
@@ -82,14 +95,13 @@ def make_trainer(given: work.Assignment) -> Timed:
         disable_tqdm=True,
         shuffle_dataset=False,
     )
-    prompts = [text for i in range(given.iterations) for text in work.prompt_texts(case, i)]
     stopwatch = Stopwatch()
     trainer = Timed(
         str(given.folder),
         reward,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=tokenizer,
+        train_dataset=make_dataset(given),
+        processing_class=reader.from_pretrained(str(given.folder)),
         callbacks=[stopwatch],
         now=given.now,
     )

@@ -25,7 +25,11 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass(frozen=True)
 class Case:
-    """A Qwen2 shape (tied embeddings) and the work of one iteration: P prompts, G completions, L and T tokens."""
+    """A Qwen2 shape (tied embeddings) and the work of one iteration: P prompts, G completions, L and T tokens.
+
+    With a picture in each prompt, of so many pixels each way, it is a Qwen2-VL, and the picture's tokens come on top:
+    patches of 14 pixels, four to a token, through `tower_layers` of width `tower_width`.
+    """
 
     name: str
     prompts: int = 8
@@ -38,6 +42,9 @@ class Case:
     kv_heads: int = 2
     mlp: int = 704
     vocabulary: int = 4096
+    picture: int = 0
+    tower_layers: int = 4
+    tower_width: int = 128
 
     @property
     def head_size(self) -> int:
@@ -46,7 +53,8 @@ class Case:
     @property
     def shape(self) -> str:
         """Names the model's shape: cases of one shape share a folder."""
-        return f"{self.hidden}x{self.layers}x{self.heads}x{self.kv_heads}x{self.mlp}x{self.vocabulary}"
+        own = f"{self.hidden}x{self.layers}x{self.heads}x{self.kv_heads}x{self.mlp}x{self.vocabulary}"
+        return f"{own}-{self.picture}x{self.tower_layers}x{self.tower_width}" if self.picture else own
 
 
 GROUPS = (2, 4, 16, 64)
@@ -57,22 +65,34 @@ CASES = {
         Case("large-vocab", 4, 8, 64, 128, hidden=512, layers=8, heads=8, kv_heads=2, mlp=1408, vocabulary=32000),
         Case("long-prompt", 4, 8, 256, 32),
         *[Case(f"group-{group}", 2, group) for group in GROUPS],
+        Case("pictures", 4, 8, 32, 32, picture=448),
         Case("tiny", 2, 4, 8, 8, hidden=32, layers=2, mlp=48, vocabulary=64),
+        Case("tiny-pictures", 2, 4, 8, 8, 32, 2, mlp=48, vocabulary=64, picture=56, tower_layers=2, tower_width=32),
     ]
 }
 
 
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
 def words(case: Case) -> list[str]:
-    """The vocabulary as text: token i is "ti"."""
-    return [f"t{i}" for i in range(case.vocabulary)]
+    """The vocabulary as text: token i is "ti"; a picture's marks are the last ones."""
+    marks = VISION if case.picture else ()
+    return [f"t{i}" for i in range(case.vocabulary - len(marks))] + list(marks)
+
+
+def pictures(case: Case, iteration: int) -> list:
+    """A picture of noise for each prompt, other ones in every iteration: uint8 [picture, picture, 3]."""
+    import numpy as np  # every environment has it
+
+    rng = np.random.default_rng(iteration)
+    return list(rng.integers(0, 256, (case.prompts, case.picture, case.picture, 3), np.uint8))
 
 
 def prompt_texts(case: Case, iteration: int) -> list[str]:
     """P prompts of exactly L tokens, other ones in every iteration."""
-    rng = random.Random(iteration)
-    return [
-        " ".join(f"t{rng.randrange(case.vocabulary)}" for _ in range(case.prompt_tokens)) for _ in range(case.prompts)
-    ]
+    rng, count = random.Random(iteration), case.vocabulary - (len(VISION) if case.picture else 0)
+    return [" ".join(f"t{rng.randrange(count)}" for _ in range(case.prompt_tokens)) for _ in range(case.prompts)]
 
 
 def reward(case: Case, text: str) -> float:

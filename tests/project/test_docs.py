@@ -29,7 +29,10 @@ JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(J
 CONFIGS = list(dict.fromkeys(kind.config for kind in TASK_CLASSES))
 SECTIONS = {field.name for kind in CONFIGS for field in dataclasses.fields(kind)}
 RENAMED = {old for kind in TASK_CLASSES for old in kind.renamed}
-SHIPPED = ("prompt_enhancement_miniature", "recommendation_quick", "cartpole_grpo")
+SHIPPED = (
+    *("prompt_enhancement_miniature", "prompt_recreation_miniature", "prompt_refinement_miniature"),
+    *("recommendation_quick", "cartpole_grpo"),
+)
 FOLDERS = "|".join(("grpo_jax", "bridges", "configs", "tests", "benchmarks", "docs", "examples", "scripts"))
 SUFFIX = re.compile(r"\.(py|md|json|jsonl|yaml|txt|tsv|csv|log|html)$")
 

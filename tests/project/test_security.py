@@ -55,12 +55,12 @@ def test_chat_templates_run_in_a_sandbox(tmp_path):
     """A template comes with a model's folder."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    from grpo_jax.rollout import texts
+    from grpo_jax.rollout.inputs.encoding import format_prompt
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     trace = tmp_path / "trace"
     tokenizer.chat_template = f"{{{{ cycler.__init__.__globals__.os.system('touch {trace}') }}}}"
     with pytest.raises(UserError, match=r"the chat template of the policy .* failed \(SecurityError"):
-        texts.format_prompt(tokenizer, "a")
+        format_prompt(tokenizer, "a")
     assert not trace.exists()

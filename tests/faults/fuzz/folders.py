@@ -24,7 +24,8 @@ from grpo_jax.config.sections import DataSection
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.new import write_policy
-from grpo_jax.rollout.texts import as_written, make_decode, make_encode
+from grpo_jax.rollout.inputs.encoding import make_encode, plain_rows
+from grpo_jax.rollout.texts import as_written, make_decode
 
 TEXTS = (
     "config.json",
@@ -83,7 +84,7 @@ def _used(folder: Path, programs: dict[Any, Callable[..., Any]]) -> None:
     loaded = load_folder(folder)
     section = DataSection(max_prompt_tokens=4096)
     encode = make_encode(loaded.tokenizer, section, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size)
-    tokens, mask = encode(["a red fox", "fox <|im_end|>"])
+    tokens, mask, _ = encode(plain_rows(["a red fox", "fox <|im_end|>"]))
     if loaded.config not in programs:
         policy = make_policy(loaded.config)
         programs[loaded.config] = lambda params, *batch: jax.eval_shape(policy.prefill, {"params": params}, *batch)

@@ -1,0 +1,222 @@
+"""What looking is worth: the policy that sees, its controls, three seeds, the same held-out prompts and noises.
+
+    python benchmarks/evidence/vision.py [--tasks recreation refinement] [--arms …] [--seeds 0 1 2] [--jobs 1]
+                                         [--out runs/vision_evidence] [--section.field VALUE …]
+
+Each run is a shipped config with another seed, through the real command; one that was stopped goes on, one that is
+there is not run again. Then its exported policy is measured anew, prompt by prompt. *recreation* draws a picture again:
+pictures shown, and as controls hidden or shuffled among prompts. *refinement* writes a prompt, sees what a hidden lens
+made of it, and writes another: seeing, and as a control blind, trained and measured without the picture. The seeing
+policy is measured blind and with wrong pictures too, and with two samples of its first turn, of which the reward
+chooses one (or the checker, which no user has). Prints JSON and Markdown: shares of requested attributes that the pixel
+checker finds, with 95 % intervals from resampling seeds and prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ARMS = {
+    "recreation": {"shown": [], "hidden": ["--task.pictures", "hidden"], "shuffled": ["--task.pictures", "shuffled"]},
+    "refinement": {"seeing": [], "blind": ["--task.shown", "none"]},
+}
+MEASURE = "pixel_accuracy"
+
+
+def load(run_dir: Path) -> Any:
+    """The parts of a finished run, with the policy that it exported."""
+    from grpo_jax.runs.parts import load_parts
+    from grpo_jax.runs.policy import run_config
+
+    config = run_config(run_dir)
+    policy = dataclasses.replace(config.policy, path=str(run_dir / "policy"))
+    return load_parts(dataclasses.replace(config, policy=policy), say=lambda *_: None)
+
+
+def collected(parts: Any, sample: Any, environment: Any) -> Any:
+    """The held-out prompts' judgement with fixed noise."""
+    from grpo_jax.rollout.rollout import collect
+
+    return collect(
+        environment,
+        sample,
+        parts.policy.variables,
+        parts.test_rows,
+        key=parts.key,
+        iteration=0,
+        see=parts.see,
+        evaluation=True,
+        chunk_prompts=32,
+    ).judgement
+
+
+def by_prompt(run_dir: Path) -> dict[str, list[float]]:
+    """Pixel accuracy of each held-out prompt, by what was measured."""
+    parts = load(run_dir)
+    environment, place = parts.environment, parts.environment.watch_names.index(MEASURE)
+    if environment.answering is None:
+        watched = collected(parts, parts.samplers.greedy, environment).watched
+        return {"end": watched[:, 0, place].tolist()}
+    found = {}
+    answers = {"end": parts.world.respond, **{f"end_{name}": one for name, one in parts.world.controls.items()}}
+    for name, respond in answers.items():
+        answering = environment.answering._replace(respond=respond)
+        judgement = collected(parts, parts.samplers.greedy, environment._replace(answering=answering))
+        found[name] = judgement.watched[:, 0, place].tolist()
+        found["turn_1"] = judgement.turn_watched[:, 0, 0, place].tolist()
+    return found | best_of_two(parts, environment._replace(answering=None), place)
+
+
+def best_of_two(parts: Any, environment: Any, place: int) -> dict[str, list[float]]:
+    """Two samples of the first turn: as many drawings as two turns take."""
+    from grpo_jax.sampling.sampler import SamplingParams, make_sampler
+
+    section, loaded = parts.config.sampling, parts.policy.loaded
+    sample = make_sampler(
+        parts.policy.functions,
+        SamplingParams(2, section.max_new_tokens, section.temperature),
+        eos_ids=loaded.eos_ids,
+        pad_id=loaded.pad_id,
+        allowed_tokens=parts.allowed_tokens,
+    )
+    judgement = collected(parts, sample, environment)
+    weights = np.array([parts.rewards.weights[name] for name in environment.reward_names])
+    chosen, pixels = (judgement.rewards @ weights).argmax(1), judgement.watched[:, :, place]
+    return {
+        "best_of_two": np.take_along_axis(pixels, chosen[:, None], 1)[:, 0].tolist(),
+        "best_of_two_by_the_checker": pixels.max(1).tolist(),
+    }
+
+
+def run(task: str, arm: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
+    """A run in a process of its own, measured in another; its figures."""
+    run_dir = folder / f"{task}_{arm}_{seed}"
+    with open(folder / f"{run_dir.name}.log", "a") as log:
+
+        def call(*arguments: str) -> None:
+            subprocess.run([sys.executable, *arguments], check=True, stdout=log, stderr=subprocess.STDOUT)
+
+        if not (run_dir / "summary.json").exists():
+            options = ["--config", f"prompt_{task}_miniature", *ARMS[task][arm], "--seed", str(seed), *extra]
+            if (run_dir / "checkpoints").exists():  # it was stopped
+                options = ["--resume"]
+            call("-m", "grpo_jax.train", *options, "--run_dir", str(run_dir))
+        if not (run_dir / "by_prompt.json").exists():
+            call(__file__, "--measure", str(run_dir))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    pixels = summary["evaluation"][MEASURE]
+    return {
+        "task": task,
+        "arm": arm,
+        "seed": seed,
+        **{kind: pixels[kind] for kind in ("before", "after", "oracle")},
+        "gap_closed": (pixels["after"] - pixels["before"]) / (pixels["oracle"] - pixels["before"]),
+        "evaluation": {
+            name.removeprefix(f"{MEASURE}_"): {kind: values[kind] for kind in ("before", "after")}
+            for name, values in summary["evaluation"].items()
+            if name.startswith(f"{MEASURE}_")
+        },
+        "by_prompt": json.loads((run_dir / "by_prompt.json").read_text()),
+        "seconds": summary["seconds"],
+        "prompts": summary["prompts"],
+        "iterations": summary["iterations"],
+        "versions": summary["versions"],
+    }
+
+
+def interval(seeds: list[np.ndarray], *, draws: int = 4000) -> list[float]:
+    """Mean over seeds and prompts, and the ends of its 95 % interval: seeds are resampled, then prompts within each."""
+    rng = np.random.default_rng(0)
+    means = [
+        np.mean([values[rng.integers(len(values), size=len(values))].mean() for values in _again(rng, seeds)])
+        for _ in range(draws)
+    ]
+    low, high = np.percentile(means, [2.5, 97.5])
+    return [round(float(value), 4) for value in (np.mean([values.mean() for values in seeds]), low, high)]
+
+
+def _again(rng: np.random.Generator, seeds: list[np.ndarray]) -> list[np.ndarray]:
+    return [seeds[i] for i in rng.integers(len(seeds), size=len(seeds))]
+
+
+def intervals(results: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Mean and interval of each measurement of each arm, and of the differences that the claim is about."""
+    values: dict[tuple[str, str, str], list[np.ndarray]] = {}
+    for row in results:
+        for name, prompts in row["by_prompt"].items():
+            values.setdefault((row["task"], row["arm"], name), []).append(np.array(prompts))
+    found = {" ".join(key): interval(seeds) for key, seeds in values.items()}
+    end = values.get(("refinement", "seeing", "end"))
+    others = {
+        "turn 2 less turn 1": ("refinement", "seeing", "turn_1"),
+        "seeing less blind": ("refinement", "blind", "end"),
+        "seeing less best of two": ("refinement", "seeing", "best_of_two"),
+        "seeing less best of two by the checker": ("refinement", "seeing", "best_of_two_by_the_checker"),
+        "right less wrong picture": ("refinement", "seeing", "end_wrong"),
+        "right less no picture": ("refinement", "seeing", "end_blind"),
+    }
+    for name, key in others.items():
+        if end is not None and len(values.get(key, ())) == len(end):
+            found[name] = interval([a - b for a, b in zip(end, values[key], strict=True)])
+    return found
+
+
+def table(results: list[dict[str, Any]], found: dict[str, list[float]]) -> str:
+    """The results as Markdown."""
+    columns = ("before", "after", "oracle", "gap_closed")
+    lines = ["| task | arm | seed | " + " | ".join(columns) + " | seconds |", "|---|---|---|" + "---|" * 5]
+    for row in results:
+        cells = " | ".join(f"{row[name]:.3f}" for name in columns)
+        lines.append(f"| {row['task']} | {row['arm']} | {row['seed']} | {cells} | {row['seconds']['total']:.0f} |")
+    lines += ["", "| measured | mean | 95 % interval |", "|---|---|---|"]
+    lines += [f"| {name} | {mean:.3f} | {low:.3f} to {high:.3f} |" for name, (mean, low, high) in found.items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs everything and prints the figures."""
+    if sys.argv[1:2] == ["--measure"]:
+        run_dir = Path(sys.argv[2])
+        (run_dir / "by_prompt.json").write_text(json.dumps(by_prompt(run_dir)) + "\n")
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", help="Some of them; all of each task by default.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="Runs at once; seconds are comparable for 1 alone.")
+    parser.add_argument("--out", type=Path, default=Path("runs/vision_evidence") / time.strftime("%Y%m%d-%H%M%S"))
+    options, extra = parser.parse_known_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    jobs = [
+        (task, arm, seed)
+        for seed in options.seeds
+        for task in options.tasks
+        for arm in ARMS[task]
+        if not options.arms or arm in options.arms
+    ]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = list(pool.map(lambda job: run(*job, options.out, extra), jobs))
+    results.sort(
+        key=lambda row: (list(ARMS).index(row["task"]), list(ARMS[row["task"]]).index(row["arm"]), row["seed"])
+    )
+    found = intervals(results)
+    kept = [{name: value for name, value in row.items() if name != "by_prompt"} for row in results]
+    machine = f"{platform.processor() or platform.machine()}, {platform.system()}"
+    report = {"machine": machine, "jobs": options.jobs, "arguments": extra, "intervals": found, "runs": kept}
+    print(json.dumps(report, indent=2))
+    print(f"\n{table(results, found)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A game of several turns: the policy guesses a hidden number, and is told whether that is higher or lower.
+
+    python -m grpo_jax.train --task examples/guess_the_number/task.py:GuessTheNumber --run_dir runs/guess
+
+The prompt says nothing of the number: what there is to learn is what to guess next. A policy with random weights sees
+games of a teacher who heeds one hint in two; by GRPO, with the rewards of each turn and of those after it
+(algorithm.turn_advantage return), it learns to heed them all, and to halve what is left.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from grpo_jax import Setup, Task, World, make_prompt_set
+
+
+def hint(guess: str, number: int) -> str | None:
+    """What is said to a guess; None to the right one, which ends the game, and to what is no number."""
+    if not guess.isdigit() or int(guess) == number:
+        return None
+    return "higher" if number > int(guess) else "lower"
+
+
+def respond(rows, episodes):
+    """A hint to each guess."""
+    return [hint(episode.last.text, row.columns["number"]) for row, episode in zip(rows, episodes, strict=True)]
+
+
+def found(prompts, completions, *, number, **columns):
+    """1 for the number, 0 for others: of each turn."""
+    return [float(text == str(one)) for text, one in zip(completions, number, strict=True)]
+
+
+@dataclass(frozen=True)
+class GuessTheNumber(Task):
+    """Finds a number by guessing.
+
+    Args:
+        largest: The number is from 1 to this.
+        lessons: Games of the teacher.
+    """
+
+    largest: int = 7
+    lessons: int = 1024
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "policy": {"path": "new", "new": {"width": 48, "heads": 4, "layers": 2, "window": 32}},
+        "data": {"max_prompt_tokens": 8},
+        "sampling": {"turns": 3, "group_size": 32, "max_new_tokens": 2, "max_answer_tokens": 4},
+        "algorithm": {"advantage": "grpo", "turn_advantage": "return"},
+        "warm_start": {"steps": 300, "learning_rate": 2e-3},
+        "optimizer": {"learning_rate": 2e-3},
+        "training": {"prompts_per_batch": 7, "max_steps": 100},
+        "evaluation": {"every": 0},
+        "rewards": [{"name": "found"}],
+    }
+
+    def load(self, setup: Setup) -> World:
+        """Each number once: nothing is held back, for nothing of it can be known by heart."""
+        rows = [{"prompt": f"guess 1 to {self.largest}", "number": n} for n in range(1, self.largest + 1)]
+        return World(
+            make_prompt_set(rows, rows, rows),
+            source=f"numbers from 1 to {self.largest}",
+            rewards={"found": found},
+            respond=respond,
+            words=lambda: ["guess", "to", "higher", "lower", *map(str, range(1, self.largest + 1))],
+            pairs=lambda: [self.lesson(setup.config.sampling.turns, random.Random(n)) for n in range(self.lessons)],
+        )
+
+    def lesson(self, turns: int, draw: random.Random) -> tuple[str, ...]:
+        """A game: each guess at random among all numbers, or among those that are left."""
+        number, said, left = draw.randint(1, self.largest), [], range(1, self.largest + 1)
+        for _ in range(turns):
+            guess = draw.choice(left if draw.random() < 0.5 else range(1, self.largest + 1))
+            answer = hint(str(guess), number)
+            said += [str(guess)] if answer is None else [str(guess), answer]
+            if answer is None:
+                break
+            left = [one for one in left if (one > guess if answer == "higher" else one < guess)]
+        return (f"guess 1 to {self.largest}", *said[: 2 * turns - 1])

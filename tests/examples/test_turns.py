@@ -1,0 +1,231 @@
+"""Tools and games in turns through the command: a calculator that is called, a number that is guessed."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from support.imports import ROOT
+from support.stopping import stopped_after
+from support.text_task import assert_same_bits, final_state, rows
+
+from grpo_jax import evaluate
+from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.policy import run_config
+from grpo_jax.runs.warm_start import supervised_batch
+from grpo_jax.train import main
+
+CALCULATOR, GUESS = (ROOT / "examples" / name / "task.py" for name in ("calculator", "guess_the_number"))
+SMALL = {
+    "policy.new.width": 16,
+    "policy.new.layers": 1,
+    "policy.new.heads": 2,
+    "policy.remat": "none",
+    "warm_start.steps": 120,
+    "warm_start.batch": 16,
+    "warm_start.learning_rate": 0.03,
+    "sampling.group_size": 4,
+    "training.prompts_per_batch": 4,
+    "training.max_steps": 2,
+    "training.save_every": 0,
+    "evaluation.sampled": "false",
+    "evaluation.prompts": 4,
+    "evaluation.validation_prompts": 4,
+    "report_to": "[]",
+}
+
+
+def command(task, run, **changes):
+    return ["--task", task, *(f"--{name}={value}" for name, value in {**SMALL, "run_dir": run, **changes}.items())]
+
+
+@pytest.fixture(scope="module")
+def calculated(tmp_path_factory):
+    run = tmp_path_factory.mktemp("calculator") / "run"
+    assert main(command(f"{CALCULATOR}:Calculator", run)) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def guessed(tmp_path_factory):
+    run = tmp_path_factory.mktemp("guess") / "run"
+    assert main(command(f"{GUESS}:GuessTheNumber", run, **{"evaluation.every": 1})) == 0
+    return run
+
+
+def completions(run, step):
+    return pyarrow.parquet.read_table(run / "completions" / f"step_{step:06d}.parquet").to_pylist()
+
+
+def episodes(run, step):
+    found = {}
+    for turn in completions(run, step):
+        found.setdefault(turn["episode"], []).append(turn)
+    assert list(found) == list(range(16))
+    assert all([turn["turn"] for turn in turns] == list(range(1, len(turns) + 1)) for turns in found.values())
+    return list(found.values())
+
+
+def test_they_are_short():
+    for file in (CALCULATOR, GUESS):
+        assert len(file.read_text().splitlines()) < 110
+
+
+def test_the_calculator_is_asked_and_answers(calculated):
+    """Every table row by Python's own arithmetic; some ask, some guess at once."""
+    asked = 0
+    for step in (1, 2):
+        for turns in episodes(calculated, step):
+            first, last = turns[0], turns[-1]
+            words = first["text"].split()
+            called = len(words) == 4 and words[0] == "call" and words[2] in ("plus", "minus")
+            assert len(turns) == 1 + called
+            if called:
+                expression = first["text"].removeprefix("call ").replace("plus", "+").replace("minus", "-")
+                assert first["answer"] == str(eval(expression)) and first["reward/right"] == 0
+            assert last["answer"] is None
+            expected = eval(last["prompt"].replace("plus", "+").replace("minus", "-"))
+            assert last["reward/right"] == float(last["text"] == str(expected))
+            assert [turn["watch/asked"] for turn in turns] == [first["text"] == f"call {first['prompt']}"] * len(turns)
+            assert len({turn["advantage"] for turn in turns}) == 1  # the end weighs all turns alike
+            asked += called
+    assert 0 < asked < 32
+
+
+def test_a_lesson_is_an_episode_as_it_is_sampled(calculated):
+    """The teacher's texts are learned with their ends, the tool's answer is read."""
+    parts = load_parts(run_config(calculated), lambda *_: None)
+    lesson = next(pair for pair in parts.world.pairs() if len(pair) == 4)
+    batch = supervised_batch(parts, parts.policy.variables, [lesson, lesson[:2]])
+    words = parts.policy.loaded.tokenizer.convert_ids_to_tokens
+    present, mask = batch.present[0, 0], batch.mask[0, 0]
+    first, answer, second = lesson[1].split(), lesson[2], lesson[3]
+    expected = [*first, "<|end|>"][:5]
+    cut_off = ["<|end|>"] if len(first) > 4 else []
+    assert words(batch.tokens[0, 0][present]) == [*expected, *cut_off, answer, "<|next|>", second, "<|end|>"]
+    assert words(batch.tokens[0, 0][mask]) == [*expected, second, "<|end|>"]
+    assert batch.mask[1].sum() == batch.present[1].sum() == len(expected)
+    assert batch.tokens.shape == (2, 1, 14)
+
+
+def test_metrics_tell_of_turns(calculated):
+    (row, _), table = rows(calculated), episodes(calculated, 1)
+    for turn in (1, 2):
+        values = [turns[turn - 1]["reward/right"] for turns in table if len(turns) >= turn]
+        assert row[f"reward/right@turn{turn}"] == pytest.approx(np.mean(values))
+        lengths = [turns[turn - 1]["length"] for turns in table if len(turns) >= turn]
+        assert row[f"completion_tokens@turn{turn}"] == pytest.approx(np.mean(lengths))
+    assert row["reward/right/mean"] == pytest.approx(np.mean([turns[-1]["reward/right"] for turns in table]))
+    assert row["turns"] == pytest.approx(np.mean([len(turns) for turns in table]))
+    assert row["completion_tokens"] == pytest.approx(np.mean([sum(t["length"] for t in turns) for turns in table]))
+    # An answer is the number and the mark behind it, after an end mark where the call was cut off.
+    said = [2 + turns[0]["truncated"] if len(turns) > 1 else 0 for turns in table]
+    assert row["answer_tokens"] == pytest.approx(np.mean(said))
+    assert {"seconds/respond", "seconds/sample", "seconds/score"} <= json.loads(
+        (calculated / "metrics.jsonl").read_text().splitlines()[0]
+    ).keys()
+
+
+def test_a_game_ends_when_the_number_is_found(guessed):
+    """Hints are right, a turn's advantage is that of the same turn in its group, of what comes from there on."""
+    ended = 0
+    for step in (1, 2):
+        table = episodes(guessed, step)
+        for turns in table:
+            assert all(turn["reward/found"] == 0 for turn in turns[:-1])
+            assert all(turn["answer"] in ("higher", "lower") for turn in turns[:-1]) and len(turns) <= 3
+            ended += len(turns) < 3
+        for group in (table[start : start + 4] for start in range(0, 16, 4)):
+            for turn in range(3):
+                at = [turns for turns in group if len(turns) > turn]
+                returns = np.array([sum(one["reward/found"] for one in turns[turn:]) for turns in at])
+                spread = returns.std(ddof=1) if len(at) > 1 else 0
+                expected = (returns - returns.mean()) / (spread + 1e-4) if spread else 0 * returns
+                np.testing.assert_allclose([turns[turn]["advantage"] for turns in at], expected, atol=1e-4)
+    assert ended > 0
+
+
+def test_held_out_measures_and_report_tell_of_turns(guessed):
+    summary = json.loads((guessed / "summary.json").read_text())["evaluation"]
+    names = {"found", *(f"found_{what}" for what in ("turn_1", "turn_2", "peak", "kept", "gain"))}
+    assert names <= summary.keys()
+    after = {name: summary[name]["after"] for name in names}
+    shown = json.loads((guessed / "images" / "episodes.json").read_text())
+    scores = [[turn["scores"]["found"] for turn in entry["turns"]] for entry in shown]
+    assert len(scores) == 4 and shown[0]["turns"][0]["answer"] in ("higher", "lower", None)
+    by_turn = [[one[min(turn, len(one) - 1)] for one in scores] for turn in range(3)]
+    assert [after["found_turn_1"], after["found_turn_2"], after["found"]] == [np.mean(one) for one in by_turn]
+    assert after["found_peak"] == after["found"] and after["found_gain"] == after["found"] - after["found_turn_1"]
+    page = (guessed / "report.html").read_text()
+    assert "<h2>Episodes</h2>" in page and "Turn by turn" in page and "found, turn 3" in page
+    assert "found peak" not in page.partition("Turn by turn")[0]  # the table has them, no card does
+    assert "validation/found_turn_1" in rows(guessed)[0]
+
+
+def test_a_checkpoint_is_measured_again_turn_by_turn(guessed, capsys):
+    assert evaluate.main(["--run", str(guessed), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["greedy"]
+    summary = json.loads((guessed / "summary.json").read_text())["evaluation"]
+    assert {name: values["after"] for name, values in summary.items()} == again
+
+
+def test_stopped_and_resumed_is_uninterrupted(guessed, tmp_path):
+    run = tmp_path / "run"
+    with stopped_after(run, 1):
+        assert main(command(f"{GUESS}:GuessTheNumber", run, **{"evaluation.every": 1})) == 0
+    assert len(rows(run)) == 1
+    assert main(["--resume", "--run_dir", str(run)]) == 0
+    assert rows(run) == rows(guessed)
+    assert completions(run, 2) == completions(guessed, 2)
+    (state, progress), (other, other_progress) = final_state(run), final_state(guessed)
+    assert_same_bits(state, other)
+    assert progress == other_progress
+
+
+@pytest.mark.parametrize("isolated", ["false", "true"])
+def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path, isolated):
+    (tmp_path / "sums.txt").write_text("".join(f"{n} plus {n + 1}\n" for n in range(8)))
+    (tmp_path / "mine.py").write_text("def brief(completions, episodes):\n    return [-len(t) for t in completions]\n")
+    options = {
+        "task.environment": f"{CALCULATOR}:respond",
+        "task.isolated": isolated,
+        "policy.path": calculated / "policy",
+        "data.prompts": tmp_path / "sums.txt",
+        "sampling.turns": 2,
+        "sampling.max_new_tokens": 5,
+        "sampling.max_answer_tokens": 4,
+        "warm_start.steps": 0,
+        "training.max_steps": 1,
+        "evaluation.every": 0,
+        "rewards": json.dumps([{"name": f"{tmp_path}/mine.py:brief", "isolated": isolated == "true"}]),
+    }
+    if isolated == "true":
+        options |= {"algorithm.turn_advantage": "return", "algorithm.dead_groups": "resample"}
+    assert main(command("text", tmp_path / "run", **options)) == 0
+    table = episodes(tmp_path / "run", 1)
+    assert {len(turns) for turns in table} == {1, 2}
+    assert all(turns[0]["answer"].lstrip("-").isdigit() for turns in table if len(turns) == 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "task.environment: expected a function with sampling.turns above 1"),
+        ({"sampling.turns": 1, "task.environment": "a.py:b"}, "sampling.turns: expected at least 2 with task.env"),
+        ({"task.environment": f"{CALCULATOR}:nothing"}, "has no nothing"),
+        ({"task.environment": f"{CALCULATOR}:SIGNS"}, "it is a dict, not a function"),
+        ({"task.environment": f"{CALCULATOR}:SIGNS", "task.isolated": "true"}, "it is a dict, not a function"),
+        ({"task": f"{ROOT}/examples/own_task/task.py:Countdown"}, "this task answers nothing"),
+        ({"sampling.max_answer_tokens": 1, "task.environment": f"{CALCULATOR}:respond"}, "max_answer_tokens is 1"),
+    ],
+)
+def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
+    (tmp_path / "sums.txt").write_text("".join(f"{n} plus {n + 1}\n" for n in range(8)))
+    (tmp_path / "mine.py").write_text("def brief(completions):\n    return [-len(t) for t in completions]\n")
+    given = {"policy.path": calculated / "policy", "sampling.turns": 2, "warm_start.steps": 0, **options}
+    task = given.pop("task", "text")
+    if task == "text":
+        given |= {"data.prompts": tmp_path / "sums.txt", "rewards": json.dumps([{"name": f"{tmp_path}/mine.py:brief"}])}
+    assert main(command(task, tmp_path / "run", **given)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

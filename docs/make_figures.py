@@ -1,7 +1,8 @@
 """Makes the pictures of the README from a finished run.
 
 pip install -e ".[figures]"
-python docs/make_figures.py --run runs/my_run        # writes docs/images/gallery.png and curves.png
+python docs/make_figures.py --run runs/my_run              # writes docs/images/gallery.png and curves.png
+python docs/make_figures.py --run runs/my_refinement       # a run of several turns: docs/images/episodes.png
 """
 
 from __future__ import annotations
@@ -22,27 +23,35 @@ HERE = Path(__file__).parent
 BLUE, GREY, GREEN = "#2a6fdb", "#8a8f98", "#2e8b57"
 
 
-def gallery(run: Path, target: Path, pairs: int, columns: int = 4) -> None:
+def gallery(run: Path, target: Path, pairs: int) -> None:
     """Before/after pairs of the run's first held-out prompts."""
-    texts = json.loads((run / "images" / "gallery.json").read_text())[:pairs]
+    entries = json.loads((run / "images" / "gallery.json").read_text())[:pairs]
+    draw_pairs(run, target, ("before", "after"), [(entry["prompt"], [entry["rewrite"]]) for entry in entries])
+
+
+def episodes(run: Path, target: Path, pairs: int) -> None:
+    """What the run's first held-out prompts led to in their first and second turns."""
+    entries = json.loads((run / "images" / "episodes.json").read_text())[:pairs]
+    texts = [(entry["prompt"], [turn["text"] for turn in entry["turns"][:2]]) for entry in entries]
+    draw_pairs(run, target, ("turn_1", "turn_2"), texts)
+
+
+def draw_pairs(
+    run: Path, target: Path, names: tuple[str, str], texts: list[tuple[str, list[str]]], columns: int = 4
+) -> None:
+    """Two pictures of each prompt side by side, the prompt above, what was written below."""
     rows = -(-len(texts) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.1 * columns, 2.45 * rows), squeeze=False)
+    height = 1.85 + 0.2 * max(len(written) for _, written in texts)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.1 * columns, height * rows), squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
-    for index, (axis, entry) in enumerate(zip(axes.flat, texts, strict=False)):
-        before, after = (imread(run / "images" / f"{index:03d}_{when}.png")[..., :3] for when in ("before", "after"))
-        gap = np.ones((before.shape[0], max(before.shape[1] // 8, 1), 3))
-        axis.imshow(np.concatenate([before, gap, after], axis=1), interpolation="nearest")
-        axis.set_title(textwrap.fill(entry["prompt"], 44), fontsize=7.5, color=GREY)
-        axis.text(
-            0.5,
-            -0.05,
-            textwrap.fill(entry["rewrite"], 44),
-            fontsize=7.5,
-            ha="center",
-            va="top",
-            transform=axis.transAxes,
-        )
+    for index, (axis, (prompt, written)) in enumerate(zip(axes.flat, texts, strict=False)):
+        left, right = (imread(run / "images" / f"{index:03d}_{name}.png")[..., :3] for name in names)
+        gap = np.ones((left.shape[0], max(left.shape[1] // 8, 1), 3))
+        axis.imshow(np.concatenate([left, gap, right], axis=1), interpolation="nearest")
+        axis.set_title(textwrap.fill(prompt, 44), fontsize=7.5, color=GREY)
+        below = "\n".join(textwrap.fill(text, 52) for text in written)
+        axis.text(0.5, -0.05, below, fontsize=7.5, ha="center", va="top", transform=axis.transAxes)
     figure.tight_layout(h_pad=2.2)
     figure.savefig(target, dpi=130)
 
@@ -76,9 +85,13 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--pairs", type=int, default=12)
     options = parser.parse_args()
-    (HERE / "images").mkdir(exist_ok=True)
-    gallery(options.run, HERE / "images" / "gallery.png", options.pairs)
-    curves(options.run, HERE / "images" / "curves.png")
+    images = HERE / "images"
+    images.mkdir(exist_ok=True)
+    if (options.run / "images" / "episodes.json").exists():
+        episodes(options.run, images / "episodes.png", options.pairs)
+        return
+    gallery(options.run, images / "gallery.png", options.pairs)
+    curves(options.run, images / "curves.png")
 
 
 if __name__ == "__main__":

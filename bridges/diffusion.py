@@ -1,12 +1,10 @@
-"""Prompts to pictures, through diffusers' `StableDiffusion3Pipeline` (Esser et al. 2024, arXiv:2403.03206).
+"""Prompts to pictures, through a text-to-image pipeline of diffusers.
 
 The noise of a picture is a function of its seed alone and is drawn on the CPU, so that it is the same on
 every device; the batch shape is fixed, so that a picture does not depend on how many others were asked for.
 """
 
 import copy
-import json
-import logging
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,15 +12,12 @@ from pathlib import Path
 
 import torch
 
-from bridges import bundled
-from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
-from grpo_jax.errors import UserError
+from bridges.loading import first_line, torch_device, torch_dtype
+from bridges.pipelines import describe, find_pipeline, load_pipeline
 
-T5_WINDOW = 256  # the pipeline's own default for the tokens of the T5 encoder
-HUB_HELP = (
-    "log in with `hf auth login` after accepting the model's licence on its page, or give the path of a "
-    "folder that holds a StableDiffusion3Pipeline"
-)
+STABLE_DIFFUSION_3 = "StableDiffusion3Pipeline"
+UNCHANGED = {"clean_caption": False, "use_resolution_binning": False}
+"""For pipelines that would otherwise draw other words or another size than those they are asked for."""
 
 
 class RenderError(RuntimeError):
@@ -37,9 +32,10 @@ class RenderSettings:
         steps: denoising steps.
         guidance: classifier-free guidance scale; 1 does without, at half the cost.
         size: height and width in pixels.
-        max_sequence_length: tokens given to the T5 encoder, at most 512; None is 256 with T5 and 1 without it
-            (the pipeline pads what is absent with zeros, which cost time).
+        max_sequence_length: tokens given to text encoders without a window of their own, at most 512; None takes
+            what the renderer was loaded with.
         batch_size: pictures drawn at once; the last batch of a call is padded to it.
+        negative_prompt: what guidance leads away from; None takes the pipeline's own.
     """
 
     steps: int
@@ -47,6 +43,7 @@ class RenderSettings:
     size: int
     max_sequence_length: int | None = None
     batch_size: int = 1
+    negative_prompt: str | None = None
 
     def __post_init__(self):
         """Checks the ranges."""
@@ -82,40 +79,41 @@ class _ImageCache:
 
 
 class Renderer:
-    """A loaded pipeline with its image cache; make one with `load_renderer`.
+    """A loaded pipeline with its image cache; make one with `load_renderer` or `text_to_image.load_any`.
 
     Attributes:
-        pipeline: the `StableDiffusion3Pipeline`.
+        pipeline: of diffusers.
         device: where it runs, and where its pictures are.
-        window: tokens of a prompt that reach the picture, the special ones included: T5's where it is loaded
-            (fewer if the settings' `max_sequence_length` is less), otherwise those of the CLIP encoders.
+        about: what is known of the pipeline.
     """
 
-    def __init__(self, pipeline, device: torch.device, cache_bytes: int):
-        """Takes the parts as `load_renderer` makes them."""
+    def __init__(self, pipeline, device: torch.device, cache_bytes: int, length: int | None = None):
+        """Takes a pipeline as it is loaded, and the tokens for text encoders without a window of their own."""
         self.pipeline = pipeline
         self.device = device
-        self.has_t5 = pipeline.text_encoder_3 is not None
-        clip_window = _clip_window(pipeline)
-        pipeline.tokenizer_max_length = clip_window
-        self.window = T5_WINDOW if self.has_t5 else clip_window
+        self.about = describe(pipeline, length)
         # Copies: a tokenizer keeps its truncation between calls, and counting goes on while another thread renders.
-        used = [pipeline.tokenizer_3] if self.has_t5 else [pipeline.tokenizer, pipeline.tokenizer_2]
-        self._counters = [copy.deepcopy(tokenizer) for tokenizer in used]
+        self._counters = [copy.deepcopy(tokenizer) for tokenizer in self.about.tokenizers]
         self._cache = _ImageCache(cache_bytes)
-        self._negatives: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._negatives: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
+
+    @property
+    def window(self) -> int:
+        """Tokens of a prompt that reach the picture (fewer if the settings' `max_sequence_length` is less)."""
+        return self.about.window
 
     @property
     def default_size(self) -> int:
         """Height and width that the model was made for."""
-        return self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
+        return self.about.size
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """Tokens of each text, special ones included, before any is cut off at `window`."""
         # verbose=False: texts longer than the window are what is being counted, not worth a warning
-        counts = [[len(t(text, verbose=False).input_ids) for text in texts] for t in self._counters]
-        return [max(column) for column in zip(*counts, strict=True)]
+        read = [self.about.read(text) for text in texts]
+        counts = [[len(t(text, verbose=False).input_ids) for text in read] for t in self._counters]
+        return [max(column) - self.about.prefix_tokens for column in zip(*counts, strict=True)]
 
     def render(self, prompts: list[str], seeds: list[int], settings: RenderSettings) -> torch.Tensor:
         """Draws one picture per prompt and seed.
@@ -136,7 +134,7 @@ class Renderer:
         """
         if len(prompts) != len(seeds):
             raise ValueError(f"seeds: expected one for each of {len(prompts)} prompts, got {len(seeds)}")
-        self._check_size(settings.size)
+        self.about.check_size(settings.size)
         if not prompts:
             return torch.zeros((0, 3, settings.size, settings.size), device=self.device)
         keys = [(prompt, int(seed), settings) for prompt, seed in zip(prompts, seeds, strict=True)]
@@ -152,24 +150,20 @@ class Renderer:
 
     def _draw(self, batch: list[tuple], settings: RenderSettings) -> torch.Tensor:
         padded = batch + [batch[-1]] * (settings.batch_size - len(batch))
-        length = settings.max_sequence_length or (T5_WINDOW if self.has_t5 else 1)
-        negatives = {}
-        if settings.guidance > 1:
-            embeddings, pooled = self._empty_prompt(length)
-            negatives["negative_prompt_embeds"] = embeddings.expand(len(padded), -1, -1)
-            negatives["negative_pooled_prompt_embeds"] = pooled.expand(len(padded), -1)
+        length = settings.max_sequence_length or self.about.length
+        options = {"guidance_scale": settings.guidance, "max_sequence_length": length, **UNCHANGED}
         try:
             with torch.no_grad():
                 images = self.pipeline(
                     prompt=[prompt for prompt, _, _ in padded],
+                    # One for each picture: noise has the pipeline's own shape, and a scheduler's later noise follows.
                     generator=[torch.Generator().manual_seed(seed) for _, seed, _ in padded],
                     num_inference_steps=settings.steps,
-                    guidance_scale=settings.guidance,
                     height=settings.size,
                     width=settings.size,
-                    max_sequence_length=length,
                     output_type="pt",
-                    **negatives,
+                    **{name: value for name, value in options.items() if name in self.about.takes},
+                    **self._negative(settings, len(padded), length),
                 ).images[: len(batch)]
         except Exception as error:
             raise RenderError(f"the renderer failed: {type(error).__name__}: {first_line(error)}") from error
@@ -182,35 +176,38 @@ class Renderer:
             )
         return images
 
-    def _empty_prompt(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The empty negative prompt as [1, tokens, width] and [1, width]; encoded once per length."""
-        if length not in self._negatives:
-            with torch.no_grad():
-                embeddings, _, pooled, _ = self.pipeline.encode_prompt(
-                    "", None, None, do_classifier_free_guidance=False, max_sequence_length=length
-                )
-            self._negatives[length] = embeddings, pooled
-        return self._negatives[length]
+    def _negative(self, settings: RenderSettings, count: int, length: int | None) -> dict:
+        """What the pipeline is told of the negative prompt.
 
-    def _check_size(self, size: int) -> None:
-        config = self.pipeline.transformer.config
-        multiple = self.pipeline.vae_scale_factor * config.patch_size
-        largest = multiple * config.pos_embed_max_size
-        if size % multiple or size > largest:
-            nearest = min(max(round(size / multiple), 1) * multiple, largest)
-            raise UserError(
-                f"picture size {size}: this renderer draws multiples of {multiple} up to {largest}; try {nearest}"
+        Stable Diffusion 3 would encode it anew for each picture, by T5 too: it is given the states of one.
+        """
+        text = settings.negative_prompt
+        if settings.guidance <= 1 or (text is None and self.about.kind != STABLE_DIFFUSION_3):
+            return {}
+        if self.about.kind != STABLE_DIFFUSION_3:
+            return {"negative_prompt": [text] * count}
+        key = text or "", length
+        if key not in self._negatives:
+            embeddings, _, pooled, _ = self.pipeline.encode_prompt(
+                key[0], None, None, do_classifier_free_guidance=False, max_sequence_length=length
             )
+            self._negatives[key] = embeddings, pooled
+        embeddings, pooled = self._negatives[key]
+        return {
+            "negative_prompt_embeds": embeddings.expand(count, -1, -1),
+            "negative_pooled_prompt_embeds": pooled.expand(count, -1),
+        }
 
 
 @dataclass(frozen=True)
 class ConfiguredRenderer:
-    """A renderer with the settings of training and of evaluation; made by `renderers.stable_diffusion_3`."""
+    """A renderer with the settings of training and of evaluation, its name and what it is; made by a judge's file."""
 
     renderer: Renderer
     training: RenderSettings
     evaluation: RenderSettings
     name: str
+    kind: str
 
     @property
     def device(self) -> torch.device:
@@ -226,7 +223,7 @@ class ConfiguredRenderer:
     def summary(self) -> str:
         """One line for the opening of a run."""
         steps = self.training.steps
-        return f"{self.name}: Stable Diffusion 3, {steps} steps, window {self.window} tokens, on {self.device}"
+        return f"{self.name}: {self.kind}, {steps} steps, window {self.window} tokens, on {self.device}"
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """As `Renderer.count_tokens`."""
@@ -264,75 +261,11 @@ def load_renderer(
     from diffusers import StableDiffusion3Pipeline
 
     target, torch_type = torch_device(device), torch_dtype(dtype)
-    source, index = find_pipeline(path)
-    with quiet_loading():
-        has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
-        absent = {} if use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
-        try:
-            pipeline = StableDiffusion3Pipeline.from_pretrained(
-                source, dtype=torch_type, use_safetensors=True, **absent
-            )
-        except Exception as error:
-            raise _cannot_load(source, error) from error
-        if pipeline.transformer.dtype != torch_type:  # diffusers before `dtype=` ignores the argument
-            pipeline.to(dtype=torch_type)
-        pipeline.to(target)
-    pipeline.set_progress_bar_config(disable=True)
-    _silence_truncation(pipeline)
+    source, index = find_pipeline(path, STABLE_DIFFUSION_3)
+    has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
+    absent = {} if use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
+    pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, torch_type, **absent)
     return Renderer(pipeline, target, cache_bytes)
-
-
-def find_pipeline(path: str | Path) -> tuple[Path | str, dict]:
-    """Where a pipeline is, a folder or a hub id, and its table of contents; no weight is read.
-
-    Args:
-        path: as `load_renderer` takes it.
-
-    Raises:
-        UserError: if there is no such pipeline, or it is of another kind.
-    """
-    path = bundled(str(path), "renderer") or path
-    source = local_folder(str(path)) or str(path)
-    with quiet_loading():
-        try:
-            index = _model_index(source)
-        except Exception as error:
-            raise _cannot_load(source, error) from error
-    name = index.get("_class_name")
-    if name != "StableDiffusion3Pipeline":
-        raise UserError(f"{source} holds a {name}; the renderer needs a StableDiffusion3Pipeline")
-    return source, index
-
-
-def _silence_truncation(pipeline) -> None:
-    # What falls outside the window is counted by `count_tokens`; log lines in the progress bar say no more. The
-    # pipeline has a line for every cut prompt, the tokenizers one for the first: they remember it in this dict.
-    logging.getLogger("diffusers.pipelines.stable_diffusion_3").setLevel(logging.ERROR)
-    for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2, pipeline.tokenizer_3):
-        if tokenizer is not None:
-            tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-
-
-def _model_index(source: str | Path) -> dict:
-    """The pipeline's table of contents, which says its class and its parts."""
-    if isinstance(source, Path):
-        return json.loads((source / "model_index.json").read_text())
-    from huggingface_hub import hf_hub_download
-
-    return json.loads(Path(hf_hub_download(source, "model_index.json")).read_text())
-
-
-def _cannot_load(source: str | Path, error: Exception) -> UserError:
-    reason = first_line(error)
-    if isinstance(source, Path):
-        return UserError(f"cannot load the renderer from {source}: {reason}; is the folder complete?")
-    return UserError(f"cannot load the renderer {source!r} from the hub: {HUB_HELP} ({reason})")
-
-
-def _clip_window(pipeline) -> int:
-    parts = ((pipeline.tokenizer, pipeline.text_encoder), (pipeline.tokenizer_2, pipeline.text_encoder_2))
-    # a tokenizer saved without a limit reports 1e30: the encoder's positions are the real one
-    return min(min(t.model_max_length, e.config.max_position_embeddings) for t, e in parts)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -1,6 +1,7 @@
 """What the loaders of renderer and scorer share: names of devices and dtypes, silence, helpful errors."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +66,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keeps the libraries' progress bars and log lines off the terminal while models are loaded.
+    """Keeps the libraries' progress bars, log lines and warnings off the terminal while models are loaded.
 
     Failures are not hidden: they arrive as exceptions, and the loaders turn them into one line.
     """
@@ -78,7 +79,9 @@ def quiet_loading() -> Iterator[None]:
         module.disable_progress_bar()
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(disabled)
         for module in shown:

@@ -11,11 +11,12 @@ import torch
 from bridges.loading import first_line, local_folder, quiet_loading
 from grpo_jax.errors import UserError
 
-MODELS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+MODELS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
-    """Numbers in each model of a `StableDiffusion3Pipeline` folder, widths of its VAE's blocks, edge of its pictures.
+    """Numbers in each model of a pipeline's folder, widths of its VAE's blocks, edge of its pictures.
 
     Raises:
         UserError: there is no such folder, or a config in it is missing or of another kind.
@@ -26,9 +27,47 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     index = _read(folder / "model_index.json")
     named = {name: index[name] for name in MODELS if index.get(name, [None])[0]}
     sizes = {name: _size(library, kind, folder / name / "config.json") for name, (library, kind) in named.items()}
-    widths = tuple(_read(folder / "vae" / "config.json")["block_out_channels"])
-    latents = _read(folder / "transformer" / "config.json")["sample_size"]
+    vae = _read(folder / "vae" / "config.json")
+    widths = tuple(vae.get("block_out_channels") or vae["encoder_block_out_channels"])
+    drawing = _read(folder / ("transformer" if "transformer" in named else "unet") / "config.json")
+    latents = drawing.get("sample_size", 128)  # FLUX's transformer has none: its pipeline says 128
     return sizes, widths, latents * 2 ** (len(widths) - 1)
+
+
+def renderer_memory(
+    sizes: dict[str, int],
+    widths: tuple[int, ...],
+    edge: int,
+    *,
+    dtype: str,
+    batch_size: int,
+    cache_megabytes: int,
+    texts: str = "",
+) -> list[tuple[str, int, str]]:
+    """What a renderer takes: weights, and the working memory of its VAE, which is the most.
+
+    The VAE holds three pictures of the second widest features at full size: those before, within and after its last
+    block.
+
+    Args:
+        sizes: numbers in each model.
+        widths: of the VAE's blocks.
+        edge: height and width of a picture.
+        dtype: of weights and computation.
+        batch_size: pictures drawn at once.
+        cache_megabytes: for pictures that are kept.
+        texts: more to say of the text encoders.
+    """
+    item = ITEM_BYTES[dtype]
+    network, called = ("transformer", "transformer") if "transformer" in sizes else ("unet", "U-Net")
+    encoders = sum(size for name, size in sizes.items() if name.startswith("text_encoder"))
+    features = 3 * batch_size * widths[:2][-1] * edge * edge * item
+    return [
+        (f"{called} and VAE", item * (sizes[network] + sizes["vae"]), dtype),
+        ("text encoders", item * encoders, f"{dtype}{texts}"),
+        ("drawing", features, f"estimate: {batch_size} pictures of {edge} x {edge} in the VAE"),
+        ("picture cache", cache_megabytes * 2**20, "cache_megabytes, once full"),
+    ]
 
 
 def clip_size(model: str) -> int:

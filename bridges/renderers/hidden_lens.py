@@ -42,7 +42,7 @@ class HiddenLens:
             RenderSettings(steps, 1.0, renderer.default_size, batch_size=self.batch_size)
             for steps in (self.steps, self.eval_steps)
         )
-        return Looking(ConfiguredRenderer(renderer, training, evaluation, "miniature"))
+        return Looking(ConfiguredRenderer(renderer, training, evaluation, "miniature", "Stable Diffusion 3"))
 
     def oracle(self, requested: dict[str, str], seed: int) -> str:
         """The best words for a request, if one knew the lens of its seed."""

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from grpo_jax.config.fields import may_change, require
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 PUBLISHED: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
     "stabilityai/stable-diffusion-3-medium-diffusers": (
         {
@@ -88,32 +86,25 @@ class StableDiffusion3:
         size = self.size or renderer.default_size
         training = RenderSettings(self.steps, self.guidance, size, batch_size=self.batch_size)
         evaluation = RenderSettings(self.eval_steps, self.eval_guidance, size, batch_size=self.batch_size)
-        return ConfiguredRenderer(renderer, training, evaluation, self.path)
+        return ConfiguredRenderer(renderer, training, evaluation, self.path, "Stable Diffusion 3")
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Weights from the config files; working memory is that of the VAE, which is the most.
+        """Weights from the config files, and the working memory of the VAE."""
+        from bridges import bundled, shapes
 
-        It holds three pictures of the second widest features at full size: those before, within and after its last
-        block.
-        """
-        sizes, widths, edge = PUBLISHED.get(self.path) or self._sizes()
-        edge, item = self.size or edge, ITEM_BYTES[self.dtype]
+        known = PUBLISHED.get(self.path) or shapes.pipeline_sizes(str(bundled(self.path, "renderer") or self.path))
+        sizes, widths, edge = known
         used = {name: size for name, size in sizes.items() if self.use_t5 or name != "text_encoder_3"}
-        texts = sum(size for name, size in used.items() if name.startswith("text_encoder"))
-        features = 3 * self.batch_size * widths[:2][-1] * edge * edge * item
-        with_t5 = "with T5" if "text_encoder_3" in used else "without T5"
-        return [
-            ("transformer and VAE", item * (used["transformer"] + used["vae"]), self.dtype),
-            ("text encoders", item * texts, f"{self.dtype}, {with_t5}"),
-            ("drawing", features, f"estimate: {self.batch_size} pictures of {edge} x {edge} in the VAE"),
-            ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
-        ]
+        return shapes.renderer_memory(
+            used,
+            widths,
+            self.size or edge,
+            dtype=self.dtype,
+            batch_size=self.batch_size,
+            cache_megabytes=self.cache_megabytes,
+            texts=", with T5" if "text_encoder_3" in used else ", without T5",
+        )
 
     def savings(self) -> list[dict[str, Any]]:
         """Fields that can take less memory; working memory first."""
         return [{"batch_size": 1}, {"dtype": "bfloat16"}, {"use_t5": False}]
-
-    def _sizes(self) -> tuple[dict[str, int], tuple[int, ...], int]:
-        from bridges import bundled, shapes
-
-        return shapes.pipeline_sizes(str(bundled(self.path, "renderer") or self.path))

@@ -31,6 +31,7 @@ SECTIONS = {field.name for kind in CONFIGS for field in dataclasses.fields(kind)
 RENAMED = {old for kind in TASK_CLASSES for old in kind.renamed}
 SHIPPED = (
     *("prompt_enhancement_miniature", "prompt_recreation_miniature", "prompt_refinement_miniature"),
+    *("prompt_enhancement_sdxl_turbo", "prompt_enhancement_flux_schnell"),
     *("recommendation_quick", "cartpole_grpo"),
 )
 FOLDERS = "|".join(("grpo_jax", "bridges", "configs", "tests", "benchmarks", "docs", "examples", "scripts"))

@@ -191,7 +191,7 @@ def stable_diffusion_3(folder, *, t5: bool = True, window: int = 77, seed: int =
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    t5_tokenizer, t5_encoder = _t5(d_model=40) if t5 else (None, None)
+    t5_tokenizer, t5_encoder = tiny_t5(d_model=40) if t5 else (None, None)
     pipeline = StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -226,7 +226,8 @@ def _clip_text_encoder(tokenizer: CLIPTokenizer, activation: str):
     return CLIPTextModelWithProjection(config).eval()
 
 
-def _t5(d_model: int):
+def tiny_t5(d_model: int):
+    """A tokenizer of letters and a T5 encoder of one layer."""
     from transformers import T5Config, T5EncoderModel
 
     pieces = ["<pad>", "</s>", "<unk>", "▁"] + list(LETTERS) + ["▁" + letter for letter in LETTERS]

@@ -1,0 +1,333 @@
+"""Any pipeline of diffusers as a judge: the pictures, windows and weights are those of diffusers itself."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from support import tiny_models, tiny_pipelines  # noqa: E402
+
+from bridges.renderers.text_to_image import TextToImage  # noqa: E402
+from grpo_jax.errors import UserError  # noqa: E402
+
+# torch's arrays and NumPy 2, inside diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+MAKERS = {
+    "StableDiffusionPipeline": tiny_pipelines.stable_diffusion,
+    "StableDiffusionXLPipeline": tiny_pipelines.stable_diffusion_xl,
+    "StableDiffusion3Pipeline": tiny_models.stable_diffusion_3,
+    "FluxPipeline": tiny_pipelines.flux,
+    "SanaPipeline": tiny_pipelines.sana,
+    "PixArtSigmaPipeline": tiny_pipelines.pixart_sigma,
+}
+FIXED_WINDOW = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
+PROMPTS, SEEDS = ["a red dog", "Two cats", "a dog of red"], [3, 2**40, 5]
+
+each_kind = pytest.mark.parametrize("kind", MAKERS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A pipeline of each kind."""
+    return {kind: make(tmp_path_factory.mktemp(kind)) for kind, make in MAKERS.items()}
+
+
+@pytest.fixture(scope="module")
+def judges(folders):
+    return {kind: judge_of(kind, folder) for kind, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def load(judges):
+    """load(kind) → what it loads, once."""
+    loaded = {}
+
+    def load_once(kind):
+        if kind not in loaded:
+            loaded[kind] = judges[kind].load("cpu")
+        return loaded[kind]
+
+    return load_once
+
+
+def judge_of(kind, folder, **fields) -> TextToImage:
+    """A judge of two steps that guides in training and does not in evaluation, nor ever where it cannot."""
+    shared = {"size": 32, "steps": 2, "eval_steps": 2, "batch_size": 4, "cache_megabytes": 0}
+    guided = {} if kind == "FluxPipeline" else {"guidance": 3.0}
+    # more than CLIP's 77, so that Stable Diffusion 3's T5 reads furthest
+    length = {} if kind in FIXED_WINDOW else {"max_sequence_length": 80}
+    return TextToImage(path=str(folder), **(shared | guided | length | fields))
+
+
+def of_diffusers(kind, folder, **parts):
+    """The pipeline as one loads it without us."""
+    if kind == "StableDiffusionPipeline":
+        parts |= {"safety_checker": None, "requires_safety_checker": False}
+    pipeline = getattr(diffusers, kind).from_pretrained(folder, **parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def call(pipeline, prompts, seeds, **options):
+    """Pictures from explicit latents, each drawn on the CPU from its seed alone."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    latents = torch.cat([torch.randn((1, 4, 16, 16), generator=generator) for generator in generators])
+    kind = type(pipeline).__name__
+    if kind == "FluxPipeline":
+        latents = pipeline._pack_latents(latents, len(seeds), 4, 16, 16)
+    if kind in ("SanaPipeline", "PixArtSigmaPipeline"):
+        options |= {"use_resolution_binning": False, "clean_caption": False}
+    if kind not in FIXED_WINDOW:
+        options |= {"max_sequence_length": 80}
+    return pipeline(
+        prompts,
+        latents=latents,
+        generator=generators,  # for what an ancestral scheduler adds
+        num_inference_steps=2,
+        height=32,
+        width=32,
+        output_type="pt",
+        **options,
+    ).images
+
+
+@each_kind
+def test_pictures_are_those_of_diffusers_from_the_same_latents(kind, folders, load):
+    renderer, pipeline = load(kind), of_diffusers(kind, folders[kind])
+    for evaluation, guidance in ((False, 3.0), (True, 1.0)):
+        images = renderer.draw(PROMPTS, SEEDS, evaluation=evaluation)
+        assert images.shape == (3, 3, 32, 32) and images.dtype == torch.float32
+        expected = call(pipeline, PROMPTS, SEEDS, guidance_scale=guidance)
+        torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+        assert (images[0] - images[2]).abs().max() > 1e-3  # or the comparison would show nothing
+
+
+@each_kind
+def test_a_picture_does_not_depend_on_its_company(kind, load):
+    renderer = load(kind)
+    prompts, seeds = [f"dog {letter}" for letter in "abcd"], [1, 2, 1, 2]
+    together = renderer.draw(prompts, seeds, evaluation=False)
+    order = [3, 1, 0, 2]
+    shuffled = renderer.draw([prompts[i] for i in order], [seeds[i] for i in order], evaluation=False)
+    assert torch.equal(shuffled, together[order])
+    torch.manual_seed(99)
+    assert torch.equal(renderer.draw(prompts[2:3], seeds[2:3], evaluation=False), together[2:3])
+
+
+@each_kind
+def test_the_window_is_where_words_stop_to_reach_the_picture(kind, load):
+    renderer = load(kind)
+    assert renderer.window == (77 if kind in FIXED_WINDOW else 80)
+    words = "xx " + "a b c d e f g h " * 20
+    texts = [words[:end] for end in range(1, len(words)) if words[end - 1] != " "]
+    (inside,) = [t for t, count in zip(texts, renderer.count_tokens(texts), strict=True) if count == renderer.window]
+    prompts = [inside, inside + " red dog", inside[:-1] + "x"]
+    assert [count > renderer.window for count in renderer.count_tokens(prompts)] == [False, True, False]
+    images = renderer.draw(prompts, [1, 1, 1], evaluation=False)
+    torch.testing.assert_close(images[0], images[1], atol=1e-5, rtol=0)
+    assert (images[0] - images[2]).abs().max() > 1e-4
+
+
+def test_the_window_of_a_pipeline_is_its_own_unless_the_config_says_otherwise(folders):
+    windows = {"StableDiffusion3Pipeline": 256, "FluxPipeline": 512, "SanaPipeline": 300, "PixArtSigmaPipeline": 300}
+    for kind, window in windows.items():
+        assert judge_of(kind, folders[kind], max_sequence_length=0, guidance=1.0).load("cpu").window == window
+
+
+def test_small_letters_are_counted_where_the_pipeline_reads_them(load):
+    for kind in ("SanaPipeline", "PixArtSigmaPipeline"):
+        assert load(kind).count_tokens(["  A Dog "]) == load(kind).count_tokens(["a dog"])
+
+
+@each_kind
+def test_the_opening_line_names_pipeline_and_scheduler(kind, folders, load):
+    scheduler = json.loads((folders[kind] / "model_index.json").read_text())["scheduler"][1]
+    window = load(kind).window
+    assert load(kind).summary == f"{folders[kind]}: {kind} with {scheduler}, 2 steps, window {window} tokens, on cpu"
+
+
+@each_kind
+def test_the_plan_counts_the_weights_that_are_loaded(kind, judges, load):
+    pipeline, found = load(kind).renderer.pipeline, {name: size for name, size, _ in judges[kind].memory()}
+    encoders = [getattr(pipeline, f"text_encoder{end}", None) for end in ("", "_2", "_3")]
+    network, called = ("transformer",) * 2 if hasattr(pipeline, "transformer") else ("unet", "U-Net")
+    assert found[f"{called} and VAE"] == held(getattr(pipeline, network)) + held(pipeline.vae)
+    assert found["text encoders"] == sum(held(encoder) for encoder in encoders if encoder is not None)
+    assert found["drawing"] == 3 * 4 * 8 * 32 * 32 * 4  # four pictures' features in the VAE's last block
+
+
+def held(model) -> int:
+    """Bytes of a model's weights, and of the buffers that are saved with them."""
+    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}  # tied ones once
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def test_what_paints_over_pictures_is_left_out(load, folders):
+    pipeline = load("StableDiffusionPipeline").renderer.pipeline
+    assert (folders["StableDiffusionPipeline"] / "safety_checker").is_dir() and pipeline.safety_checker is None
+    assert load("StableDiffusionXLPipeline").renderer.pipeline.watermark is None
+
+
+def test_a_negative_prompt_is_that_of_diffusers(folders, load):
+    for kind in ("StableDiffusionXLPipeline", "StableDiffusion3Pipeline", "PixArtSigmaPipeline"):
+        renderer = judge_of(kind, folders[kind], negative_prompt="cats").load("cpu")
+        images = renderer.draw(PROMPTS, SEEDS, evaluation=False)
+        pipeline, negative = of_diffusers(kind, folders[kind]), ["cats"] * 3
+        expected = call(pipeline, PROMPTS, SEEDS, guidance_scale=3.0, negative_prompt=negative)
+        torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+        assert (images - load(kind).draw(PROMPTS, SEEDS, evaluation=False)).abs().max() > 1e-4
+
+
+def test_guidance_that_is_an_input_of_the_network(tmp_path):
+    """FLUX.1 dev's, where schnell has none."""
+    folder = tiny_pipelines.flux(tmp_path, guidance_embeds=True)
+    renderer = judge_of("FluxPipeline", folder, guidance=3.5).load("cpu")
+    images = renderer.draw(PROMPTS, SEEDS, evaluation=False)
+    expected = call(of_diffusers("FluxPipeline", folder), PROMPTS, SEEDS, guidance_scale=3.5)
+    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+    assert (images - renderer.draw(PROMPTS, SEEDS, evaluation=True)).abs().max() > 1e-4
+
+
+def test_another_scheduler_is_made_from_the_config_of_the_first(folders, load):
+    kind = "StableDiffusionXLPipeline"
+    fields = {"scheduler": "EulerDiscreteScheduler", "scheduler_options": {"timestep_spacing": "linspace"}}
+    renderer = judge_of(kind, folders[kind], **fields).load("cpu")
+    pipeline = of_diffusers(kind, folders[kind])
+    pipeline.scheduler = diffusers.EulerDiscreteScheduler.from_config(
+        pipeline.scheduler.config, timestep_spacing="linspace"
+    )
+    images = renderer.draw(PROMPTS, SEEDS, evaluation=False)
+    torch.testing.assert_close(images, call(pipeline, PROMPTS, SEEDS, guidance_scale=3.0), atol=1e-5, rtol=0)
+    assert (images - load(kind).draw(PROMPTS, SEEDS, evaluation=False)).abs().max() > 1e-3
+    assert "with EulerDiscreteScheduler," in renderer.summary
+    options = judge_of(kind, folders[kind], scheduler_options={"beta_end": 0.02}).load("cpu")
+    scheduler = options.renderer.pipeline.scheduler
+    assert type(scheduler).__name__ == "EulerAncestralDiscreteScheduler" and scheduler.config.beta_end == 0.02
+
+
+def lora_of(kind, folder, out):
+    """Random LoRA weights of rank 2 for the attention of what draws and of CLIP, as diffusers saves them."""
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    torch.manual_seed(1)
+    pipeline = of_diffusers(kind, folder)
+    network = "transformer" if hasattr(pipeline, "transformer") else "unet"
+    targets = {network: ["to_q", "to_v"]} | ({} if kind == "SanaPipeline" else {"text_encoder": ["q_proj"]})
+    weights = {}
+    for name, modules in targets.items():
+        model = getattr(pipeline, name)
+        model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=modules, init_lora_weights=False))
+        weights[f"{name}_lora_layers"] = get_peft_model_state_dict(model)
+    type(pipeline).save_lora_weights(out, **weights, safe_serialization=True)
+    return out
+
+
+@pytest.mark.parametrize("kind", ["StableDiffusionXLPipeline", "FluxPipeline", "SanaPipeline"])
+def test_lora_weights_are_those_of_diffusers(kind, folders, load, tmp_path):
+    pytest.importorskip("peft")
+    lora = lora_of(kind, folders[kind], tmp_path)
+    judge = judge_of(kind, folders[kind], lora=str(lora), lora_scale=0.5)
+    judge.check()
+    renderer, pipeline = judge.load("cpu"), of_diffusers(kind, folders[kind])
+    pipeline.load_lora_weights(lora, adapter_name="ours")
+    pipeline.set_adapters("ours", 0.5)
+    guidance = 1.0 if kind == "FluxPipeline" else 3.0
+    images = renderer.draw(PROMPTS, SEEDS, evaluation=False)
+    expected = call(pipeline, PROMPTS, SEEDS, guidance_scale=guidance)
+    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+    assert (images - load(kind).draw(PROMPTS, SEEDS, evaluation=False)).abs().max() > 1e-3
+    assert f"and LoRA {lora} × 0.5, 2 steps" in renderer.summary
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("FluxPipeline", {"eval_guidance": 2.0}, r"\(FluxPipeline\) draws without guidance: set guidance and eval_gui"),
+        ("FluxPipeline", {"negative_prompt": "cats"}, "takes no negative prompt: leave negative_prompt empty"),
+        ("SanaPipeline", {"guidance": 1.0, "negative_prompt": "cats"}, "under guidance alone: set guidance above 1"),
+        ("StableDiffusionPipeline", {"max_sequence_length": 99}, "text encoders of a fixed window: leave max_sequence"),
+        (
+            "SanaPipeline",
+            {"scheduler": "EulerDiscrete"},
+            "has none called 'EulerDiscrete'; did you mean EulerDiscreteS",
+        ),
+        ("SanaPipeline", {"scheduler": "UNet2DModel"}, "diffusers has none called 'UNet2DModel'"),
+        ("FluxPipeline", {"scheduler_options": {"shitf": 2}}, "FlowMatchEulerDiscreteScheduler has no shitf; it has "),
+        ("FluxPipeline", {"lora": "./nowhere"}, r"no such folder: \./nowhere"),
+        ("FluxPipeline", {"path": "./nowhere"}, r"no such folder: \./nowhere"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_before_anything_is_read(kind, fields, message, folders):
+    judge = dataclasses.replace(judge_of(kind, folders[kind]), **fields)
+    with pytest.raises(UserError, match=message) as caught:
+        judge.check()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("FluxPipeline", {"scheduler": "DDIMScheduler"}, "FluxPipeline: the renderer failed: ValueError: "),
+        (
+            "FluxPipeline",
+            {"scheduler_options": {"stochastic_sampling": True}},
+            "FlowMatchEulerDiscreteScheduler draws noise that no seed decides",
+        ),
+        ("StableDiffusionPipeline", {"size": 30}, "`height` and `width` have to be divisible by 8"),
+        ("FluxPipeline", {"size": 30}, "picture size 30: this renderer draws multiples of 4; try 32"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_when_it_is_loaded(kind, fields, message, folders):
+    with pytest.raises(UserError, match=message) as caught:
+        judge_of(kind, folders[kind], **fields).load("cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_lora_weights_that_do_not_fit_are_refused(folders, tmp_path):
+    pytest.importorskip("peft")
+    lora = lora_of("StableDiffusionXLPipeline", folders["StableDiffusionXLPipeline"], tmp_path / "lora")
+    with pytest.raises(UserError, match="none of its weights belongs to a SanaPipeline"):
+        judge_of("SanaPipeline", folders["SanaPipeline"], lora=str(lora)).load("cpu")
+    with pytest.raises(UserError, match="a PixArtSigmaPipeline takes no LoRA weights"):
+        judge_of("PixArtSigmaPipeline", folders["PixArtSigmaPipeline"], lora=str(lora)).load("cpu")
+    (file,) = lora.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(UserError, match="cannot load LoRA weights from"):
+        judge_of("FluxPipeline", folders["FluxPipeline"], lora=str(lora)).load("cpu")
+    file.rename(lora / "one.safetensors")
+    shutil.copy(lora / "one.safetensors", lora / "two.safetensors")
+    with pytest.raises(UserError, match=r"found one\.safetensors, two\.safetensors; name the file"):
+        judge_of("FluxPipeline", folders["FluxPipeline"], lora=str(lora)).check()
+
+
+def test_folders_of_other_kinds_and_with_code_are_refused(folders, tmp_path):
+    copy = shutil.copytree(folders["FluxPipeline"], tmp_path / "copy")
+    index = json.loads((copy / "model_index.json").read_text())
+    trace = tmp_path / "trace"
+    (copy / "transformer" / "mine.py").write_text(f"open({str(trace)!r}, 'w')\n")
+    for change, message in (
+        ({"transformer": ["mine", "Mine"]}, "transformer would run code that comes with the weights"),
+        ({"_class_name": ["mine", "Mine"]}, "the renderer needs a text-to-image pipeline of diffusers"),
+        ({"_class_name": "StableVideoDiffusionPipeline"}, "holds a StableVideoDiffusionPipeline; the renderer needs"),
+    ):
+        (copy / "model_index.json").write_text(json.dumps(index | change))
+        for refused in (judge_of("FluxPipeline", copy).check, lambda: judge_of("FluxPipeline", copy).load("cpu")):
+            with pytest.raises(UserError, match=message):
+                refused()
+    assert not trace.exists()
+
+
+def test_only_safetensors_are_read(folders, tmp_path):
+    from safetensors.torch import load_file
+
+    copy = shutil.copytree(folders["PixArtSigmaPipeline"], tmp_path / "copy")
+    (weights,) = (copy / "vae").glob("*.safetensors")
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    with pytest.raises(UserError, match="cannot load the renderer from"):
+        judge_of("PixArtSigmaPipeline", copy).load("cpu")

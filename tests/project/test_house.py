@@ -11,8 +11,8 @@ from support.imports import FILES, ROOT, dotted, find_circle, imports_of, read_i
 import grpo_jax
 
 ROOMS = (
-    *("errors", "core", "config", "models", "sampling", "training", "rollout", "tasks", "runs", "reports", "planning"),
-    "commands",
+    *("errors", "core", "config", "rewards", "models", "sampling", "training", "rollout", "tasks", "runs", "reports"),
+    *("planning", "commands"),
 )
 """From the ground up: each imports only from those before it."""
 COMMANDS = ("train", "evaluate", "export", "predict")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from grpo_jax.config.fields import COUNT, LENGTH, may_change, require, require_sizes
 
@@ -192,13 +192,17 @@ class RewardSection:
         name: One that the task has (an unknown one is answered with their list), perhaps as name@judge for another
             judge than the task's own; or package.module:function or file.py:function.
         weight: Its weight among the objectives.
-        condition_on: Count this reward only where the named one (of an import path, the function) reaches the
-            threshold. Left out: as the task has it, mostly always. "none": always.
+        condition_on: Count this reward only where the named one (by its label; of an import path, the function) reaches
+            the threshold. Left out: as the task has it, mostly always. "none": always.
         threshold: The threshold of a condition_on that names a reward.
         options: Keyword arguments of the reward.
         isolated: Call a reward of an import path in a process of its own: one that crashes, hangs beyond judge_timeout
             or takes all memory ends that process alone, and the next call gets a new one.
+        label: What metrics and condition_on call it, for several of one function; empty for its name, of an import
+            path the function alone.
     """
+
+    shorthand: ClassVar[str] = "name"  # the field that a text alone sets
 
     name: str
     weight: float = 1.0
@@ -206,19 +210,21 @@ class RewardSection:
     threshold: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
     isolated: bool = may_change(False)
+    label: str = ""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(bool(self.name), "rewards.name", "a name", self.name)
-        require(self.label != "total", "rewards.name", "another name: the weighted sum has it", self.label)
+        where = "rewards.label" if self.label else "rewards.name"
+        require(self.called != "total", where, "another name: the weighted sum has it", self.called)
         for name in ("weight", "threshold"):
             value = getattr(self, name)
-            require(math.isfinite(value), f"rewards.{self.label}.{name}", "a finite number", value)
+            require(math.isfinite(value), f"rewards.{self.called}.{name}", "a finite number", value)
 
     @property
-    def label(self) -> str:
-        """What metrics call it: its name, of an import path the function alone."""
-        return self.name.rpartition(":")[2]
+    def called(self) -> str:
+        """What metrics call it."""
+        return self.label or self.name.rpartition(":")[2]
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ numbers, and by the same functions, where they can be imported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, shown
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row
 from grpo_jax.rollout.inputs.pictures import File, Stored, encoded, size_of, source_of
@@ -144,22 +145,32 @@ def _prompt_set(prompts: Any, held_out: float) -> PromptSet:
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:
-    """The functions by what metrics call them: their own names, or the keys they are given under."""
+    """The functions by what metrics call them: their own names, or those that they are given under."""
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     else:
-        functions = [rewards] if callable(rewards) else list(rewards)
-        named = [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
-    wrong = [f"{name} is a {type(function).__name__}" for name, function in named if not callable(function)]
+        alone = callable(rewards) or isinstance(rewards, str)
+        named = [_named(reward) for reward in ([rewards] if alone else rewards)]
+    wrong = [shown(function) for _, function in named if not callable(function)]
     if wrong:
-        raise UserError(f"rewards: expected functions, but {', '.join(wrong)}")
+        raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")
     labels = [name for name, _ in named]
     if not labels or len(set(labels)) != len(labels):
         raise UserError(
             f"rewards: expected at least one function, each of another name, got {labels}; name them as "
-            "rewards={'name': function}"
+            "rewards={'name': function}, or as pairs ('name', function)"
         )
     return dict(named)
+
+
+def _named(reward: Any) -> tuple[str, Any]:
+    """A reward with its name: as a pair says, or the function's own, of a partial the inner one's."""
+    if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[0], str):
+        return reward
+    inner = reward
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return getattr(inner, "__name__", type(inner).__name__), reward
 
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
@@ -168,17 +179,19 @@ def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]
     Raises:
         UserError: The config names a reward for which there is no function.
     """
-    known = {section.label: section for section in sections}
+    known = {section.called: section for section in sections}
     unmatched = [label for label in known if label not in functions]
     if unmatched:
         raise UserError(
             f"rewards: config.rewards names {', '.join(unmatched)}, but the functions given are "
             f"{', '.join(functions)}: give one of that name, or take the entry out"
         )
-    return [
-        dataclasses.replace(known.get(label, RewardSection(label)), name=import_path(function, label))
-        for label, function in functions.items()
-    ]
+    found = []
+    for label, function in functions.items():
+        name = import_path(function, label)
+        own = {"name": name, "label": "" if name.endswith(f":{label}") else label}
+        found.append(dataclasses.replace(known.get(label, RewardSection(label)), **own))
+    return found
 
 
 def _what_json_would_change(prompts: PromptSet) -> str | None:

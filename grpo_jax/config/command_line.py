@@ -222,26 +222,28 @@ def _laid_over(values: Mapping[str, Any], arguments: Sequence[str], task: Any) -
             values = merged(values, task.config.anew[name])
     for name, words in options:
         path = name.removesuffix("+").split(".")
-        _require_option(path, values)
+        _require_option(path, values, task.config)
         values = _placed(values, path, words, more=name.endswith("+"))
     return values
 
 
-def _require_option(path: Sequence[str], values: Mapping[str, Any]) -> None:
+def _require_option(path: Sequence[str], values: Mapping[str, Any], kind: type) -> None:
     """Raises UserError for an option that is no field, where a field of another section is what was meant."""
-    name, flat = ".".join(path), _flat(values)
-    below: Any = values
-    for part in path[:-1]:
-        below = below.get(part) if isinstance(below, Mapping) else None
-    if path[0] in values and (not below or path[-1] in below):
+    *sections, last = path
+    for section in sections:
+        kind = get_type_hints(kind).get(section, object)
+        if not is_section(kind) and section in values:  # of a task, a judge or a table
+            return
+    own = [field.name for field in dataclasses.fields(kind)] if is_section(kind) else []
+    if last in own:
         return
-    meant = TRL.get(path[-1])
-    same = [known for known in flat if known.rpartition(".")[2] == path[-1]]
-    if meant in flat:
-        raise UserError(f"{said(name)}: no such field; here it is {meant}")
+    name, flat = ".".join(path), _flat(values)
+    same = [known for known in flat if known.rpartition(".")[2] == last]
+    if TRL.get(last) in flat:
+        raise UserError(f"{said(name)}: no such field; here it is {TRL[last]}")
     if path[0] not in values:
         require_known(name, same or flat)
-    elif same and not difflib.get_close_matches(path[-1], below, n=1, cutoff=0.8):
+    elif same and not difflib.get_close_matches(last, own, n=1, cutoff=0.8):
         require_known(name, same)
 
 

@@ -19,14 +19,22 @@ class DataSection:
     """Prompts.
 
     Args:
-        prompts: A .jsonl, .txt or .parquet file, or the folder of a saved Hugging Face data set; "builtin",
-            "builtin:plain", "builtin:attributes" or "builtin:crowded" for the prompts that ship with the package; or a
-            name that the task knows.
+        prompts: A .jsonl, .csv, .tsv, .txt or .parquet file, or the folder of a saved Hugging Face data set;
+            "hub:OWNER/NAME", perhaps with :CONFIG or :CONFIG:SPLIT, for one of the hub; "builtin", "builtin:plain",
+            "builtin:attributes" or "builtin:crowded" for the prompts that ship with the package; or a name that the
+            task knows.
+        validation: The like for choosing the best checkpoint, where it is a file of its own; with it or `test` all of
+            `prompts` is trained on.
+        test: The like for what is measured before and after.
+        columns: What the data calls otherwise, {name: the data's name for it}, such as {"prompt": "question"}.
         held_out: Share of a file's prompts kept apart for testing (and as many for validation) if it has no
             "split" column; 0 trains on all of them, and nothing is measured before and after.
         form: "rewrite" asks the policy for a new prompt; "append" lets it continue the user's.
         instruction: What a chat policy is told in the rewrite form; {prompt} stands for the user's prompt.
             Empty: the chat template alone.
+        system_prompt: What a chat policy is told before each prompt; a conversation that begins with a system message
+            keeps its own. Empty: what the chat template says by itself.
+        enable_thinking: Let a policy think first whose chat template can switch that off.
         max_prompt_tokens: Longest prompt in policy tokens, instruction and pictures included; a longer one is an error.
         picture_size: Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for
             Qwen3-VL), within what the policy's folder allows; 0 keeps each one's shape, as its processor does.
@@ -35,9 +43,14 @@ class DataSection:
     """
 
     prompts: str = ""
+    validation: str = ""
+    test: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
     held_out: float = 0.2
     form: Literal["rewrite", "append"] = "rewrite"
     instruction: str = ""
+    system_prompt: str = ""
+    enable_thinking: bool = False
     max_prompt_tokens: int = 256
     picture_size: int | None = None
     allowed_tokens: Literal["all", "ascii", "english"] = "all"
@@ -45,6 +58,8 @@ class DataSection:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(0 <= self.held_out < 0.5, "data.held_out", "a share in [0, 0.5)", self.held_out)
+        told = self.form != "append" or not self.system_prompt
+        require(told, "data.system_prompt", "nothing with form 'append', which has no chat", self.system_prompt)
         require_sizes(self, "data.", {"max_prompt_tokens": (1, LENGTH)})
         size = self.picture_size
         require(size is None or 0 <= size <= LENGTH, "data.picture_size", "null, 0 or a number of pixels", size)

@@ -22,7 +22,7 @@ from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
 from grpo_jax.rollout.data import PromptSet, batches_per_epoch, iterations_in_all
 from grpo_jax.rollout.environment import Environment, make_score
-from grpo_jax.rollout.inputs.encoding import make_encode
+from grpo_jax.rollout.inputs.encoding import make_encode, tell_system_prompt
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.texts import allowed_tokens, make_decode
 from grpo_jax.rollout.trainer import Trainer
@@ -139,6 +139,7 @@ def load_parts(
         say("devices", f"policy on {_listed(devices)}")
     pictures = world.answers_with_pictures or any(row.pictures for part in world.prompts for row in part)
     policy = load_policy(config, devices, say, pictures=pictures)
+    tell_system_prompt(policy.loaded.tokenizer, config.data, world.prompts.train, say)
     judges = {}
     for name, judge in config.judges.items():
         with judge_named(name):
@@ -230,6 +231,7 @@ def make_answering(config: Config, world: World, loaded: Any) -> Answering | Non
         vocab_size=loaded.config.vocab_size,
         most=section.max_answer_tokens,
         vision=vision,
+        enable_thinking=config.data.enable_thinking,
     )
     lenient = config.on_judge_error == "missing"
     return Answering(section.turns, world.respond, say, section.stream_tokens, loaded.pad_id, lenient)

@@ -12,8 +12,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import RewardSection
+from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row
@@ -51,7 +52,7 @@ def from_python(config: Config, prompts: Any, rewards: Any) -> PythonInput:
     Raises:
         UserError: Naming what is wrong.
     """
-    taken = None if prompts is None else _prompt_set(prompts, config.data.held_out)
+    taken = None if prompts is None else _prompt_set(prompts, config.data)
     if taken is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=IN_PYTHON))
     functions = {} if rewards is None else _by_label(rewards)
@@ -125,14 +126,17 @@ def _row(line: Mapping[str, Any]) -> Row:
     return Row(line["id"], line["prompt"], line["columns"], pictures, messages)
 
 
-def _prompt_set(prompts: Any, held_out: float) -> PromptSet:
+def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
+    for name in ("validation", "test"):
+        require(not getattr(section, name), f"data.{name}", "nothing beside run(prompts=…)", getattr(section, name))
     if isinstance(prompts, PromptSet):
         return prompts
+    how: dict[str, Any] = {"held_out": section.held_out, "columns": section.columns}
     expected = "prompts: expected a list of texts or of records {'prompt': text, column: value, …}"
     tables = tables_of(prompts)
     if tables is not None:  # pictures stay encoded, and where they are
         named = [({} if split is None else {"split": split}, records_of(table)) for split, table in tables]
-        return split_records([record | split for split, records in named for record in records], held_out=held_out)
+        return split_records([record | split for split, records in named for record in records], **how)
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: it iterates over names of columns
         prompts = prompts.to_dict("records")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
@@ -141,7 +145,7 @@ def _prompt_set(prompts: Any, held_out: float) -> PromptSet:
     for place, record in enumerate(records):
         if not isinstance(record, Mapping):
             raise UserError(f"{expected}, got a {type(record).__name__} as row {place}")
-    return split_records(records, held_out=held_out)
+    return split_records(records, **how)
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:

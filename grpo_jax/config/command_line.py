@@ -160,9 +160,8 @@ def _one_by_one(arguments: Sequence[str]) -> list[str]:
 def _without_value(argument: str) -> str:
     """What to say of an option that stands alone and takes a value, if it is one."""
     near = difflib.get_close_matches(argument, (*FLAGS, _PRINT, "--plan", "--version", "--help"), n=1, cutoff=0.75)
-    return (
-        f"{said(argument)}: no such option; did you mean {near[0]}?" if near else f"{said(argument)}: expected a value"
-    )
+    reason = f"no such option; did you mean {near[0]}?" if near else "expected a value"
+    return f"{said(argument)}: {reason}"
 
 
 def _alone(argument: str) -> bool:
@@ -231,9 +230,10 @@ def _require_option(path: Sequence[str], values: Mapping[str, Any], kind: type) 
     """Raises UserError for an option that is no field, where a field of another section is what was meant."""
     *sections, last = path
     for section in sections:
-        kind = get_type_hints(kind).get(section, object)
-        if not is_section(kind) and section in values:  # of a task, a judge or a table
+        hints = get_type_hints(kind) if is_section(kind) else {}
+        if section in hints and not is_section(hints[section]):  # of a task, a judge or a table
             return
+        kind = hints.get(section, object)
     own = [field.name for field in dataclasses.fields(kind)] if is_section(kind) else []
     if last in own:
         return
@@ -302,6 +302,7 @@ def _make_parser(prog: str, kind: type, values: Mapping[str, Any]) -> Any:
     for section, name in (*classes, *shared):
         if dataclasses.fields(section):
             parser.add_class_arguments(section, name)
+        tables += [f"{name}.{key}" for key, hint in get_type_hints(section).items() if get_origin(hint) is dict]
     for action in parser._actions:  # a section as a whole, which jsonargparse calls a path to a configuration file
         if type(action).__name__ == "_ActionConfigLoad":
             action.help = argparse.SUPPRESS

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
-from grpo_jax.config.build import build, merged, require_known
+from grpo_jax.config.build import build, merged, require_known, to_dict
 from grpo_jax.config.fields import may_change, named, require
 from grpo_jax.config.named import KEY, find_class
-from grpo_jax.config.policy import PolicySection
+from grpo_jax.config.policy import LoraSection, PolicySection
 from grpo_jax.config.sections import (
     DataSection,
     EvaluationSection,
@@ -29,7 +29,6 @@ JUDGES = ("bridges.renderers.{}", "bridges.scorers.{}")
 POLICY = "policy"
 """What `devices` calls the policy."""
 
-_NO_LORA = {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
 _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
 
@@ -66,7 +65,7 @@ class Config:
             "gpu:0,gpu:1". A part that is left out is on "auto".
     """
 
-    anew: ClassVar[Mapping[str, Any]] = {"policy.lora.path": {"policy": {"lora": _NO_LORA}}}
+    anew: ClassVar[Mapping[str, Any]] = {"policy.lora.path": {"policy": {"lora": to_dict(LoraSection())}}}
     """What a file says of other fields gives way to an argument of this name: an adapter has a rank of its own."""
 
     task: Any = named(*TASKS)

@@ -153,8 +153,8 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     else:
-        alone = callable(rewards) or isinstance(rewards, str)
-        named = [_named(reward) for reward in ([rewards] if alone else rewards)]
+        given = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
+        named = [_named(reward) for reward in given]
     wrong = [shown(function) for _, function in named if not callable(function)]
     if wrong:
         raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")

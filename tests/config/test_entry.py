@@ -83,6 +83,11 @@ def test_an_option_that_is_none_is_told_the_field_that_was_meant(words, message)
     assert str(raised.value).startswith(message)
 
 
+def test_a_table_takes_any_name():
+    config = parse(["--task=text", "--data.columns.model=a", "--data.columns.seed", "b", "--data.columns={prompt: c}"])
+    assert config.data.columns == {"model": "a", "seed": "b", "prompt": "c"}
+
+
 def test_every_name_of_trl_leads_to_a_field():
     values = to_dict(make_config(task="text"))
     for field in TRL.values():

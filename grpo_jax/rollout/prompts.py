@@ -96,13 +96,16 @@ def _lines_of(place: str, columns: Mapping[str, str]) -> list[_Line]:
 def _of_files(named: Mapping[str, Sequence[_Line]]) -> PromptSet:
     """Parts that are files of their own; ids count through."""
     parts: dict[str, tuple[Row, ...]] = {}
-    first, trained = 0, {line.row.key for line in named["train"]}
+    first, known = 0, set()
     for part, lines in named.items():
+        where = "data.prompts" if part == "train" else f"data.{part}"
         if any(line.split is not None for line in lines):
-            raise UserError(f'data.{part}: its rows have a "split"; name one file for all, or files without it')
-        same = [line.row.prompt for line in lines if part != "train" and line.row.key in trained]
+            raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
+        keys = [line.row.key for line in lines]
+        same = [line.row.prompt for line, key in zip(lines, keys, strict=True) if key in known]
         if same:
-            raise UserError(f"data.{part}: {len(same)} of its prompts are trained on, such as {shown(same[0])}")
+            raise UserError(f"{where}: {len(same)} of its prompts stand in another part too, such as {shown(same[0])}")
+        known.update(keys)
         parts[part] = tuple(replace(line.row, id=line.row.id + first) for line in lines)
         first = parts[part][-1].id + 1
     return PromptSet(*(parts.get(name, ()) for name in SPLITS))

@@ -13,6 +13,8 @@ from support.text_task import rows, train_here
 from grpo_jax.config import make_config, to_dict
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.trainer import Trainer, TrainerState
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
@@ -61,6 +63,16 @@ def test_a_reward_is_told_the_tokens_and_how_far_the_run_is(finished):
     evaluation = json.loads((finished / "summary.json").read_text())["evaluation"]
     assert evaluation["late"]["before"] == evaluation["late"]["after"] == 12  # as at the end, at any time
     assert evaluation["seen"]["after"] == pytest.approx(evaluation["completion_tokens"]["after"])
+
+
+def test_texts_that_the_policy_did_not_write_have_tokens_too():
+    """Prompts as they are, and an oracle's texts, are judged by the same rewards."""
+    score = make_score({"n": lambda completion_ids: list(map(len, completion_ids))}, {}, missing=False, tokenize=list)
+    rows = [Row(0, "a"), Row(1, "b")]
+    rewards, _ = score(rows, [["ab"], [""]], None)
+    assert rewards.ravel().tolist() == [2, 0]
+    rewards, _ = score(rows, [["ab"], [""]], None, tokens=[[[7, 8, 9]], [[7]]])
+    assert rewards.ravel().tolist() == [3, 1]
 
 
 def test_two_rewards_of_one_function_have_a_label_each(finished):

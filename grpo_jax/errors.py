@@ -21,6 +21,16 @@ EXTRAS = {
 """The extra that brings a module which is imported only where it is needed."""
 
 
+def version() -> str:
+    """The package's, as the commands say it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("grpo_jax")
+    except metadata.PackageNotFoundError:
+        return "a checkout that is not installed"
+
+
 class UserError(Exception):
     """Something the user can mend: the message says what is wrong and what to do. Commands exit with 2."""
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, guarded, leave
+from grpo_jax.errors import UserError, guarded, leave, version
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=None, help="Test prompts; 0 for all (default: the run's).")
     parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
+    parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     options = parser.parse_args(arguments)
     return guarded(lambda: _evaluate_run(options), debug=options.debug)

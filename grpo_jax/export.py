@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax.errors import UserError, guarded, leave
+from grpo_jax.errors import UserError, guarded, leave, version
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--adapters", action="store_true", help="Write the LoRA adapters alone, in PEFT's format (float32)."
     )
+    parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     options = parser.parse_args(arguments)
     return guarded(lambda: _export_run(options), debug=options.debug)

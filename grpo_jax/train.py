@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import Stopped, UserError, extras_named, guarded, leave
+from grpo_jax.errors import Stopped, UserError, extras_named, guarded, leave, version
 from grpo_jax.planning.request import take_request
 
 
@@ -69,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     With --plan 0 says that the run fits, 1 that it does not.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--version" in words:
+        print(version())
+        return 0
 
     def act() -> int:
         planned, rest = take_request(words)

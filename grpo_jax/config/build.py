@@ -225,6 +225,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         require(value in inner and not isinstance(value, bool), name, f"one of {words}", value)
         return value
     if origin is list:
+        value = _spelled_out(inner[0], value)
         require(isinstance(value, list | tuple), name, "a list", value)
         return [_typed(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
     if origin is dict:
@@ -233,6 +234,17 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
             require(isinstance(key, str), name, "names as keys", key)
         return {str(key): _typed(inner[1], entry, _join(name, str(key))) for key, entry in value.items()}
     return _scalar(hint, value, name)
+
+
+def _spelled_out(kind: Any, value: Any) -> Any:
+    """A list of sections of which some are texts, or a text alone, where the section says what a text stands for."""
+    shorthand = getattr(kind, "shorthand", None)
+    if shorthand is None:
+        return value
+    value = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    if not isinstance(value, list | tuple):
+        return value
+    return [{shorthand: entry} if isinstance(entry, str) else entry for entry in value]
 
 
 def _one_of(choices: Sequence[Any], value: Any, name: str) -> Any:

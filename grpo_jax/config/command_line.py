@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, get_origin, get_type_hints
 from grpo_jax.config.build import Words, build, complete, is_section, listed, merged, require_known, to_yaml
 from grpo_jax.config.fields import CLASSES
 from grpo_jax.config.named import KEY, find_class
+from grpo_jax.config.other_names import TRL
 from grpo_jax.config.reading import DEEPEST, read_yaml, require_text
 from grpo_jax.config.run import find_task, refuse_renamed, with_defaults
 from grpo_jax.errors import UserError, said, shown
@@ -25,6 +27,8 @@ DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic", "--debug")
 _HELP = re.compile(r"--([\w.]+\.)?help")
 _PRINT = "--print_config"
+_LISTED = ("--rewards", "--rewards+")
+"""Options that take several words."""
 
 _DESCRIPTION = (
     "Trains a policy with group-relative policy optimisation. Without --config and --task it trains the miniature: a "
@@ -55,7 +59,7 @@ def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> A
     for place, named in classes.items():  # judges: those of the task's defaults among them
         values = _replaced(values, place.split("."), named)
     task = find_task(values["task"][KEY])
-    values = _laid_over(complete(task.config, values), options, task.renamed)
+    values = _laid_over(complete(task.config, values), options, task)
     helps = list(filter(_HELP.fullmatch, options))
     if helps:
         _make_parser(prog, task.config, complete(task.config, values)).parse_args(helps[:1])
@@ -142,12 +146,22 @@ def _one_by_one(arguments: Sequence[str]) -> list[str]:
             argument += "=true"
         elif argument.startswith("--") and "=" not in argument and not _alone(argument):
             if not pending or pending[0].startswith("--"):
-                raise UserError(f"{said(argument)}: expected a value")
+                raise UserError(_without_value(argument))
+            listed = argument in _LISTED
             argument += f"={pending.pop(0)}"
+            while listed and pending and not pending[0].startswith("--"):
+                argument += f",{pending.pop(0)}"
         elif not argument.startswith("--"):
             raise UserError(f"{said(argument)}: expected an option, such as --config FILE")
         result.append(argument)
     return result
+
+
+def _without_value(argument: str) -> str:
+    """What to say of an option that stands alone and takes a value, if it is one."""
+    near = difflib.get_close_matches(argument, (*FLAGS, _PRINT, "--plan", "--version", "--help"), n=1, cutoff=0.75)
+    reason = f"no such option; did you mean {near[0]}?" if near else "expected a value"
+    return f"{said(argument)}: {reason}"
 
 
 def _alone(argument: str) -> bool:
@@ -192,22 +206,45 @@ def _replaced(values: Mapping[str, Any], place: Sequence[str], named: str) -> di
     return {**values, first: {**(inner if same else {}), KEY: named}}
 
 
-def _laid_over(values: Mapping[str, Any], arguments: Sequence[str], renamed: Mapping[str, str]) -> dict[str, Any]:
+def _laid_over(values: Mapping[str, Any], arguments: Sequence[str], task: Any) -> dict[str, Any]:
     """Values with what the arguments say in their places.
 
     Raises:
-        UserError: An argument has the name of an earlier version, or is of no section; it says the nearest field.
+        UserError: An argument has the name of an earlier version, or of no field; it says the nearest one.
     """
     pairs = [argument.removeprefix("--").partition("=")[::2] for argument in arguments if not _alone(argument)]
     options = [(name, Words(text)) for name, text in pairs if name != "config"]
-    refuse_renamed(merged(*(_placed({}, name.split("."), Words()) for name, _ in options)), renamed)
+    refuse_renamed(merged(*(_placed({}, name.split("."), Words()) for name, _ in options)), task.renamed)
     values = dict(values)
+    for name, _ in options:
+        if name in getattr(task.config, "anew", {}):
+            values = merged(values, task.config.anew[name])
     for name, words in options:
         path = name.removesuffix("+").split(".")
-        if path[0] not in values:
-            require_known(".".join(path), _flat(values))
+        _require_option(path, values, task.config)
         values = _placed(values, path, words, more=name.endswith("+"))
     return values
+
+
+def _require_option(path: Sequence[str], values: Mapping[str, Any], kind: type) -> None:
+    """Raises UserError for an option that is no field, where a field of another section is what was meant."""
+    *sections, last = path
+    for section in sections:
+        hints = get_type_hints(kind) if is_section(kind) else {}
+        if section in hints and not is_section(hints[section]):  # of a task, a judge or a table
+            return
+        kind = hints.get(section, object)
+    own = [field.name for field in dataclasses.fields(kind)] if is_section(kind) else []
+    if last in own:
+        return
+    name, flat = ".".join(path), _flat(values)
+    same = [known for known in flat if known.rpartition(".")[2] == last]
+    if TRL.get(last) in flat:
+        raise UserError(f"{said(name)}: no such field; here it is {TRL[last]}")
+    if path[0] not in values:
+        require_known(name, same or flat)
+    elif same and not difflib.get_close_matches(last, own, n=1, cutoff=0.8):
+        require_known(name, same)
 
 
 def _placed(values: Mapping[str, Any], path: Sequence[str], words: Words, *, more: bool = False) -> dict[str, Any]:
@@ -218,6 +255,7 @@ def _placed(values: Mapping[str, Any], path: Sequence[str], words: Words, *, mor
         value = _placed(below if isinstance(below, Mapping) else {}, rest, words, more=more)
     elif more:
         entries = words.read(first)
+        below = below.read(first) if isinstance(below, Words) else below
         if not isinstance(below, list | None):
             raise UserError(f"--{said(first)}+: it adds to a list, which this field is not; leave out the +")
         value = [*(below or []), *(entries if isinstance(entries, list) else [entries])]
@@ -264,6 +302,7 @@ def _make_parser(prog: str, kind: type, values: Mapping[str, Any]) -> Any:
     for section, name in (*classes, *shared):
         if dataclasses.fields(section):
             parser.add_class_arguments(section, name)
+        tables += [f"{name}.{key}" for key, hint in get_type_hints(section).items() if get_origin(hint) is dict]
     for action in parser._actions:  # a section as a whole, which jsonargparse calls a path to a configuration file
         if type(action).__name__ == "_ActionConfigLoad":
             action.help = argparse.SUPPRESS

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
-from grpo_jax.config.build import build, merged, require_known
+from grpo_jax.config.build import build, merged, require_known, to_dict
 from grpo_jax.config.fields import may_change, named, require
 from grpo_jax.config.named import KEY, find_class
-from grpo_jax.config.policy import PolicySection
+from grpo_jax.config.policy import LoraSection, PolicySection
 from grpo_jax.config.sections import (
     DataSection,
     EvaluationSection,
@@ -45,6 +45,7 @@ class Config:
         deterministic: Ask GPUs for repeatable kernels (slower); the CPU always is.
         debug: Show tracebacks of user errors.
         report_to: Metric writers beside metrics.jsonl.
+        wandb_project: Project of the run on Weights & Biases.
         on_judge_error: "stop" saves and ends the run; "missing" gives that completion no reward.
         judge_timeout: Seconds one chunk may spend in a judge; 0 for no limit.
         judges: What judges texts and pictures, each by a name that rewards and devices refer to: the kind of a judge
@@ -64,6 +65,9 @@ class Config:
             "gpu:0,gpu:1". A part that is left out is on "auto".
     """
 
+    anew: ClassVar[Mapping[str, Any]] = {"policy.lora.path": {"policy": {"lora": to_dict(LoraSection())}}}
+    """What a file says of other fields gives way to an argument of this name: an adapter has a rank of its own."""
+
     task: Any = named(*TASKS)
     seed: int = 0
     run_dir: str | None = may_change(None)
@@ -71,6 +75,7 @@ class Config:
     deterministic: bool = may_change(False)
     debug: bool = may_change(False)
     report_to: list[Literal["tensorboard", "wandb"]] = may_change(default_factory=lambda: ["tensorboard"])
+    wandb_project: str = may_change("grpo_jax")
     on_judge_error: Literal["stop", "missing"] = may_change("stop")
     judge_timeout: float = may_change(1800.0)
     judges: dict[str, Any] = named(*JUDGES, default_factory=dict)
@@ -105,15 +110,16 @@ class Config:
         return self.optimizer.learning_rate or _SAFE_RATES[self.policy.lora.used]
 
     def _check_rewards(self) -> None:
-        labels = [reward.label for reward in self.rewards]
-        require(len(set(labels)) == len(labels), "rewards", "each reward once, no two of one function name", labels)
+        labels = [reward.called for reward in self.rewards]
+        expected = "each reward under another name (two of one function: give one a label beside its name)"
+        require(len(set(labels)) == len(labels), "rewards", expected, labels)
         waits = {}
         for reward in self.rewards:
-            target, others = reward.condition_on, [label for label in labels if label != reward.label]
-            where = f"rewards.{reward.label}.condition_on"
+            target, others = reward.condition_on, [label for label in labels if label != reward.called]
+            where = f"rewards.{reward.called}.condition_on"
             require(target in (None, "none", *others), where, f"one of {others}", target)
             if target in others:
-                waits[reward.label] = target
+                waits[reward.called] = target
         for label in waits:
             chain = [label]
             while waits.get(chain[-1]) is not None:
@@ -125,7 +131,7 @@ class Config:
         group, longest = self.sampling.group_size, self.sampling.max_new_tokens
         grouped = group >= 2 or not self.algorithm.compares_groups
         require(grouped, "sampling.group_size", "at least 2 (a group is compared)", group)
-        buffer, labels = self.algorithm.overlong_buffer, [reward.label for reward in self.rewards]
+        buffer, labels = self.algorithm.overlong_buffer, [reward.called for reward in self.rewards]
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
         chat = self.sampling.turns == 1 or self.data.form != "append"
         require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", self.sampling.turns)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from grpo_jax.config.fields import COUNT, LENGTH, may_change, require, require_sizes
 
@@ -19,14 +19,22 @@ class DataSection:
     """Prompts.
 
     Args:
-        prompts: A .jsonl, .txt or .parquet file, or the folder of a saved Hugging Face data set; "builtin",
-            "builtin:plain", "builtin:attributes" or "builtin:crowded" for the prompts that ship with the package; or a
-            name that the task knows.
+        prompts: A .jsonl, .csv, .tsv, .txt or .parquet file, or the folder of a saved Hugging Face data set;
+            "hub:OWNER/NAME", perhaps with :CONFIG or :CONFIG:SPLIT, for one of the hub; "builtin", "builtin:plain",
+            "builtin:attributes" or "builtin:crowded" for the prompts that ship with the package; or a name that the
+            task knows.
+        validation: The like for choosing the best checkpoint, where it is a file of its own; with it or `test` all of
+            `prompts` is trained on.
+        test: The like for what is measured before and after.
+        columns: What the data calls otherwise, {name: the data's name for it}, such as {"prompt": "question"}.
         held_out: Share of a file's prompts kept apart for testing (and as many for validation) if it has no
             "split" column; 0 trains on all of them, and nothing is measured before and after.
         form: "rewrite" asks the policy for a new prompt; "append" lets it continue the user's.
         instruction: What a chat policy is told in the rewrite form; {prompt} stands for the user's prompt.
             Empty: the chat template alone.
+        system_prompt: What a chat policy is told before each prompt; a conversation that begins with a system message
+            keeps its own. Empty: what the chat template says by itself.
+        enable_thinking: Let a policy think first whose chat template can switch that off.
         max_prompt_tokens: Longest prompt in policy tokens, instruction and pictures included; a longer one is an error.
         picture_size: Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for
             Qwen3-VL), within what the policy's folder allows; 0 keeps each one's shape, as its processor does.
@@ -35,9 +43,14 @@ class DataSection:
     """
 
     prompts: str = ""
+    validation: str = ""
+    test: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
     held_out: float = 0.2
     form: Literal["rewrite", "append"] = "rewrite"
     instruction: str = ""
+    system_prompt: str = ""
+    enable_thinking: bool = False
     max_prompt_tokens: int = 256
     picture_size: int | None = None
     allowed_tokens: Literal["all", "ascii", "english"] = "all"
@@ -45,6 +58,8 @@ class DataSection:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(0 <= self.held_out < 0.5, "data.held_out", "a share in [0, 0.5)", self.held_out)
+        told = self.form != "append" or not self.system_prompt
+        require(told, "data.system_prompt", "nothing with form 'append', which has no chat", self.system_prompt)
         require_sizes(self, "data.", {"max_prompt_tokens": (1, LENGTH)})
         size = self.picture_size
         require(size is None or 0 <= size <= LENGTH, "data.picture_size", "null, 0 or a number of pixels", size)
@@ -192,13 +207,17 @@ class RewardSection:
         name: One that the task has (an unknown one is answered with their list), perhaps as name@judge for another
             judge than the task's own; or package.module:function or file.py:function.
         weight: Its weight among the objectives.
-        condition_on: Count this reward only where the named one (of an import path, the function) reaches the
-            threshold. Left out: as the task has it, mostly always. "none": always.
+        condition_on: Count this reward only where the named one (by its label; of an import path, the function) reaches
+            the threshold. Left out: as the task has it, mostly always. "none": always.
         threshold: The threshold of a condition_on that names a reward.
         options: Keyword arguments of the reward.
         isolated: Call a reward of an import path in a process of its own: one that crashes, hangs beyond judge_timeout
             or takes all memory ends that process alone, and the next call gets a new one.
+        label: What metrics and condition_on call it, for several of one function; empty for its name, of an import
+            path the function alone.
     """
+
+    shorthand: ClassVar[str] = "name"  # the field that a text alone sets
 
     name: str
     weight: float = 1.0
@@ -206,19 +225,21 @@ class RewardSection:
     threshold: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
     isolated: bool = may_change(False)
+    label: str = ""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(bool(self.name), "rewards.name", "a name", self.name)
-        require(self.label != "total", "rewards.name", "another name: the weighted sum has it", self.label)
+        where = "rewards.label" if self.label else "rewards.name"
+        require(self.called != "total", where, "another name: the weighted sum has it", self.called)
         for name in ("weight", "threshold"):
             value = getattr(self, name)
-            require(math.isfinite(value), f"rewards.{self.label}.{name}", "a finite number", value)
+            require(math.isfinite(value), f"rewards.{self.called}.{name}", "a finite number", value)
 
     @property
-    def label(self) -> str:
-        """What metrics call it: its name, of an import path the function alone."""
-        return self.name.rpartition(":")[2]
+    def called(self) -> str:
+        """What metrics call it."""
+        return self.label or self.name.rpartition(":")[2]
 
 
 @dataclass(frozen=True)

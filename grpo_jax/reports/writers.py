@@ -108,9 +108,10 @@ class WeightsAndBiases:
             ) from error
         self._id_file = run.path / "wandb_id"
         identity = self._id_file.read_text().strip() if self._id_file.is_file() else f"{time.time_ns():x}"
+        project = config.get("wandb_project") or "grpo_jax"
         try:
             self._run = wandb.init(
-                project="grpo_jax", name=run.path.name, dir=str(run.path), id=identity, resume="allow",
+                project=project, name=run.path.name, dir=str(run.path), id=identity, resume="allow",
                 config=dict(config),
             )  # fmt: skip
         except Exception as error:
@@ -152,7 +153,7 @@ def open_writers(
       run: where they write; on resume, rewound to `resume_step`.
       report_to: any of "tensorboard", "wandb".
       resume_step: the step that the run continues after; None for a new run.
-      config: shown by Weights & Biases.
+      config: shown by Weights & Biases; its `wandb_project` is where.
 
     Returns:
       The writers, and notes for the user about those left out.

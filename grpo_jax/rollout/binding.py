@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -14,9 +15,10 @@ from grpo_jax.config.build import require_known
 from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
-from grpo_jax.errors import UserError, is_own_doing, one_line
+from grpo_jax.errors import UserError, is_own_doing, one_line, said
 from grpo_jax.rollout.isolated import isolate
 from grpo_jax.rollout.rewards import IN_PYTHON, PICTURES, Maker, Reward, check_options, with_options
+from grpo_jax.rollout.trainer import LOG, Trainer
 
 
 class Source(Protocol):
@@ -56,14 +58,14 @@ class Rewards(NamedTuple):
     @property
     def weights(self) -> dict[str, float]:
         """Weight of each reward by name, in order."""
-        return {section.label: section.weight for section in self.sections}
+        return {section.called: section.weight for section in self.sections}
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
         """Conditions between rewards, by index."""
-        index = {section.label: position for position, section in enumerate(self.sections)}
+        index = {section.called: position for position, section in enumerate(self.sections)}
         return tuple(
-            Condition(index[section.label], index[section.condition_on], section.threshold)
+            Condition(index[section.called], index[section.condition_on], section.threshold)
             for section in self.sections
             if section.condition_on is not None
         )
@@ -86,6 +88,7 @@ def find_rewards(
     functions: Mapping[str, Reward] = MappingProxyType({}),
     *,
     timeout: float | None = None,
+    trainer: Trainer | None = None,
 ) -> Rewards:
     """Finds the rewards of a config and binds their options.
 
@@ -96,6 +99,7 @@ def find_rewards(
         judges: Names of the judges there are.
         functions: By label, in place of what sections name.
         timeout: Seconds that one call of an isolated reward may take.
+        trainer: What those ask that name `trainer_state` or `log_metric`.
 
     Raises:
         UserError: A reward, judge or option that does not exist, or one that cannot be isolated.
@@ -103,10 +107,11 @@ def find_rewards(
     sections = source.conditions(sections or source.default_rewards)
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
-    found = [_maximised(section, functions, source, judges, timeout) for section in sections]
+    trainer = trainer or Trainer()
+    found = [_maximised(section, functions, source, judges, timeout, trainer) for section in sections]
     watch = watch or source.default_watch
     resolved = tuple(_without_none(section) for section in sections)
-    watched = [_find(name, {}, source, judges, "watch") for name in (*watch, *source.always_watched)]
+    watched = [_find(name, {}, source, judges, trainer, "watch") for name in (*watch, *source.always_watched)]
     return Rewards(resolved, tuple(found), tuple(watched))
 
 
@@ -145,20 +150,27 @@ def _maximised(
     source: Source,
     judges: Sequence[str],
     timeout: float | None,
+    trainer: Trainer,
 ) -> Wanted:
     if section.isolated:
         reward = _isolated(section, judges, timeout, drawn=source.render is not None)
-    elif section.label in functions:
-        reward = functions[section.label]
+    elif section.called in functions:
+        reward = functions[section.called]
     else:
-        return _find(section.name, section.options, source, judges, "rewards")
-    reward = with_options(reward, section.label, section.options)
-    return Wanted(section.label, source.adapt(reward), "")
+        found = _find(section.name, section.options, source, judges, trainer, "rewards")
+        return found._replace(name=section.called)
+    reward = with_options(_told(reward, trainer), section.called, section.options)
+    return Wanted(section.called, source.adapt(reward), "")
+
+
+def _told(reward: Reward, trainer: Trainer) -> Reward:
+    """The reward with what it asks of the run."""
+    return trainer.told(reward, _arguments(reward))
 
 
 def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | None, *, drawn: bool) -> Reward:
     """A user's reward in a process of its own, where nothing of the run is but texts and columns."""
-    where, (place, _, label) = f"rewards.{section.label}.isolated", section.name.rpartition(":")
+    where, (place, _, label) = f"rewards.{section.called}.isolated", section.name.rpartition(":")
     if not place:
         raise UserError(
             f"{where}: expected package.module:function or file.py:function; {label} is the task's own and stays in "
@@ -170,14 +182,16 @@ def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | No
             "top level of a module, under this name"
         )
     reward = isolate(section.name, timeout)
-    stays = (*judges, *(PICTURES if drawn else ()))
+    stays = (*judges, LOG, *(PICTURES if drawn else ()))
     here = [name for name in _arguments(reward) if name in stays]
     if here:
         raise UserError(f"{where}: {label} asks for {', '.join(here)}, which stay in the run's process: leave it false")
     return reward
 
 
-def _find(name: str, options: Mapping[str, Any], source: Source, judges: Sequence[str], where: str) -> Wanted:
+def _find(
+    name: str, options: Mapping[str, Any], source: Source, judges: Sequence[str], trainer: Trainer, where: str
+) -> Wanted:
     """A reward by import path, of the source, or of the source with another judge."""
     place, _, label = name.rpartition(":")
     if place == IN_PYTHON:
@@ -189,7 +203,7 @@ def _find(name: str, options: Mapping[str, Any], source: Source, judges: Sequenc
         reward = load_object(name, "reward")
         if not callable(reward):
             raise UserError(f"reward {name!r}: {label} is a {type(reward).__name__}, not a function")
-        return Wanted(label, source.adapt(with_options(reward, label, options)), "")
+        return Wanted(label, source.adapt(with_options(_told(reward, trainer), label, options)), "")
     base, _, judge = name.partition("@")
     if name in source.rewards:
         base, judge = name, ""
@@ -199,10 +213,15 @@ def _find(name: str, options: Mapping[str, Any], source: Source, judges: Sequenc
         _refuse(name, source, where)
     if judge:
         require_known(judge, judges, f"{where}.{name}: judges")
-    return Wanted(name, _own(source.rewards[base], options, name), judge)
+    return Wanted(name, _told(_own(source.rewards[base], options, name), trainer), judge)
 
 
 def _refuse(name: str, source: Source, where: str) -> None:
+    if os.path.isdir(name):
+        raise UserError(
+            f"{where}: {said(name)} is a folder, and a reward is a function: write one that asks the model in it, and "
+            "name it as file.py:function (docs/rewards.md)"
+        )
     measures = source.default_watch if where == "watch" else ()  # of those that follow a pattern, examples
     known = ", ".join(sorted({*source.rewards, *measures})) or "no reward of its own"
     raise UserError(
@@ -243,4 +262,4 @@ def _without_none(section: RewardSection) -> RewardSection:
 
 def _described(section: RewardSection) -> str:
     condition = f" where {section.condition_on} ≥ {section.threshold:g}" if section.condition_on else ""
-    return f"{section.label} × {section.weight:g}{condition}"
+    return f"{section.called} × {section.weight:g}{condition}"

@@ -20,7 +20,10 @@ if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
     from grpo_jax.models.hf.chat import Message
 
 SPLITS = ("train", "validation", "test")
-RESERVED_COLUMNS = ("prompts", "completions", "image", "images", "baseline_images", "pictures", "episodes")
+RESERVED_COLUMNS = (
+    *("prompts", "completions", "completion_ids", "image", "images", "baseline_images", "pictures", "episodes"),
+    *("trainer_state", "log_metric"),
+)
 """Names that rewards receive from the trainer; a column of the same name would be lost."""
 
 _WORD = 2**32
@@ -158,6 +161,11 @@ def batch_at(seed: int, iteration: int, *, batch_size: int, n: int) -> np.ndarra
     """
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
     return epoch_order(seed, epoch, n)[batch * batch_size : (batch + 1) * batch_size]
+
+
+def iterations_in_all(section: Any, n: int) -> int:
+    """Iterations of a run over ``n`` rows, as the config's section `training` says; raises as `batches_per_epoch`."""
+    return section.max_steps or section.num_epochs * batches_per_epoch(n, section.prompts_per_batch)
 
 
 def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:

@@ -25,7 +25,8 @@ class Environment(NamedTuple):
         decode: (token ids of one completion, the user's prompt) → (completion as written, text to judge, usable).
         render: (rows, texts [P][G], iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
         score: (rows, texts [P][G], pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
-            tasks of several turns a fourth argument has the episodes [P][G] that end with the texts.
+            tasks of several turns `episodes` has those [P][G] that end with the texts; `tokens` [P][G] are what the
+            policy wrote, where it did.
         reward_names: N names.
         watch_names: W names.
         prepare: Pictures in memory, torch float [N, 3, H, W] in [0, 1] or a list of what a row may hold → `Pictures`
@@ -49,21 +50,27 @@ def make_score(
     *,
     missing: bool,
     columns_of: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None,
+    tokenize: Callable[[str], list[int]] | None = None,
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """score(rows, texts [P][G], pictures, episodes=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
+    """score(rows, texts [P][G], pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
 
-    Episodes [P][G] reach the rewards as the column "episodes".
+    Episodes [P][G] reach the rewards as the column "episodes", tokens [P][G] as "completion_ids".
 
     Args:
         rewards: N functions by name.
         watched: W functions by name.
         missing: A reward that fails is missing; otherwise it raises.
         columns_of: (completions, columns) → further columns, asked once for all rewards.
+        tokenize: The tokens of a text that the policy has not written.
     """
     on_error = "missing" if missing else "raise"
 
     def score(
-        rows: Sequence[Row], texts: list[list[str]], pictures: Any, episodes: list[list[Episode]] | None = None
+        rows: Sequence[Row],
+        texts: list[list[str]],
+        pictures: Any,
+        episodes: list[list[Episode]] | None = None,
+        tokens: list[list[list[int]]] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         group = len(texts[0])
         prompts, columns = repeat_rows(rows, group)
@@ -75,6 +82,10 @@ def make_score(
                 columns["baseline_images"] = pictures.baseline_images
         if episodes is not None:
             columns["episodes"] = [episode for group_of in episodes for episode in group_of]
+        if tokens is not None:
+            columns["completion_ids"] = [ids for group_of in tokens for ids in group_of]
+        elif tokenize is not None:
+            columns["completion_ids"] = [tokenize(text) for text in completions]
         if columns_of is not None:
             columns |= columns_of(completions, columns)
         values = [

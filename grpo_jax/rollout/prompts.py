@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from grpo_jax.config.reading import read_json
+from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, said, shown
 from grpo_jax.rollout.data import RESERVED_COLUMNS, SPLITS, PromptSet, Row, check_held_out, split_rows
 from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
-from grpo_jax.rollout.inputs.tables import read_tables
+from grpo_jax.rollout.inputs.files import read_records
 
 TIERS = ("plain", "attributes", "crowded")
 
 _SHOWN_CHARACTERS = 140
+_ASKING = ("question", "problem", "instruction", "query", "input", "text", "messages")
+"""What data sets often call their prompts."""
 
 
 class _Line(NamedTuple):
@@ -26,20 +29,43 @@ class _Line(NamedTuple):
     split: str | None
 
 
-def load_prompts(path: str | Path, *, held_out: int | float = 0.2) -> PromptSet:
+def prompts_of(section: DataSection) -> PromptSet:
+    """The data set that a config names; as `load_prompts`."""
+    return load_prompts(
+        section.prompts,
+        held_out=section.held_out,
+        columns=section.columns,
+        validation=section.validation,
+        test=section.test,
+    )
+
+
+def load_prompts(
+    path: str | Path,
+    *,
+    held_out: int | float = 0.2,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    validation: str = "",
+    test: str = "",
+) -> PromptSet:
     """Reads a data set.
 
     A ``.jsonl`` file has one object per line: ``prompt`` (text, or chat messages), optionally ``image`` or ``images``
     (docs/pictures.md), ``split`` (train, validation or test, on every line or on none), and any further columns, which
-    travel to the rewards. A ``.parquet`` file has the same as columns, and so has the folder that a Hugging Face data
-    set was saved to. A ``.txt`` file has one prompt per line. ``builtin``, ``builtin:plain``, ``builtin:attributes``
-    and ``builtin:crowded`` are the prompts that come with the package. Blank lines are skipped. A prompt that occurs
-    twice is kept twice (it is drawn twice as often), both times in the same part; it may not stand in two parts.
+    travel to the rewards. A ``.parquet`` file has the same as columns, and so have the folder that a Hugging Face data
+    set was saved to and ``hub:OWNER/NAME``, a data set of the hub. A ``.csv`` or ``.tsv`` file names them in its first
+    line, and all that it holds is text. A ``.txt`` file has one prompt per line. ``builtin``, ``builtin:plain``,
+    ``builtin:attributes`` and ``builtin:crowded`` are the prompts that come with the package. Blank lines are skipped.
+    A prompt that occurs twice is kept twice (it is drawn twice as often), both times in the same part; it may not
+    stand in two parts.
 
     Args:
         path: The file, or the name of a built-in list.
         held_out: Without a ``split`` column: how many different prompts (int), or which share of them (float), are
             kept for testing, and as many again for validation. See ``split_rows``.
+        columns: What columns of the data are called otherwise: {name: the data's name for it}.
+        validation: A data set of its own for validation; with it, or with
+        test: one for testing, all of `path` is trained on.
 
     Returns:
         The three parts. ``train`` is never empty; the others are where nothing is held out.
@@ -49,46 +75,111 @@ def load_prompts(path: str | Path, *, held_out: int | float = 0.2) -> PromptSet:
         ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
-    name = str(path)
-    if name == "builtin" or name.startswith("builtin:"):
-        return split_rows(builtin_rows(name), held_out=held_out)
-    lines = _read_lines(Path(path))
+    lines = _lines_of(str(path), columns)
+    if not (validation or test):
+        return _parted(lines, str(path), held_out)
+    named = {"train": lines}
+    named |= {part: _lines_of(place, columns) for part, place in (("validation", validation), ("test", test)) if place}
+    return _of_files(named)
+
+
+def _lines_of(place: str, columns: Mapping[str, str]) -> list[_Line]:
+    """The lines of a file, or of a built-in list; at least one."""
+    if place == "builtin" or place.startswith("builtin:"):
+        return [_Line(row, None) for row in builtin_rows(place)]
+    lines = _read_lines(place, columns)
     if not lines:
-        raise UserError(f"{path} has no prompts: write one per line")
-    return _parted(lines, str(path), held_out)
+        raise UserError(f"{place} has no prompts: write one per line")
+    return lines
 
 
-def split_records(records: Iterable[Mapping[str, Any]], *, held_out: int | float = 0.2) -> PromptSet:
+def _of_files(named: Mapping[str, Sequence[_Line]]) -> PromptSet:
+    """Parts that are files of their own; ids count through."""
+    parts: dict[str, tuple[Row, ...]] = {}
+    first, known = 0, set()
+    for part, lines in named.items():
+        where = "data.prompts" if part == "train" else f"data.{part}"
+        if any(line.split is not None for line in lines):
+            raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
+        keys = [line.row.key for line in lines]
+        same = [line.row.prompt for line, key in zip(lines, keys, strict=True) if key in known]
+        if same:
+            raise UserError(f"{where}: {len(same)} of its prompts stand in another part too, such as {shown(same[0])}")
+        known.update(keys)
+        parts[part] = tuple(replace(line.row, id=line.row.id + first) for line in lines)
+        first = parts[part][-1].id + 1
+    return PromptSet(*(parts.get(name, ()) for name in SPLITS))
+
+
+def split_records(
+    records: Iterable[Mapping[str, Any]],
+    *,
+    held_out: int | float = 0.2,
+    columns: Mapping[str, str] = MappingProxyType({}),
+) -> PromptSet:
     """A data set from records in memory, each what a line of a ``.jsonl`` file holds; ids are places, from 0.
 
     Args:
         records: ``{"prompt": text, column: value, …}``, on all or on none "split".
         held_out: As for `load_prompts`.
+        columns: Likewise.
 
     Raises:
         UserError: If there are none, or bad ones: the first are named, all are counted.
         ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
-    lines = _checked(((dict(record), i) for i, record in enumerate(records)), None, "prompts", "row")
+    numbered = ((i, dict(record)) for i, record in enumerate(records))
+    lines = _checked(numbered, None, "prompts", "row", columns)
     if not lines:
         raise UserError("prompts: expected at least one")
     return _parted(lines, "prompts", held_out)
 
 
-def _checked(records: Iterable[tuple[dict[Any, Any], int]], base: Path | None, subject: str, name: str) -> list[_Line]:
+def _checked(
+    records: Iterable[tuple[int, dict[Any, Any] | str]],
+    base: Path | None,
+    subject: str,
+    name: str,
+    columns: Mapping[str, str],
+) -> list[_Line]:
     """The rows of numbered records; raises one error that names all bad ones."""
-    lines, problems = [], []
-    for record, number in records:
-        line = _parse_record(record, number, base)
+    lines: list[_Line] = []
+    problems, seen = [], {}
+    for number, record in records:
+        line: _Line | str
+        if isinstance(record, str):
+            line = record
+        else:
+            seen |= dict.fromkeys(record)
+            line = _parse_record(_renamed(record, columns), number, base)
         if isinstance(line, str):
             problems.append(f"{name} {number}: {line}")
         else:
             lines.append(line)
+    if seen:
+        _check_columns([str(column) for column in seen], columns, subject)
     problems += _split_problems(lines, name)
     if problems:
         raise UserError(_listing(subject, problems))
     return lines
+
+
+def _renamed(record: Mapping[Any, Any], columns: Mapping[str, str]) -> dict[Any, Any]:
+    """A record whose columns have the names that the config gives them."""
+    others = {name: value for name, value in record.items() if name not in columns.values()}
+    return others | {new: record[old] for new, old in columns.items() if old in record}
+
+
+def _check_columns(seen: Sequence[str], columns: Mapping[str, str], subject: str) -> None:
+    """Raises UserError where no record at all has a prompt, or a column that the config names."""
+    has = f"{said(subject)} has {shown(', '.join(seen), 120)}"
+    for new, old in columns.items():
+        if old not in seen:
+            raise UserError(f"data.columns.{new}: no such column, {shown(old)}; {has}")
+    if "prompt" not in columns and "prompt" not in seen:
+        asks = next((name for name in _ASKING if name in seen), seen[0])
+        raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {asks}')
 
 
 def _parted(lines: Sequence[_Line], name: str, held_out: int | float) -> PromptSet:
@@ -154,56 +245,10 @@ def make_prompt_set(
     return PromptSet(*parts)
 
 
-def _read_lines(path: Path) -> list[_Line]:
-    """Every line of a file; raises one error that names all bad ones."""
-    kind = path.suffix.lower()
-    if kind == ".parquet" or os.path.isdir(path):
-        return _checked(
-            ((dict(record), i) for i, record in enumerate(read_tables(path))), path.parent, str(path), "row"
-        )
-    if kind not in (".jsonl", ".txt"):
-        raise UserError(
-            f"{said(path)}: prompts come from a .jsonl, .txt or .parquet file, from a saved data set's folder, or from "
-            "builtin[:TIER]"
-        )
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{said(path)} does not exist: give a .jsonl or .txt file with prompts") from None
-    except (OSError, ValueError) as error:  # NUL in a path is a ValueError
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{said(path)} cannot be read: {reason}") from None
-    lines: list[_Line] = []
-    problems: list[str] = []
-    for number, data in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
-        line = _parse_line(data, kind, number, path.parent)
-        if isinstance(line, str):
-            problems.append(f"line {number}: {line}")
-        elif line is not None:
-            lines.append(line)
-    problems += _split_problems(lines)
-    if problems:
-        raise UserError(_listing(str(path), problems))
-    return lines
-
-
-def _parse_line(data: bytes, kind: str, number: int, base: Path) -> _Line | str | None:
-    """A line's row, what is wrong with it, or None where it is blank."""
-    try:
-        text = data.decode("utf-8").strip()
-    except UnicodeDecodeError:
-        return "not UTF-8 text"
-    if not text:
-        return None
-    if kind == ".txt":
-        return _parse_record({"prompt": text}, number)
-    try:
-        record = read_json(text)
-    except ValueError as error:
-        return str(error)
-    if not isinstance(record, dict):
-        return f'expected an object like {{"prompt": "…"}}, got {type(record).__name__}'
-    return _parse_record(record, number, base)
+def _read_lines(place: str, columns: Mapping[str, str]) -> list[_Line]:
+    """Every line of a data set; raises one error that names all bad ones."""
+    found = read_records(place)
+    return _checked(found.rows, found.base, place, found.unit, columns)
 
 
 def _parse_record(record: dict[Any, Any], identity: int, base: Path | None = None) -> _Line | str:

@@ -291,15 +291,15 @@ def check_options(label: str, function: Callable[..., Any], options: Mapping[str
 def import_path(function: Reward, label: str) -> str:
     """What finds a function again, as a config names it: "module:function", else "<given>:label".
 
-    Found are functions at the top level of a module, under their own name: not those of a script that was run or
-    typed in, nor lambdas, methods and objects.
+    Found are functions at the top level of a module: not those of a script that was run or typed in, nor lambdas,
+    methods and objects.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     home = sys.modules.get(module or "")
     file = Path(getattr(home, "__file__", None) or "")
     stem = file.parent.name if file.name == "__init__.py" else file.stem
-    importable = module != "__main__" and name == label and getattr(home, label, None) is function
+    importable = module != "__main__" and name and getattr(home, name, None) is function
     # A file that was loaded under another name, as a config's file.py is, is not found by that name.
     if module is None or not importable or stem != module.rpartition(".")[2]:
         return f"{IN_PYTHON}:{label}"
-    return f"{module}:{label}"
+    return f"{module}:{name}"

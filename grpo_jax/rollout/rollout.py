@@ -18,7 +18,7 @@ from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.episodes import Episode, Turn
 from grpo_jax.rollout.inputs.encoding import Encoded
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
-from grpo_jax.rollout.turns import IN_FLIGHT, Episodes, Play, stream
+from grpo_jax.rollout.turns import IN_FLIGHT, Episodes, Play, stream, written_tokens
 
 See = Callable[[Any, Any], tuple[Any, Any]]
 """see(variables, `Pictures`) → their `PictureStates`, and what the update takes: these or, to be seen again, those."""
@@ -269,8 +269,10 @@ def _judges(environment: Environment, iteration: int, evaluation: bool) -> list[
 
     def score(chunk: _Chunk) -> _Chunk:
         alone = [[Episode((Turn(text),)) for text in group] for group in chunk.texts]
-        episodes = () if environment.answering is None else (alone,)
-        rewards, watched = environment.score(chunk.rows, chunk.texts, chunk.pictures, *episodes)
+        told: dict[str, Any] = {} if environment.answering is None else {"episodes": alone}
+        if chunk.written is not None:
+            told["tokens"] = written_tokens(chunk.written.samples)
+        rewards, watched = environment.score(chunk.rows, chunk.texts, chunk.pictures, **told)
         return chunk._replace(rewards=rewards, watched=watched)
 
     if render is None:

@@ -223,7 +223,9 @@ class Episodes:
         environment = self.environment
         if play.active.any():
             rows, episodes = play.judged()
-            judged = environment.score(rows, _texts(episodes), play.pictures, episodes)
+            tokens = written_tokens(play.samples[-1])
+            tokens = tokens if play.active.all() else [[tokens[p][g]] for p, g in play.places]
+            judged = environment.score(rows, _texts(episodes), play.pictures, episodes=episodes, tokens=tokens)
             rewards, watched = (np.array(array) for array in (play.rewards, play.watched))
             for array, values in zip((rewards, watched), judged, strict=True):
                 array[play.active, turn] = values.reshape(len(play.places), values.shape[-1])
@@ -276,6 +278,14 @@ def turn_keys(keys: jax.Array, turn: int) -> jax.Array:
 
 def _named(stage: str, turn: int) -> str:
     return stage if turn == 0 else f"{stage} {turn + 1}"
+
+
+def written_tokens(samples: Samples) -> list[list[list[int]]]:
+    """What the policy wrote, [P][G], of samples on the host."""
+    return [
+        [np.asarray(row)[there].tolist() for row, there in zip(*group, strict=True)]
+        for group in zip(samples.tokens, samples.mask, strict=True)
+    ]
 
 
 def _texts(episodes: list[list[Episode]]) -> list[list[str]]:

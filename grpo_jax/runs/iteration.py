@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
-from grpo_jax.rollout.data import batches_per_epoch, further_batch_at
+from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
 from grpo_jax.rollout.drawing import Judged, draw
 from grpo_jax.rollout.inputs.pictures import kept_column
 from grpo_jax.rollout.rollout import Rollout, collect
@@ -77,8 +77,7 @@ class Iteration(NamedTuple):
 def make_learner(parts: Parts) -> Learner:
     """Optimizer, schedule and update step that a config names."""
     config, policy = parts.config, parts.policy
-    per_epoch = batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch)
-    iterations = config.training.max_steps or config.training.num_epochs * per_epoch
+    iterations = iterations_in_all(config.training, len(parts.prompts.train))
     per_iteration = config.training.inner_epochs * config.training.minibatches
     section = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)
     schedule = make_schedule(section, iterations * per_iteration)
@@ -126,7 +125,8 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
     started = time.monotonic()
     config, algorithm = parts.config, parts.config.algorithm
     further = algorithm.resample_rounds if algorithm.dead_groups == "resample" else 0
-    drawn = draw(lambda number: sample_batch(parts, state.variables, iteration, number), further=further)
+    with parts.trainer.at(iteration):
+        drawn = draw(lambda number: sample_batch(parts, state.variables, iteration, number), further=further)
     before_update = time.perf_counter()
     batch = batch_of(parts, drawn.batch)
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _UPDATE_STREAM), iteration)
@@ -143,6 +143,7 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
         **update_metrics(report),
         "learning_rate": float(learner.schedule(first_update)),
         **rollout_metrics(parts, drawn.first),
+        **parts.trainer.logged,
     }
     if state.loss_scale is not None:
         row["loss_scale"] = float(state.loss_scale.scale)

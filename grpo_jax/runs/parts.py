@@ -20,11 +20,12 @@ from grpo_jax.models.hf.processor import most_patches
 from grpo_jax.models.sharding import gather
 from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
-from grpo_jax.rollout.data import PromptSet, batches_per_epoch
+from grpo_jax.rollout.data import PromptSet, batches_per_epoch, iterations_in_all
 from grpo_jax.rollout.environment import Environment, make_score
-from grpo_jax.rollout.inputs.encoding import make_encode
+from grpo_jax.rollout.inputs.encoding import make_encode, tell_system_prompt
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.texts import allowed_tokens, make_decode
+from grpo_jax.rollout.trainer import Trainer
 from grpo_jax.runs.policy import Policy, load_policy, make_new_policy
 from grpo_jax.runs.seeing import eyes_of, make_prepare, make_see
 from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
@@ -60,6 +61,7 @@ class Parts(NamedTuple):
         allowed_tokens: bool [V], or None for all.
         key: The run's key.
         devices: Name of the device of each part.
+        trainer: The run as rewards see it.
         see: Looks at the prompts' pictures (`rollout.See`); None where no prompt has any.
         stopping: Whether a stop was asked for.
     """
@@ -73,6 +75,7 @@ class Parts(NamedTuple):
     allowed_tokens: np.ndarray | None
     key: jax.Array
     devices: dict[str, str]
+    trainer: Trainer
     see: Callable[..., Any] | None = None
     stopping: Callable[[], bool] = lambda: False
 
@@ -123,7 +126,9 @@ def load_parts(
     world = config.task.load(Setup(config, prompts, say))
     _tell_prompts(config, world.prompts, world.source or config.data.prompts or "given", say)
     timeout = config.judge_timeout or None
-    wanted = find_rewards(config.rewards, config.watch, world, tuple(config.judges), rewards, timeout=timeout)
+    trainer = Trainer(iterations_in_all(config.training, len(world.prompts.train)))
+    names = tuple(config.judges)
+    wanted = find_rewards(config.rewards, config.watch, world, names, rewards, timeout=timeout, trainer=trainer)
     say("rewards", wanted.describe())
     for name, judge in config.judges.items():
         with judge_named(name):
@@ -134,6 +139,7 @@ def load_parts(
         say("devices", f"policy on {_listed(devices)}")
     pictures = world.answers_with_pictures or any(row.pictures for part in world.prompts for row in part)
     policy = load_policy(config, devices, say, pictures=pictures)
+    tell_system_prompt(policy.loaded.tokenizer, config.data, world.prompts.train, say)
     judges = {}
     for name, judge in config.judges.items():
         with judge_named(name):
@@ -155,6 +161,7 @@ def load_parts(
         key=jax.random.key(config.seed),
         devices=placement if judges else {POLICY: _listed(devices)},
         see=make_see(policy) if pictures else None,
+        trainer=trainer,
         stopping=stopping,
     )
 
@@ -192,7 +199,13 @@ def make_environment(
         ),
         decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
         render=None if world.render is None else world.render(judges, rewards.asked),
-        score=make_score(maximised, watched, missing=config.on_judge_error == "missing", columns_of=world.columns),
+        score=make_score(
+            maximised,
+            watched,
+            missing=config.on_judge_error == "missing",
+            columns_of=world.columns,
+            tokenize=lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"],
+        ),
         reward_names=tuple(maximised),
         watch_names=tuple(watched),
         prepare=None if eyes is None else make_prepare(eyes, device),
@@ -218,6 +231,7 @@ def make_answering(config: Config, world: World, loaded: Any) -> Answering | Non
         vocab_size=loaded.config.vocab_size,
         most=section.max_answer_tokens,
         vision=vision,
+        enable_thinking=config.data.enable_thinking,
     )
     lenient = config.on_judge_error == "missing"
     return Answering(section.turns, world.respond, say, section.stream_tokens, loaded.pad_id, lenient)

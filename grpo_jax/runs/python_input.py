@@ -7,13 +7,15 @@ numbers, and by the same functions, where they can be imported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError
+from grpo_jax.config.sections import DataSection, RewardSection
+from grpo_jax.errors import UserError, shown
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row
 from grpo_jax.rollout.inputs.pictures import File, Stored, encoded, size_of, source_of
@@ -50,7 +52,7 @@ def from_python(config: Config, prompts: Any, rewards: Any) -> PythonInput:
     Raises:
         UserError: Naming what is wrong.
     """
-    taken = None if prompts is None else _prompt_set(prompts, config.data.held_out)
+    taken = None if prompts is None else _prompt_set(prompts, config.data)
     if taken is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=IN_PYTHON))
     functions = {} if rewards is None else _by_label(rewards)
@@ -124,14 +126,17 @@ def _row(line: Mapping[str, Any]) -> Row:
     return Row(line["id"], line["prompt"], line["columns"], pictures, messages)
 
 
-def _prompt_set(prompts: Any, held_out: float) -> PromptSet:
+def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
+    for name in ("validation", "test"):
+        require(not getattr(section, name), f"data.{name}", "nothing beside run(prompts=…)", getattr(section, name))
     if isinstance(prompts, PromptSet):
         return prompts
+    how: dict[str, Any] = {"held_out": section.held_out, "columns": section.columns}
     expected = "prompts: expected a list of texts or of records {'prompt': text, column: value, …}"
     tables = tables_of(prompts)
     if tables is not None:  # pictures stay encoded, and where they are
         named = [({} if split is None else {"split": split}, records_of(table)) for split, table in tables]
-        return split_records([record | split for split, records in named for record in records], held_out=held_out)
+        return split_records([record | split for split, records in named for record in records], **how)
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: it iterates over names of columns
         prompts = prompts.to_dict("records")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
@@ -140,26 +145,36 @@ def _prompt_set(prompts: Any, held_out: float) -> PromptSet:
     for place, record in enumerate(records):
         if not isinstance(record, Mapping):
             raise UserError(f"{expected}, got a {type(record).__name__} as row {place}")
-    return split_records(records, held_out=held_out)
+    return split_records(records, **how)
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:
-    """The functions by what metrics call them: their own names, or the keys they are given under."""
+    """The functions by what metrics call them: their own names, or those that they are given under."""
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     else:
-        functions = [rewards] if callable(rewards) else list(rewards)
-        named = [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
-    wrong = [f"{name} is a {type(function).__name__}" for name, function in named if not callable(function)]
+        given = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
+        named = [_named(reward) for reward in given]
+    wrong = [shown(function) for _, function in named if not callable(function)]
     if wrong:
-        raise UserError(f"rewards: expected functions, but {', '.join(wrong)}")
+        raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")
     labels = [name for name, _ in named]
     if not labels or len(set(labels)) != len(labels):
         raise UserError(
             f"rewards: expected at least one function, each of another name, got {labels}; name them as "
-            "rewards={'name': function}"
+            "rewards={'name': function}, or as pairs ('name', function)"
         )
     return dict(named)
+
+
+def _named(reward: Any) -> tuple[str, Any]:
+    """A reward with its name: as a pair says, or the function's own, of a partial the inner one's."""
+    if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[0], str):
+        return reward
+    inner = reward
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return getattr(inner, "__name__", type(inner).__name__), reward
 
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
@@ -168,17 +183,19 @@ def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]
     Raises:
         UserError: The config names a reward for which there is no function.
     """
-    known = {section.label: section for section in sections}
+    known = {section.called: section for section in sections}
     unmatched = [label for label in known if label not in functions]
     if unmatched:
         raise UserError(
             f"rewards: config.rewards names {', '.join(unmatched)}, but the functions given are "
             f"{', '.join(functions)}: give one of that name, or take the entry out"
         )
-    return [
-        dataclasses.replace(known.get(label, RewardSection(label)), name=import_path(function, label))
-        for label, function in functions.items()
-    ]
+    found = []
+    for label, function in functions.items():
+        name = import_path(function, label)
+        own = {"name": name, "label": "" if name.endswith(f":{label}") else label}
+        found.append(dataclasses.replace(known.get(label, RewardSection(label)), **own))
+    return found
 
 
 def _what_json_would_change(prompts: PromptSet) -> str | None:

@@ -126,7 +126,8 @@ def test_help_shows_what_task_and_judges_add_before_what_all_share(task, option,
 
 
 def test_help_has_the_line_and_the_value_of_every_field(capsys):
-    text = " ".join(stopped(capsys, "--task", "text", "--sampling.top_k=3", "-h").split())
+    text = " ".join(stopped(capsys, "--task", "text", "--sampling.top_k=3", "--data.columns.prompt=ask", "-h").split())
+    assert "default: {'prompt': 'ask'}" in text
     for field in dataclasses.fields(make_config(task="text")):
         assert f"--{field.name}" in text or field.name == "judges", field.name
     for phrase in ("Completions per prompt (G).", "Prompts of one iteration (P).", "Rank of the adapters"):

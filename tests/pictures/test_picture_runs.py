@@ -165,7 +165,7 @@ def test_a_chunk_is_seen_once_and_keeps_its_rows_pictures(parts):
     columns = {"wish": "a"}
     several = [Row(row.id, row.prompt, columns, row.pictures) for row in several]
     environment = parts.environment._replace(
-        score=lambda rows, texts, pictures: (np.zeros((len(rows), GROUP, 1)), np.zeros((len(rows), GROUP, 0)))
+        score=lambda rows, texts, pictures, **told: (np.zeros((len(rows), GROUP, 1)), np.zeros((len(rows), GROUP, 0)))
     )
     rollout = collect(
         environment,

@@ -62,7 +62,11 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     shell = [line for block in blocks(text, "bash", "") for line in block.replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"\s#.*|\[.*…]|…", "", line) for line in (*indented, *shell, *spans(text))]
     calls = [re.search(r"-m (grpo_jax\.\w+)(.*)", line) for line in lines]
-    return [(call[1], shlex.split(call[2])) for call in calls if call]
+    short = [re.match(r"(?:python -m grpo_jax|grpo) (train|evaluate|export) (-.*)", line) for line in lines]
+    found = [(call[1], call[2]) for call in calls if call] + [
+        (f"grpo_jax.{call[1]}", call[2]) for call in short if call
+    ]
+    return [(module, shlex.split(rest)) for module, rest in found]
 
 
 def dotted_names(text: str) -> set[str]:
@@ -204,6 +208,7 @@ def accepted(values: dict) -> bool:
         ("`grpo_jax.training.trainer`", test_fields_and_objects_exist),
         ("`tests/test_sharding.py`", test_files_exist),
         ("    python -m grpo_jax.train --config cartpole", test_command_lines_parse),
+        ("    grpo train --config cartpole", test_command_lines_parse),
         ("```yaml\nrenderer: {steps: 1}\n```", test_yaml_and_imports_of_code_blocks_are_right),
         ("```python\nfrom grpo_jax.training import trainer\n```", test_yaml_and_imports_of_code_blocks_are_right),
     ],

@@ -11,11 +11,11 @@ from support.imports import FILES, ROOT, dotted, find_circle, imports_of, read_i
 import grpo_jax
 
 ROOMS = (
-    *("errors", "core", "config", "models", "sampling", "training", "rollout", "tasks", "runs", "reports", "planning"),
-    "commands",
+    *("errors", "core", "config", "rewards", "models", "sampling", "training", "rollout", "tasks", "runs", "reports"),
+    *("planning", "commands"),
 )
 """From the ground up: each imports only from those before it."""
-COMMANDS = ("train", "evaluate", "export", "predict")
+COMMANDS = ("train", "evaluate", "export", "predict", "__main__")
 BUILDERS = ("bridges.miniature.build", "bridges.miniature.train_", "bridges.retrieval.__main__")
 """Scripts of the bridges that count as commands."""
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")

@@ -55,7 +55,7 @@ def make_parts(teaches, **algorithm):
         zeros = np.zeros(tokens.shape, np.float32)
         return Samples(tokens, mask, zeros, zeros - 0.5, np.zeros(tokens.shape[:2], bool))
 
-    def score(prompts, texts, pictures):
+    def score(prompts, texts, pictures, **told):
         judged.append([row.id for row in prompts])
         spread = np.linspace(0, 1, GROUP) * np.array([row.id in teaches for row in prompts])[:, None]
         # the two objectives cancel in the sum, if the prompt's number is odd

@@ -121,7 +121,7 @@ def brief(completions, size=10, **columns):
         ({"prompts": ["a", ["b"]]}, "got a list as row 1"),
         ({"prompts": [{"prompt": "a", 3: "b"}]}, "a column's name must be text, got 3"),
         ({"prompts": []}, "prompts: expected at least one"),
-        ({"rewards": [brief, "length"]}, "rewards: expected functions, but str is a str"),
+        ({"rewards": [brief, "length"]}, "rewards: expected functions, got .length."),
         ({"rewards": []}, "expected at least one function"),
         ({"rewards": [len]}, "config.rewards names brief, but the functions given are len"),
         ({"rewards": brief}, r"rewards.brief.options: expected arguments of the reward \(size\), got 'sise'"),

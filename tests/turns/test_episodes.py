@@ -62,8 +62,9 @@ def length(completions):
     return [len(text.split()) / STEPS for text in completions]
 
 
-def high(completions, episodes):
+def high(completions, episodes, completion_ids):
     """Of the turn's first token, more of later turns."""
+    assert completion_ids == [words(text) for text in completions]  # the turn's own tokens
     return [words(text)[0] / 60 + len(episode.turns) for text, episode in zip(completions, episodes, strict=True)]
 
 

@@ -10,7 +10,7 @@ from grpo_jax.models.hf.tokens import messages_renderer, texts_encoder
 
 PICTURE = None
 """A picture among the parts of a message."""
-_PROBE = "7316940582"
+_PROBE, _SYSTEM_PROBE = "7316940582", "5093718264"
 
 
 class Fixed(NamedTuple):
@@ -121,6 +121,26 @@ def conversation_encoder(
         return ids if tokens is None else _expanded(ids, tokens.picture, lengths, texts)
 
     return encode
+
+
+def default_system_prompt(tokenizer: Any, **switches: Any) -> str:
+    """What a chat template says as the system where a conversation has no system message; "" for nothing.
+
+    Args:
+        tokenizer: With a chat template.
+        **switches: What the template is told beside the messages.
+    """
+    render = messages_renderer(tokenizer, **switches)
+    user = {"role": "user", "content": _PROBE}
+    try:
+        told = render([{"role": "system", "content": _SYSTEM_PROBE}, user])
+        alone = render([user]).partition(_PROBE)[0]
+    except UserError:  # it takes no system message
+        return ""
+    opening, found, rest = told.partition(_SYSTEM_PROBE)
+    closing = rest.partition(_PROBE)[0]
+    whole = found and closing and alone.startswith(opening) and alone.endswith(closing)
+    return alone[len(opening) : -len(closing)].strip() if whole and len(alone) > len(opening) + len(closing) else ""
 
 
 def _continued(messages: Sequence[dict[str, Any]]) -> str:

@@ -156,25 +156,27 @@ def _part(part: Any, base: Path | None) -> Any:
 # ------------------------------------------------------------------------------------------------- to be encoded
 
 
-def messages_of(row: Any, instruction: str = "") -> tuple[Message, ...]:
+def messages_of(row: Any, instruction: str = "", system: str = "") -> tuple[Message, ...]:
     """What a row asks as messages: its own, or the user's one with pictures, instruction and prompt.
 
     Args:
         row: A `Row`.
         instruction: Says {prompt} where the prompt goes; "" for the prompt alone.
+        system: What is said before, unless the row's own messages begin with a system message; "" for nothing.
 
     Raises:
         ValueError: There is an instruction, and the row has messages.
     """
+    before_all = (Message("system", (Fixed(system),)),) if system else ()
     if row.messages:
         if instruction:
             raise ValueError("it is a conversation, which has its own words: leave data.instruction empty")
-        return row.messages
+        return row.messages if row.messages[0].role == "system" else (*before_all, *row.messages)
     marked = row.pictures and row.prompt.count(MARK) == len(row.pictures)
     prompt: list[Part] = _between(row.prompt.split(MARK), PICTURE) if marked else [row.prompt]
     before: list[Part] = [] if marked else [PICTURE] * len(row.pictures)
     if not instruction:
-        return (Message("user", (*before, *prompt)),)
+        return (*before_all, Message("user", (*before, *prompt)))
     pieces = [[Fixed(piece)] if piece else [] for piece in instruction.split("{prompt}")]
     if marked and len(pieces) > 2:
         raise ValueError(
@@ -183,7 +185,7 @@ def messages_of(row: Any, instruction: str = "") -> tuple[Message, ...]:
     parts = pieces[0]
     for piece in pieces[1:]:
         parts = [*parts, *prompt, *piece]
-    return (Message("user", (*before, *parts)),)
+    return (*before_all, Message("user", (*before, *parts)))
 
 
 def _between(texts: Sequence[str], part: Part) -> list[Part]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, shown
-from grpo_jax.models.hf.chat import PICTURE, Message, conversation_encoder, picture_tokens
+from grpo_jax.models.hf.chat import PICTURE, Message, conversation_encoder, default_system_prompt, picture_tokens
 from grpo_jax.models.hf.processor import PictureSettings, make_prepare, read_settings
 from grpo_jax.models.vision.patches import Picture
 from grpo_jax.models.vision.stacking import pack_rows
@@ -93,9 +93,7 @@ def make_encode(
     if some and eyes is None:
         raise UserError(_BLIND)
     seeing = eyes() if some and eyes is not None else None
-    tokens_of = _tokens_of(
-        tokenizer, section.form, section.instruction, None if seeing is None else seeing.vision, vocab_size
-    )
+    tokens_of = _tokens_of(tokenizer, section, None if seeing is None else seeing.vision, vocab_size)
 
     def checked(row: Row, grids: Sequence[tuple[int, int]]) -> list[int]:
         if row.pictures and seeing is None:
@@ -129,26 +127,42 @@ def make_encode(
 
 
 def _tokens_of(
-    tokenizer: Any, form: str, instruction: str, vision: Any, vocab_size: int | None
+    tokenizer: Any, section: DataSection, vision: Any, vocab_size: int | None
 ) -> Callable[[Row, Sequence[int]], list[int]]:
     """tokens_of(row, tokens of each of its pictures) → the tokens that its completions start from.
 
     In the form "append" the prompt itself is continued. Otherwise it goes through the tokenizer's chat template, with
     the answer left open; a tokenizer without one gets the instruction as plain text.
     """
-    if form == "append":
-        instruction = ""
+    instruction = "" if section.form == "append" else section.instruction
     if instruction and "{prompt}" not in instruction:
         raise UserError("data.instruction must contain {prompt}, the place of the user's prompt")
-    # Templates that know no thinking ignore the switch; a thinking block would eat the tokens of the answer.
+    # Templates that know no thinking ignore the switch.
     encode = conversation_encoder(
         tokenizer,
-        chat=form != "append" and bool(getattr(tokenizer, "chat_template", None)),
+        chat=_chats(tokenizer, section),
         tokens=None if vision is None else picture_tokens(vision),
         vocab_size=vocab_size,
-        enable_thinking=False,
+        enable_thinking=section.enable_thinking,
     )
-    return lambda row, lengths: encode(_messages(row, instruction), lengths)
+    return lambda row, lengths: encode(_messages(row, instruction, section.system_prompt), lengths)
+
+
+def _chats(tokenizer: Any, section: DataSection) -> bool:
+    """Whether prompts go through a chat template."""
+    return section.form != "append" and bool(getattr(tokenizer, "chat_template", None))
+
+
+def tell_system_prompt(
+    tokenizer: Any, section: DataSection, rows: Sequence[Row], say: Callable[[str, str], None]
+) -> None:
+    """Says what the chat template tells the policy before prompts that nobody gave a system prompt."""
+    own = section.system_prompt or all(row.messages and row.messages[0].role == "system" for row in rows)
+    if own or not _chats(tokenizer, section):
+        return
+    told = default_system_prompt(tokenizer, enable_thinking=section.enable_thinking)
+    if told:
+        say("template", f"tells the policy {shown(told, 100)} before each prompt; data.system_prompt replaces it")
 
 
 def format_prompt(
@@ -159,15 +173,16 @@ def format_prompt(
     Raises:
         UserError: A non-empty instruction does not say where the prompt goes, or as `conversation_encoder`.
     """
-    return _tokens_of(tokenizer, form, instruction, None, vocab_size)(Row(0, prompt), [])
+    section = DataSection(form=form, instruction=instruction)  # type: ignore[arg-type]
+    return _tokens_of(tokenizer, section, None, vocab_size)(Row(0, prompt), [])
 
 
 _BLIND = "the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder, or take them out"
 
 
-def _messages(row: Row, instruction: str) -> tuple[Message, ...]:
+def _messages(row: Row, instruction: str, system: str) -> tuple[Message, ...]:
     try:
-        messages = messages_of(row, instruction)
+        messages = messages_of(row, instruction, system)
     except ValueError as error:
         raise UserError(f"row {row.id}: {error}") from error
     shows = sum(message.parts.count(PICTURE) for message in messages)

@@ -196,6 +196,7 @@ class CartPoleConfig:
         resume: Continue the run in run_dir from its last checkpoint.
         debug: Show tracebacks of user errors.
         report_to: Metric writers beside metrics.jsonl.
+        wandb_project: Project of the run on Weights & Biases.
         algorithm: Advantages and loss.
         rollout: What one iteration plays.
         network: The policy.
@@ -211,6 +212,7 @@ class CartPoleConfig:
     resume: bool = may_change(False)
     debug: bool = may_change(False)
     report_to: list[Literal["tensorboard", "wandb"]] = may_change(default_factory=lambda: ["tensorboard"])
+    wandb_project: str = may_change("grpo_jax")
     algorithm: CartPoleAlgorithm = field(default_factory=CartPoleAlgorithm)
     rollout: CartPoleRollout = field(default_factory=CartPoleRollout)
     network: CartPoleNetwork = field(default_factory=CartPoleNetwork)

@@ -16,7 +16,7 @@ from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row
 from grpo_jax.rollout.inputs.pictures import size_of
-from grpo_jax.rollout.prompts import load_prompts, make_prompt_set
+from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.tasks.picture_rewards import conditioned
 from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, split_counts
 from grpo_jax.tasks.prompt_recreation.rewards import REWARDS
@@ -94,6 +94,6 @@ def _grey(row: Row) -> np.ndarray:
 def _rows(config: Config) -> PromptSet:
     if config.data.prompts != MINIATURE:
         require(bool(config.data.prompts), "data.prompts", "a .jsonl or .parquet file", config.data.prompts)
-        return load_prompts(config.data.prompts, held_out=config.data.held_out)
+        return prompts_of(config.data)
     lessons, counts = own_package("bridges", "miniature.lessons"), split_counts(config)
     return make_prompt_set(*(lessons.pictures(split, count) for split, count in zip(SPLITS, counts, strict=True)))

@@ -11,7 +11,7 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
-from grpo_jax.rollout.prompts import load_prompts, make_prompt_set
+from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.tasks.picture_rewards import REWARDS, conditioned
 from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, split_counts
 from grpo_jax.tasks.prompt_refinement.answers import INSTRUCTION, Shown, make_respond
@@ -88,6 +88,6 @@ def _oracle(rows: Sequence[Row], config: Config) -> dict[str, list[str]]:
 def _prompts(config: Config) -> PromptSet:
     if config.data.prompts != MINIATURE:
         require(bool(config.data.prompts), "data.prompts", "a .jsonl or .txt file, or builtin", config.data.prompts)
-        return load_prompts(config.data.prompts, held_out=config.data.held_out)
+        return prompts_of(config.data)
     world, counts = own_package("bridges", "miniature.world"), split_counts(config)
     return make_prompt_set(*(world.prompts(split, count) for split, count in zip(SPLITS, counts, strict=True)))

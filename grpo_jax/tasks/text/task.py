@@ -13,7 +13,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.episodes import Respond
 from grpo_jax.rollout.isolated import ENVIRONMENT, isolate_environment
-from grpo_jax.rollout.prompts import load_prompts
+from grpo_jax.rollout.prompts import prompts_of
 from grpo_jax.rollout.texts import Reading, as_written, continued
 from grpo_jax.tasks.task import Setup, Task, World
 
@@ -53,15 +53,15 @@ class Text(Task):
         section = config.data
         if not os.path.exists(section.prompts):
             return 0, 0
-        prompts = load_prompts(section.prompts, held_out=section.held_out)
+        prompts = prompts_of(section)
         return max(len(row.pictures) for part in prompts for row in part), 0
 
     def load(self, setup: Setup) -> World:
         """The prompts."""
         section, prompts = setup.config.data, setup.prompts
         if prompts is None:
-            require(bool(section.prompts), "data.prompts", "a .jsonl or .txt file", section.prompts)
-            prompts = load_prompts(section.prompts, held_out=section.held_out)
+            require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
+            prompts = prompts_of(section)
         return World(
             prompts,
             respond=self._respond(setup.config) if self.environment else None,

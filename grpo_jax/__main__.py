@@ -1,0 +1,59 @@
+"""All commands under one name: `grpo train …` is `python -m grpo_jax.train …`, and `python -m grpo_jax train …`."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from grpo_jax import evaluate, export, train
+from grpo_jax.errors import UserError, guarded, leave, said, version
+from grpo_jax.planning.request import PLAN
+
+_HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
+
+  train      train a policy: --config FILE, --task NAME, --run_dir DIR, --section.field VALUE
+  resume     go on with a run: resume DIR, --training.max_steps 200
+  plan       say what a run needs on each device, and whether it fits: as train, --device_memory_gib 80,80
+  evaluate   measure a run's policy on its held-out prompts: --run DIR
+  export     write a run's policy as a Hugging Face folder: --run DIR --out FOLDER
+
+COMMAND --help says more. In Python: from grpo_jax import make_config, run, load_rewriter"""
+_COMMANDS = ("train", "resume", "plan", "evaluate", "export")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the first word names; returns its exit code, 2 where there is none of that name."""
+    name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    if name == "train":
+        return train.main(rest)
+    if name == "plan":
+        return train.main([PLAN, *rest])
+    if name == "resume" and rest and not rest[0].startswith("-"):
+        return train.main(["--resume", "--run_dir", *rest])
+    if name == "evaluate":
+        return evaluate.main(rest)
+    if name == "export":
+        return export.main(rest)
+    if name in ("-h", "--help", "help", "--version"):
+        print(version() if name == "--version" else _HELP)
+        return 0
+    return guarded(lambda: _refuse(name))
+
+
+def _refuse(name: str) -> NoReturn:
+    if name == "resume":
+        raise UserError("resume: say which run, as in resume runs/my_run")
+    near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_COMMANDS)}"
+    raise UserError(f"{said(name)}: no such command; {hint}")
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own."""
+    leave(main())
+
+
+if __name__ == "__main__":
+    command()

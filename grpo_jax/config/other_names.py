@@ -1,0 +1,32 @@
+"""What TRL calls the fields of a run: who types such a name is told the one that it has here."""
+
+TRL = {
+    "batch_size": "training.prompts_per_batch",
+    "beta": "algorithm.kl_coef",
+    "dataset_name": "data.prompts",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "eval_steps": "evaluation.every",
+    "gradient_accumulation_steps": "training.accumulation",
+    "loss_type": "algorithm.preset",
+    "max_completion_length": "sampling.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "model": "policy.path",
+    "model_name_or_path": "policy.path",
+    "num_generations": "sampling.group_size",
+    "num_iterations": "training.inner_epochs",
+    "num_train_epochs": "training.num_epochs",
+    "output_dir": "run_dir",
+    "per_device_train_batch_size": "training.prompts_per_batch",
+    "resume_from_checkpoint": "resume",
+    "reward_funcs": "rewards",
+    "reward_weights": "rewards",
+    "save_steps": "training.save_every",
+    "scale_rewards": "algorithm.scale",
+    "system_prompt": "data.system_prompt",
+    "use_peft": "policy.lora.rank",
+    "lora_r": "policy.lora.rank",
+    "lora_alpha": "policy.lora.alpha",
+    "lora_target_modules": "policy.lora.targets",
+}
+"""By their names there; units may differ, as a field's help line says."""

@@ -1,0 +1,309 @@
+r"""Rewards that everyone writes, for `rewards` of a config by their names: `grpo_jax.rewards:numeric_answer`.
+
+Each is a plain function with TRL's signature, f(prompts, completions, answer, **columns) → a value for each completion,
+None where it does not apply. Keyword arguments are its `options` in the config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any, Literal
+
+from grpo_jax.config.reading import read_json
+from grpo_jax.errors import shown
+
+Unit = Literal["characters", "words", "tokens"]
+
+
+def regex_format(
+    prompts: Sequence[str], completions: Sequence[str], *, pattern: str, whole: bool = True, **columns: Any
+) -> list[float]:
+    r"""1 where a completion has a form, else 0.
+
+    Args:
+        prompts: P·G texts.
+        completions: P·G texts.
+        pattern: A regular expression of Python's, such as "Answer: \d+"; its dots match line breaks.
+        whole: It must fit the whole completion, white space around it apart; otherwise some part of it.
+        **columns: Not looked at.
+    """
+    form = re.compile(pattern, re.DOTALL)
+    fits = form.fullmatch if whole else form.search
+    return [float(fits(text.strip()) is not None) for text in completions]
+
+
+def think_format(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    tag: str = "think",
+    answer_tag: str = "",
+    opened: bool = False,
+    **columns: Any,
+) -> list[float]:
+    """1 where a completion thinks first, in one block that is closed, and then says something; else 0.
+
+    Args:
+        prompts: P·G texts.
+        completions: P·G texts.
+        tag: Of the block, <think> … </think>.
+        answer_tag: What follows must stand in such a block too, with nothing else; "" for any text.
+        opened: The chat template has opened the block: a completion begins inside it.
+        **columns: Not looked at.
+    """
+    start, end = f"<{tag}>", f"</{tag}>"
+
+    def fits(text: str) -> bool:
+        text = text.strip()
+        if not opened and not text.startswith(start):
+            return False
+        thought, closed, said = (text if opened else text.removeprefix(start)).partition(end)
+        once = closed and start not in thought + said and end not in said
+        return bool(once and thought.strip() and _said(said.strip(), answer_tag))
+
+    return [float(fits(text)) for text in completions]
+
+
+def _said(text: str, tag: str) -> str:
+    """What is said in the one block that a text is; the text itself without a tag; "" where it is none."""
+    if not tag:
+        return text
+    inner = text.removeprefix(f"<{tag}>").removesuffix(f"</{tag}>")
+    whole = text == f"<{tag}>{inner}</{tag}>" and f"<{tag}>" not in inner and f"</{tag}>" not in inner
+    return inner.strip() if whole else ""
+
+
+def target_length(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]] | None = None,
+    *,
+    target: int,
+    tolerance: float | None = None,
+    unit: Unit = "words",
+    **columns: Any,
+) -> list[float]:
+    """1 for a completion of one length, less the farther it is from it, 0 from `tolerance` away.
+
+    Args:
+        prompts: P·G texts.
+        completions: P·G texts.
+        completion_ids: Their tokens.
+        target: The length.
+        tolerance: How far away there is nothing left; None for `target` itself: nothing for no text, and for twice it.
+        unit: What is counted: "characters", "words" or "tokens".
+        **columns: Not looked at.
+
+    Raises:
+        ValueError: A number is not above 0, or `unit` is none of these.
+    """
+    reach = target if tolerance is None else tolerance
+    if target < 1 or reach <= 0:
+        raise ValueError(f"target and tolerance must be above 0, got {target} and {reach}")
+    return [max(0.0, 1 - abs(size - target) / reach) for size in _lengths(completions, completion_ids, unit)]
+
+
+def length_penalty(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]] | None = None,
+    *,
+    start: int,
+    end: int,
+    unit: Unit = "words",
+    **columns: Any,
+) -> list[float]:
+    """0 for completions of up to `start`, -1 from `end` on, and evenly between.
+
+    Args:
+        prompts: P·G texts.
+        completions: P·G texts.
+        completion_ids: Their tokens.
+        start: The longest that costs nothing.
+        end: The length from which all is lost.
+        unit: What is counted: "characters", "words" or "tokens".
+        **columns: Not looked at.
+
+    Raises:
+        ValueError: `end` is not above `start`, or `unit` is none of these.
+    """
+    if not 0 <= start < end:
+        raise ValueError(f"start must be at least 0 and end above it, got {start} and {end}")
+    sizes = _lengths(completions, completion_ids, unit)
+    return [-min(1.0, max(0.0, (size - start) / (end - start))) for size in sizes]
+
+
+def _lengths(texts: Sequence[str], ids: Sequence[Sequence[int]] | None, unit: str) -> list[int]:
+    if unit == "tokens":
+        if ids is None:
+            raise ValueError('unit "tokens" counts completion_ids, and there are none')
+        return [len(one) for one in ids]
+    if unit not in ("characters", "words"):
+        raise ValueError(f'unit must be "characters", "words" or "tokens", got {shown(unit)}')
+    return [len(text.strip()) if unit == "characters" else len(text.split()) for text in texts]
+
+
+def exact_match(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answer: Sequence[Any],
+    *,
+    pattern: str = "",
+    ignore_case: bool = False,
+    **columns: Any,
+) -> list[float | None]:
+    r"""1 where a completion is the answer, white space apart, else 0; None for a row whose answer is None.
+
+    Args:
+        prompts: P·G texts.
+        completions: P·G texts.
+        answer: Of each: a text, a number, or a list of those that are right.
+        pattern: Where a completion says it: the first group of the last match, such as "<answer>(.*?)</answer>".
+            Empty: all of the completion.
+        ignore_case: Whether Yes is yes.
+        **columns: Not looked at.
+
+    Raises:
+        ValueError: `pattern` has no group.
+    """
+    form = re.compile(pattern, re.DOTALL)
+    if pattern and not form.groups:
+        raise ValueError(f"pattern must have a group (…) around the answer, got {shown(pattern)}")
+
+    def plain(value: Any) -> str:
+        text = " ".join(str(value).split())
+        return text.casefold() if ignore_case else text
+
+    def found(text: str) -> str | None:
+        if not pattern:
+            return plain(text)
+        matches = list(form.finditer(text))
+        return plain(matches[-1][1] or "") if matches else None
+
+    def value(text: str, right: Any) -> float | None:
+        if right is None:
+            return None
+        return float(found(text) in [plain(one) for one in (right if isinstance(right, list | tuple) else [right])])
+
+    return [value(text, right) for text, right in zip(completions, answer, strict=True)]
+
+
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]])[-+−])?"  # a sign, where it is no minus between two numbers
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?![,\d])|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?:[eE][-+]?\d{1,3}(?!\d))?"
+)
+
+
+def numeric_answer(
+    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], *, tolerance: float = 0.0, **columns: Any
+) -> list[float | None]:
+    r"""1 where a completion's number is the answer's, else 0; None for a row whose answer is None.
+
+    Of a text it is the number in its last \boxed{…}, which must be the only one there, or else the text's last one. So
+    an answer may be a whole solution ("…#### 42"). Numbers are compared as decimals: 1,234.50 is 1234.5, and 1e3 is
+    1000. A comma is a thousands separator, a unit or a percent sign is not looked at.
+
+    Args:
+        prompts: P·G texts.
+        completions: P·G texts.
+        answer: Of each, a number or a text with one.
+        tolerance: How far it may be off: as a share of the answer, of answers below 1 as it stands.
+        **columns: Not looked at.
+
+    Raises:
+        ValueError: An answer holds no number.
+    """
+    share = Decimal(str(tolerance))
+
+    def value(text: str, right: Any) -> float | None:
+        if right is None:
+            return None
+        expected, came = _number_of(str(right)), _number_of(text)
+        if expected is None:
+            raise ValueError(f"the answer {shown(right)} holds no single number; exact_match compares texts")
+        if came is None:
+            return 0.0
+        return float(came == expected or abs(came - expected) <= share * max(Decimal(1), abs(expected)))
+
+    return [value(text, right) for text, right in zip(completions, answer, strict=True)]
+
+
+def _number_of(text: str) -> Decimal | None:
+    """The number that a text comes to, or None."""
+    boxed = _boxed(text)
+    numbers = _NUMBER.findall(text if boxed is None else boxed.replace("{,}", ",").replace("\\!", ""))
+    if not numbers or (boxed is not None and len(numbers) > 1):  # a fraction, a pair
+        return None
+    return Decimal(numbers[-1].replace(",", "").replace("−", "-"))
+
+
+def _boxed(text: str) -> str | None:
+    r"""What stands in the last \boxed{…} that is closed; None where there is none."""
+    found, opened = None, []
+    for brace in re.finditer(r"(\\boxed\s*)?\{|\}", text):
+        if brace[0] != "}":
+            opened.append(brace.end() if brace[1] else None)
+        elif opened and (start := opened.pop()) is not None:
+            found = text[start : brace.start()]
+    return found
+
+
+_TYPES = {
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+_FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
+
+
+def json_object(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    required: Sequence[str] | Mapping[str, str] = (),
+    **columns: Any,
+) -> list[float]:
+    """1 where a completion is one JSON object with the keys that it must have, else 0.
+
+    It may stand between ```json and ```. This is no JSON Schema: what lies inside of a value is not looked at.
+
+    Args:
+        prompts: P·G texts.
+        completions: P·G texts.
+        required: Keys, or {key: the type of its value}: "string", "number", "integer", "boolean", "array", "object" or
+            "null", as JSON Schema calls them. Others may stand beside them.
+        **columns: Not looked at.
+
+    Raises:
+        ValueError: It is a text, or there is no such type.
+    """
+    if isinstance(required, str):
+        raise ValueError(f"required: expected a list of keys, got {shown(required)}")
+    kinds = dict(required) if isinstance(required, Mapping) else dict.fromkeys(required, "")
+    unknown = [kind for kind in kinds.values() if kind not in ("", *_TYPES)]
+    if unknown:
+        raise ValueError(f"required: no type {shown(unknown[0], 20)} ({', '.join(_TYPES)})")
+
+    def fits(text: str) -> bool:
+        fenced = _FENCE.fullmatch(text.strip())
+        try:
+            found = read_json(fenced[1] if fenced else text.strip(), whole=None)
+        except ValueError:
+            return False
+        return isinstance(found, dict) and all(key in found and _is(found[key], kind) for key, kind in kinds.items())
+
+    return [float(fits(text)) for text in completions]
+
+
+def _is(value: Any, kind: str) -> bool:
+    if not kind:
+        return True
+    truth = isinstance(value, bool)  # which Python counts among the integers
+    return isinstance(value, _TYPES[kind]) and truth == (kind == "boolean")

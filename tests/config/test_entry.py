@@ -1,0 +1,108 @@
+"""One name for all commands, and what is said of options that are called otherwise."""
+
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+
+import pytest
+import yaml
+from support.text_task import ROOT
+
+from grpo_jax import __main__, evaluate, export, train
+from grpo_jax.config import make_config
+from grpo_jax.config.build import to_dict
+from grpo_jax.config.command_line import parse
+from grpo_jax.config.other_names import TRL
+from grpo_jax.errors import UserError
+
+
+def test_the_package_is_a_command():
+    done = subprocess.run([sys.executable, "-m", "grpo_jax", "trian"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: trian: no such command; did you mean train?\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]["grpo"] == "grpo_jax.__main__:command"
+
+
+def printed(capsys, *words):
+    """The config that a command would run with."""
+    with pytest.raises(SystemExit):
+        __main__.main([*words, "--print_config"])
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_train_and_resume_take_the_options_of_the_training_command(tmp_path, capsys):
+    assert printed(capsys, "train", "--task=text", "--seed", "3")["seed"] == 3
+    (tmp_path / "config.yaml").write_text("task: text\nseed: 5\n")
+    values = printed(capsys, "resume", str(tmp_path), "--training.max_steps=9")
+    assert (values["seed"], values["resume"], values["run_dir"]) == (5, True, str(tmp_path))
+    assert values["training"]["max_steps"] == 9
+
+
+def test_commands_reach_their_runs(tmp_path, capsys):
+    gone = str(tmp_path / "gone")
+    for words in (["resume", gone], ["evaluate", "--run", gone], ["export", "--run", gone, "--out", gone]):
+        assert __main__.main(words) == 2
+        assert gone in capsys.readouterr().err
+    assert __main__.main(["resume"]) == 2
+    assert "resume: say which run, as in resume runs/my_run" in capsys.readouterr().err
+    for words in ([], ["--help"]):
+        assert __main__.main(words) == 0
+        shown = capsys.readouterr().out
+        assert all(f"\n  {name} " in shown for name in ("train", "resume", "plan", "evaluate", "export"))
+    assert __main__.main(["train", "--task=cartpole", "--plan"]) == 2
+    assert "there is nothing to plan" in capsys.readouterr().err
+
+
+def test_every_command_says_its_version(capsys):
+    for command in (__main__.main, train.main):
+        assert command(["--version"]) == 0
+        assert capsys.readouterr().out.strip() == metadata.version("grpo_jax")
+    for command in (evaluate.main, export.main):
+        with pytest.raises(SystemExit):
+            command(["--version"])
+        assert capsys.readouterr().out.strip() == metadata.version("grpo_jax")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sampling.goup_size=3"], "sampling.goup_size: no such field; did you mean sampling.group_size?"),
+        (["--learning_rate", "1"], "learning_rate: no such field; did you mean optimizer.learning_rate?"),
+        (["--sampling.learning_rate=1"], "sampling.learning_rate: no such field; did you mean optimizer.learning_rate"),
+        (["--lora_rank=3"], "lora_rank: no such field; did you mean policy.lora.rank?"),
+        (["--num_generations=4"], "num_generations: no such field; here it is sampling.group_size"),
+        (["--training.beta", "0.1"], "training.beta: no such field; here it is algorithm.kl_coef"),
+        (["--resum"], "--resum: no such option; did you mean --resume?"),
+        (["--plam", "--seed=1"], "--plam: no such option; did you mean --plan?"),
+    ],
+)
+def test_an_option_that_is_none_is_told_the_field_that_was_meant(words, message):
+    with pytest.raises(UserError) as raised:
+        parse(["--task=text", *words])
+    assert str(raised.value).startswith(message)
+
+
+def test_a_table_takes_any_name():
+    config = parse(["--task=text", "--data.columns.model=a", "--data.columns.seed", "b", "--data.columns={prompt: c}"])
+    assert config.data.columns == {"model": "a", "seed": "b", "prompt": "c"}
+
+
+def test_every_name_of_trl_leads_to_a_field():
+    values = to_dict(make_config(task="text"))
+    for field in TRL.values():
+        found = values
+        for part in field.split("."):
+            found = found[part]
+
+
+def test_an_adapter_on_the_command_line_takes_the_place_of_a_rank_in_the_file(tmp_path):
+    lora = {"rank": 8, "alpha": 16.0, "targets": ["q_proj"]}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"task": "text", "policy": {"lora": lora}}))
+    config = [f"--config={tmp_path / 'c.yaml'}"]
+    assert parse([*config, "--policy.lora.path=adapter"]).policy.lora == make_config(
+        task="text", policy={"lora": {"path": "adapter"}}
+    ).policy.lora  # fmt: skip
+    assert parse([*config, "--policy.lora.alpha=8"]).policy.lora.rank == 8
+    with pytest.raises(UserError, match=r"policy\.lora\.path: expected no rank"):
+        parse([*config, "--policy.lora.path=adapter", "--policy.lora.rank=4"])  # who says both means one of them

@@ -1,0 +1,164 @@
+"""What rewards ask of the run, and how many ways name them: through the command, and from Python."""
+
+import functools
+import importlib
+import json
+import re
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from support.text_task import rows, train_here
+
+from grpo_jax.config import make_config, to_dict
+from grpo_jax.config.command_line import load_config, parse
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.environment import make_score
+from grpo_jax.rollout.trainer import Trainer, TrainerState
+from grpo_jax.runs.python_input import from_python
+from grpo_jax.train import main
+
+OWN = """
+def seen(completions, completion_ids, trainer_state, log_metric):
+    log_metric("done", trainer_state.global_step)
+    log_metric("of", trainer_state.max_steps)
+    return [len(ids) for ids in completion_ids]
+
+def late(completions, trainer_state, **columns):
+    assert "log_metric" not in columns
+    return [trainer_state.global_step + 10 * trainer_state.evaluation] * len(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    file = tmp_path_factory.mktemp("own") / "asking.py"
+    file.write_text(OWN)
+    return file
+
+
+@pytest.fixture(scope="module")
+def finished(place, own, tmp_path_factory):
+    """Two iterations whose rewards are named in all ways that a config has."""
+    length = {"name": "grpo_jax.rewards:target_length", "weight": 0.5}
+    rewards = [
+        f"{own}:seen",
+        {"name": f"{own}:late", "isolated": True},
+        {**length, "options": {"target": 3, "unit": "tokens"}, "label": "three"},
+        {**length, "options": {"target": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
+    ]
+    folder = tmp_path_factory.mktemp("asked") / "run"
+    short = ["--training.max_steps=2", "--training.inner_epochs=1", "--training.minibatches=1"]
+    assert train_here(place.config, folder, *short, "--rewards", json.dumps(rewards)) == 0
+    return folder
+
+
+def test_a_reward_is_told_the_tokens_and_how_far_the_run_is(finished):
+    """And what it logs stands in the metrics of that iteration."""
+    for step, row in enumerate(rows(finished)):
+        assert (row["log/done"], row["log/of"]) == (step, 2)
+        assert row["reward/seen/mean"] == pytest.approx(row["completion_tokens"])
+        assert row["reward/late/mean"] == step  # in a process of its own
+    evaluation = json.loads((finished / "summary.json").read_text())["evaluation"]
+    assert evaluation["late"]["before"] == evaluation["late"]["after"] == 12  # as at the end, at any time
+    assert evaluation["seen"]["after"] == pytest.approx(evaluation["completion_tokens"]["after"])
+
+
+def test_texts_that_the_policy_did_not_write_have_tokens_too():
+    """Prompts as they are, and an oracle's texts, are judged by the same rewards."""
+    score = make_score({"n": lambda completion_ids: list(map(len, completion_ids))}, {}, missing=False, tokenize=list)
+    rows = [Row(0, "a"), Row(1, "b")]
+    rewards, _ = score(rows, [["ab"], [""]], None)
+    assert rewards.ravel().tolist() == [2, 0]
+    rewards, _ = score(rows, [["ab"], [""]], None, tokens=[[[7, 8, 9]], [[7]]])
+    assert rewards.ravel().tolist() == [3, 1]
+
+
+def test_two_rewards_of_one_function_have_a_label_each(finished):
+    table = pyarrow.parquet.read_table(finished / "completions" / "step_000001.parquet").to_pydict()
+    lengths = np.array(table["length"])
+    for label, target in (("three", 3), ("six", 6)):
+        expected = np.maximum(0, 1 - abs(lengths - target) / target)
+        np.testing.assert_allclose(table[f"reward/{label}"], expected, rtol=1e-6)
+    saved = load_config(finished / "config.yaml")
+    assert [reward.called for reward in saved.rewards] == ["seen", "late", "three", "six"]
+    assert saved.rewards[3].condition_on == "three"
+
+
+def test_rewards_are_named_by_plain_texts():
+    expected = parse(["--task=text", '--rewards=[{"name": "a.py:f"}, {"name": "b:g"}]']).rewards
+    for words in (["--rewards", "a.py:f", "b:g"], ["--rewards=a.py:f, b:g"], ["--rewards=[a.py:f]", "--rewards+=b:g"]):
+        assert parse(["--task=text", *words, "--seed=1"]).rewards == expected
+    assert make_config(task="text", rewards=["a.py:f", "b:g"]).rewards == expected
+    assert to_dict(make_config(task="text", rewards="b:g"))["rewards"][0]["name"] == "b:g"
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (
+            ["{folder}"],
+            "rewards: {folder} is a folder, and a reward is a function: write one that asks",
+        ),
+        (["{own}:seen", "{own}:seen"], "rewards: expected each reward under another name .*give one a label"),
+        ([{"name": "{own}:seen", "label": "total"}], "rewards.label: expected another name: the weighted sum has it"),
+        ([{"name": "{own}:seen", "isolated": True}], "rewards.seen.isolated: seen asks for log_metric, which stay"),
+        ([{"name": "{own}:seen", "options": {"trainer_state": 1}}], "expected arguments of the reward .it has none."),
+    ],
+)
+def test_what_a_reward_cannot_be_is_one_line(place, own, tmp_path, capsys, rewards, message):
+    """Before the policy's weights are read."""
+    words = json.dumps(rewards).replace("{own}", str(own)).replace("{folder}", str(tmp_path))
+    config = ["--config", str(place.config), "--policy.path", str(tmp_path / "no_policy")]
+    assert main([*config, "--run_dir", str(tmp_path / "run"), "--rewards", words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message.replace("{folder}", re.escape(str(tmp_path))), error), error
+
+
+def test_functions_of_python_are_named_by_themselves_or_in_pairs():
+    def scaled(completions, *, by, **columns):
+        return [by * len(text) for text in completions]
+
+    def labels(rewards):
+        return [reward.called for reward in from_python(make_config(task="text"), None, rewards).config.rewards]
+
+    twice = functools.partial(scaled, by=2)
+    assert labels([scaled, len]) == ["scaled", "len"] and labels(twice) == ["scaled"]
+    assert labels([("a", twice), ("b", lambda completions: [0.0]), lambda completions: [1.0]]) == ["a", "b", "<lambda>"]
+    for same in ([twice, functools.partial(scaled, by=3)], [lambda: 1, lambda: 2]):
+        with pytest.raises(UserError, match=r"each of another name, got .* name them as .* pairs \('name', function\)"):
+            labels(same)
+    for wrong in ("folder", ["folder"]):
+        with pytest.raises(UserError, match="rewards: expected functions, got 'folder'"):
+            labels(wrong)
+
+
+def test_a_function_under_another_name_is_found_again(own, monkeypatch):
+    monkeypatch.syspath_prepend(own.parent)
+    asking = importlib.import_module("asking")
+    (section,) = from_python(make_config(task="text"), None, {"mine": asking.late}).config.rewards
+    assert (section.name, section.label, section.called) == ("asking:late", "mine", "mine")
+    config = make_config(task="text", rewards=[{"name": "x:f", "label": "mine", "weight": 2.0}])
+    (section,) = from_python(config, None, [("mine", asking.late)]).config.rewards
+    assert (section.name, section.called, section.weight) == ("asking:late", "mine", 2.0)
+
+
+def test_what_is_logged_is_a_number_of_training():
+    trainer = Trainer(5)
+    trainer.log_metric("x", 7)  # of held-out prompts
+    assert trainer.logged == {} and trainer.state == TrainerState(5, 5, True)
+    with trainer.at(2):
+        assert trainer.state == TrainerState(2, 5, False)
+        for value in (1, np.float32(2), float("nan")):
+            trainer.log_metric("x", value)
+        with pytest.raises(ValueError, match="could not convert"):
+            trainer.log_metric("x", "good")
+    assert trainer.logged == {"log/x": 1.5}
+    with trainer.at(3):
+        pass
+    assert trainer.logged == {}

@@ -1,0 +1,171 @@
+"""The rewards that ship with the package, on what policies write: each case is one that a simpler rule gets wrong."""
+
+import inspect
+import json
+
+import pytest
+from support.text_task import ROOT
+
+from grpo_jax import rewards
+from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_options
+
+ALL = [one for one in vars(rewards).values() if inspect.isfunction(one) and one.__module__ == rewards.__name__]
+PUBLIC = [one for one in ALL if not one.__name__.startswith("_")]
+
+
+def values(reward, texts, answer=None, **options):
+    """As a run calls it: with all that there is, options fixed."""
+    columns = {} if answer is None else {"answer": answer}
+    columns |= {"completion_ids": [list(range(len(text.split()) + 1)) for text in texts], "topic": [None] * len(texts)}
+    bound = with_options(reward, reward.__name__, options)
+    found = collect_rewards([bound], ["mine"], ["?"] * len(texts), texts, columns, 1)
+    return [None if value != value else value for value in found.ravel().tolist()]
+
+
+def test_each_is_described_on_its_page():
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    assert len(PUBLIC) == 7
+    for reward in PUBLIC:
+        options = [p.name for p in inspect.signature(reward).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{reward.__name__}`")]
+        assert all(f"`{option}" in row for option in options), reward.__name__
+        assert list(inspect.signature(reward).parameters)[:2] == ["prompts", "completions"]
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("It is 42.", "42"),
+        ("42", 42),
+        ("First 7, then 42", "<<6*7=42>> so ... #### 42"),
+        ("1,234,567 apples", "1234567"),
+        ("$1,234.50", "1234.5"),
+        ("sum: 1,2,3", "3"),
+        ("x = -0.5", "-.5"),
+        ("−7 degrees", "-7"),
+        ("46-4", "4"),  # a minus between two numbers is no sign
+        ("1e3", "1000"),
+        ("50%", 50.0),
+        (r"so \boxed{12} as shown in 3 steps", "12"),
+        (r"\boxed{1} no, \boxed{x = \text{about } 2} (see 9)", r"Therefore \boxed{2}."),
+        (r"\boxed{12{,}000}", "12000"),
+        ("10000000000000000000000000000001", "10000000000000000000000000000001"),
+    ],
+)
+def test_the_number_of_an_answer_is_found(text, right):
+    assert values(rewards.numeric_answer, [text], [right]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("42 or 43", "42"),
+        ("no idea", "42"),
+        ("", "42"),
+        (r"\boxed{\frac{3}{4}}", "4"),  # its last number is no answer
+        (r"\boxed{unknown} 42", "42"),
+        ("1000001", "1000000"),
+        ("10000000000000000000000000000002", "10000000000000000000000000000001"),
+    ],
+)
+def test_another_number_is_wrong(text, right):
+    assert values(rewards.numeric_answer, [text], [right]) == [0.0]
+
+
+def test_a_number_may_be_off_by_the_tolerance():
+    texts = ["101", "102.1", "0.015", "0.03"]
+    assert values(rewards.numeric_answer, texts, [100, 100, 0, 0], tolerance=0.02) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_an_answer_without_a_number_is_an_error_and_none_is_no_reward():
+    assert values(rewards.numeric_answer, ["1", "1"], [None, "1"]) == [None, 1.0]
+    with pytest.raises(RewardError, match="the answer 'x = y' holds no single number; exact_match compares texts"):
+        values(rewards.numeric_answer, ["1"], ["x = y"])
+
+
+def test_boxes_without_an_end_take_no_time_that_grows_with_their_number_squared():
+    """A policy may write anything; 200,000 openings took hours where each looked for its end."""
+    assert values(rewards.numeric_answer, ["\\boxed{" * 200_000 + "3"], ["3"]) == [1.0]
+
+
+def test_an_exact_match_is_the_answer_and_nothing_else():
+    texts = [" Paris\n", "paris", "Paris, France", "the  Seine"]
+    right = ["Paris", "Paris", "Paris", ["The Seine", "the Seine"]]
+    assert values(rewards.exact_match, texts, right) == [1.0, 0.0, 0.0, 1.0]
+    assert values(rewards.exact_match, texts, right, ignore_case=True) == [1.0, 1.0, 0.0, 1.0]
+    tagged = ["<answer>no</answer> <answer>\n7 </answer>", "7", "<answer>no</answer>"]
+    assert values(rewards.exact_match, tagged, [7, 7, None], pattern="<answer>(.*?)</answer>") == [1.0, 0.0, None]
+    with pytest.raises(RewardError, match=r"pattern must have a group \(…\) around the answer, got 'answer'"):
+        values(rewards.exact_match, ["7"], ["7"], pattern="answer")
+
+
+def test_a_form_is_that_of_the_whole_completion():
+    texts = ["Answer: 4\n", "So\nAnswer: 4", "Answer: four"]
+    assert values(rewards.regex_format, texts, pattern=r"Answer: \d+") == [1.0, 0.0, 0.0]
+    assert values(rewards.regex_format, texts, pattern=r"Answer: \d+", whole=False) == [1.0, 1.0, 0.0]
+    assert values(rewards.regex_format, texts, pattern=r"So.Answer.*") == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "value"),
+    [
+        ("<think>a\nb</think>\n4", {}, 1.0),
+        ("<think>a</think>", {}, 0.0),  # nothing is said
+        ("<think> </think> 4", {}, 0.0),  # nothing is thought
+        ("<think>a", {}, 0.0),
+        ("so <think>a</think> 4", {}, 0.0),
+        ("<think>a<think>b</think>4", {}, 0.0),
+        ("<think>a</think>4</think>", {}, 0.0),
+        ("a</think> 4", {"opened": True}, 1.0),
+        ("<think>a</think> 4", {"opened": True}, 0.0),
+        ("<plan>a</plan> <say>4</say>", {"tag": "plan", "answer_tag": "say"}, 1.0),
+        ("<plan>a</plan> <say>4</say> more", {"tag": "plan", "answer_tag": "say"}, 0.0),
+        ("<plan>a</plan> <say>4</say><say>5</say>", {"tag": "plan", "answer_tag": "say"}, 0.0),
+        ("<plan>a</plan> 4", {"tag": "plan", "answer_tag": "say"}, 0.0),
+    ],
+)
+def test_thinking_comes_first_and_ends(text, options, value):
+    assert values(rewards.think_format, [text], **options) == [value]
+
+
+def test_lengths_are_counted_in_what_is_asked_for():
+    texts = ["", "a b", "a b c d", "a b c d e f g h i"]
+    assert values(rewards.target_length, texts, target=4) == [0.0, 0.5, 1.0, 0.0]
+    assert values(rewards.target_length, texts, target=4, tolerance=10) == pytest.approx([0.6, 0.8, 1.0, 0.5])
+    assert values(rewards.target_length, texts, target=3, unit="characters") == [0.0, 1.0, 0.0, 0.0]
+    assert values(rewards.length_penalty, texts, start=2, end=6) == [0.0, 0.0, -0.5, -1.0]
+    assert values(rewards.length_penalty, texts, start=2, end=6, unit="tokens") == [0.0, -0.25, -0.75, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "message"),
+    [
+        (rewards.target_length, {"target": 0}, "target and tolerance must be above 0, got 0 and 0"),
+        (rewards.length_penalty, {"start": 3, "end": 3}, "start must be at least 0 and end above it, got 3 and 3"),
+        (rewards.length_penalty, {"start": 0, "end": 3, "unit": "lines"}, 'must be "characters", "words" or "tokens"'),
+        (rewards.json_object, {"required": {"a": "text"}}, "required: no type 'text' .string, number, "),
+        (rewards.json_object, {"required": "a"}, "required: expected a list of keys, got 'a'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(reward, options, message):
+    with pytest.raises(RewardError, match=message):
+        values(reward, ["{}"], **options)
+
+
+def test_a_json_object_has_the_keys_that_it_must_have():
+    whole = {"name": "a", "size": 1.5, "parts": [], "sold": True, "more": None}
+    texts = [
+        json.dumps(whole),
+        f"```json\n{json.dumps(whole, indent=1)}\n```",
+        "[1]",
+        "{'name': 1}",
+        '{"name": NaN}',
+        "",
+    ]
+    assert values(rewards.json_object, texts) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert values(rewards.json_object, texts[:1], required=["name", "size"]) == [1.0]
+    assert values(rewards.json_object, texts[:1], required=["name", "price"]) == [0.0]
+    kinds = {"name": "string", "size": "number", "parts": "array", "sold": "boolean", "more": "null"}
+    assert values(rewards.json_object, texts[:1], required=kinds) == [1.0]
+    assert values(rewards.json_object, texts[:1], required={"sold": "integer"}) == [0.0]  # true is no number
+    assert values(rewards.json_object, ['{"a":' * 5000]) == [0.0]

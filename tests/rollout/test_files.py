@@ -1,0 +1,230 @@
+"""Data of every kind gives the same rows; what is said around a prompt is the config's, in training and after it."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from support.marked_tokenizers import llama3, qwen2, smollm
+from support.text_task import train_here
+from support.tiny_models import causal_lm, chat_tokenizer
+
+from grpo_jax import load_rewriter
+from grpo_jax.config import DataSection, make_config
+from grpo_jax.errors import UserError
+from grpo_jax.models.hf.chat import default_system_prompt
+from grpo_jax.rollout.answers import make_say
+from grpo_jax.rollout.episodes import Answer
+from grpo_jax.rollout.inputs.encoding import make_encode, plain_rows
+from grpo_jax.rollout.prompts import load_prompts, split_records
+from grpo_jax.runs.python_input import from_python
+from grpo_jax.train import main
+
+RECORDS = [{"question": f'{c} "tree",\nplease', "solution": f"00{i}"} for i, c in enumerate("abcdefgh")]
+COLUMNS = {"prompt": "question", "answer": "solution"}
+TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Tiny.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}(silent) {% endif %}{% endif %}"
+)
+
+
+def written(folder, kind):
+    """The records as data of a kind; what `data.prompts` calls it."""
+    path = folder / f"p.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    elif kind in ("csv", "tsv"):
+        import csv
+
+        with open(path, "w", newline="", encoding="utf-8-sig") as file:
+            sheet = csv.writer(file, delimiter="," if kind == "csv" else "\t")
+            sheet.writerows([list(RECORDS[0]), *(record.values() for record in RECORDS)])
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
+    else:
+        datasets = pytest.importorskip("datasets")
+        if kind == "hub":
+            written(folder, "jsonl").rename(folder / "train.jsonl")
+            return f"hub:{folder}"
+        path = folder / "saved"
+        datasets.Dataset.from_list(RECORDS).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet", "saved", "hub"])
+def test_every_kind_of_data_gives_the_same_rows(kind, tmp_path, monkeypatch):
+    if kind == "hub":
+        config = pytest.importorskip("datasets").config
+        monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = load_prompts(written(tmp_path, kind), held_out=0, columns=COLUMNS).train
+    assert [(row.prompt, row.columns) for row in rows] == [
+        (record["question"], {"answer": record["solution"]}) for record in RECORDS
+    ]
+    assert len({row.id for row in rows}) == len(rows)
+
+
+def test_empty_cells_are_no_values_and_blank_lines_no_rows(tmp_path):
+    (tmp_path / "p.csv").write_text("prompt,answer,wish\na,,x\n\nb,7\n")
+    rows = load_prompts(tmp_path / "p.csv", held_out=0).train
+    assert [(row.id, row.prompt, row.columns) for row in rows] == [(2, "a", {"wish": "x"}), (4, "b", {"answer": "7"})]
+
+
+def test_what_the_data_calls_otherwise_is_named_by_the_config(tmp_path):
+    both = [{"prompt": "old", "question": "new", "answer": 1, "solution": 2}]
+    (row,) = split_records(both, held_out=0, columns=COLUMNS).train
+    assert (row.prompt, row.columns) == ("new", {"answer": 2})
+    data = {"columns": {"answer": "solution"}, "held_out": 0.0}
+    (row,) = from_python(make_config(task="text", data=data), both, None).prompts.train
+    assert (row.prompt, row.columns) == ("old", {"answer": 2, "question": "new"})
+    with pytest.raises(
+        UserError, match=r"data.columns.answer: no such column, 'sol'; prompts has 'prompt, question, an"
+    ):
+        split_records(both, columns={"answer": "sol"})
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("hub:", "hub:: expected hub:OWNER/NAME, with :CONFIG or"),
+        ("hub:a/b:c:d:e", "hub:a/b:c:d:e: expected hub:OWNER/NAME, with :CONFIG or"),
+        ("hub:no_owner_of/this_name", "hub:no_owner_of/this_name cannot be loaded: "),
+        ("openai/gsm8k", "openai/gsm8k: prompts come from a .* from hub:OWNER/NAME, or from builtin"),
+    ],
+)
+def test_names_of_the_hub_that_lead_nowhere(place, message):
+    pytest.importorskip("datasets")
+    with pytest.raises(UserError, match=message) as raised:
+        load_prompts(place)
+    assert "\n" not in str(raised.value)
+
+
+def test_no_code_of_a_data_set_runs(tmp_path, monkeypatch):
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    (folder / "sums.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_prompts(f"hub:{folder}")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_parts_may_be_files_of_their_own(tmp_path):
+    for name, letters in (("train", "abcd"), ("dev", "ef"), ("test", "g"), ("more", "xga")):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{c} tree\n" for c in letters))
+    places = {"validation": str(tmp_path / "dev.txt"), "test": str(tmp_path / "test.txt")}
+    parts = load_prompts(tmp_path / "train.txt", **places)
+    assert [[row.prompt[0] for row in part] for part in parts] == [list("abcd"), list("ef"), ["g"]]
+    assert len({row.id for part in parts for row in part}) == 7
+    assert [len(part) for part in load_prompts(tmp_path / "train.txt", test=places["test"])] == [4, 0, 1]
+    with pytest.raises(UserError, match=r"data.test: 1 of its prompts stand in another part too, such as 'a tree'"):
+        load_prompts(tmp_path / "train.txt", test=str(tmp_path / "more.txt"))
+    with pytest.raises(UserError, match=r"data.test: 2 of its prompts stand in another part too, such as 'e tree'"):
+        load_prompts(tmp_path / "train.txt", validation=places["validation"], test=places["validation"])
+    (tmp_path / "split.jsonl").write_text('{"prompt": "z", "split": "test"}')
+    with pytest.raises(UserError, match=r'data.test: its rows have a "split"; name one file for all'):
+        load_prompts(tmp_path / "train.txt", test=str(tmp_path / "split.jsonl"))
+    with pytest.raises(UserError, match=r"data.test: expected nothing beside run\(prompts=…\), got 'x.txt'"):
+        from_python(make_config(task="text", data={"test": "x.txt"}), ["a"], None)
+
+
+# what is said around a prompt
+
+
+def templated():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_prompts_are_as_transformers_has_them(system, thinking):
+    tokenizer = templated()
+    section = DataSection(system_prompt=system, enable_thinking=thinking)
+    encoded = make_encode(tokenizer, section, pad_id=0)(plain_rows(["a fox"]))
+    said = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "a fox"}]
+    expected = tokenizer.apply_chat_template(said, add_generation_prompt=True, enable_thinking=thinking)["input_ids"]
+    assert encoded.tokens[encoded.mask].tolist() == expected
+    assert ("(silent)" in tokenizer.decode(expected)) is not thinking
+
+
+def test_a_conversation_that_has_a_system_message_keeps_it():
+    tokenizer = templated()
+    own = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "a fox"}]
+    rows = split_records([{"prompt": own}, {"prompt": own[1:]}], held_out=0).train
+    encoded = make_encode(tokenizer, DataSection(system_prompt="Be brief."), pad_id=0, rows=rows)(rows)
+    first, second = (tokenizer.decode(ids[mask]) for ids, mask in zip(encoded.tokens, encoded.mask, strict=True))
+    assert (
+        "Sing." in first and "Be brief." not in first and second.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    )
+
+
+def test_answers_between_turns_leave_thinking_as_prompts_do():
+    tokenizer = templated()
+    ends, vocabulary = [tokenizer.eos_token_id], len(tokenizer)
+    for thinking in (False, True):
+        say = make_say(tokenizer, eos_ids=ends, vocab_size=vocabulary, most=99, enable_thinking=thinking)
+        assert ("(silent)" in tokenizer.decode(say(Answer("no"), True))) is not thinking
+
+
+def test_the_system_prompt_that_a_template_has_by_itself_is_found():
+    assert default_system_prompt(templated()) == "You are Tiny."
+    for tokenizer in (qwen2(), llama3(), smollm()):  # none; none; one that stands before any other
+        assert default_system_prompt(tokenizer) == ""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = causal_lm(tmp_path_factory.mktemp("chatting") / "policy")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_the_templates_own_system_prompt_is_told_at_the_start(place, policy, tmp_path, capsys):
+    words = ["--policy.path", str(policy), "--rewards", "grpo_jax.rewards:target_length"]  # which lacks its option
+    assert main(["--config", str(place.config), *words, "--run_dir", str(tmp_path / "run")]) == 2
+    out, err = capsys.readouterr()
+    assert "tells the policy 'You are Tiny.' before each prompt; data.system_prompt replaces it" in out
+    assert "reward target_length: it raised TypeError: " in err and "'target'" in err
+
+
+def test_a_trained_policy_is_asked_as_it_was_trained(place, policy, tmp_path, capsys):
+    """CSV under other names and a test file, through the command; then as a function, and by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    records = "".join(f"{c} tree,{i}\n" for i, c in enumerate("abcdefgh"))
+    (tmp_path / "p.csv").write_text("question,solution\n" + records)
+    (tmp_path / "t.jsonl").write_text('{"question": "x tree", "solution": 9}\n')
+    data = {"data.prompts": "p.csv", "data.test": "t.jsonl", "data.columns": json.dumps(COLUMNS)}
+    data = {name: str(tmp_path / value) if "." in value else value for name, value in data.items()}
+    said = {"data.system_prompt": "Be brief.", "data.enable_thinking": "true", "data.max_prompt_tokens": "128"}
+    short = {"training.max_steps": "1", "training.inner_epochs": "1", "training.minibatches": "1"}
+    named = {"policy.path": str(policy), "rewards": "grpo_jax.rewards:numeric_answer", **data, **said, **short}
+    run = tmp_path / "run"
+    assert train_here(place.config, run, *(f"--{name}={value}" for name, value in named.items())) == 0
+    out = capsys.readouterr().out
+    assert "8 train, 0 validation, 1 test" in out and "tells the policy" not in out
+    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
+    assert np.isfinite(table["reward/numeric_answer"]).all()
+
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(run / "policy"),
+        AutoModelForCausalLM.from_pretrained(run / "policy"),
+    )
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a tree"}]
+    ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True, enable_thinking=True, return_tensors="pt")
+    ids = ids["input_ids"]
+    asked = ids.shape[1]
+    with torch.no_grad():
+        for _ in range(8):
+            token = model(ids).logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, token], dim=1)
+            if token.item() in model.generation_config.eos_token_id:
+                break
+    expected = tokenizer.decode(ids[0, asked:], skip_special_tokens=True)
+    assert load_rewriter(run)("a tree") == expected.strip()

@@ -156,7 +156,7 @@ def test_numbers_may_be_written_as_text():
         ),
         ({"task": taught_task.__file__}, "task.texts: expected a value, it has no default"),
         ({"task": "text", "judges": {"a": {"model": "x"}}}, "judges.a.kind: expected the name of a class"),
-        ({"task": "text", "judges": {"a": "clip"}}, "judges.a: expected .*stable_diffusion_3, package.module"),
+        ({"task": "text", "judges": {"a": "clip"}}, "judges.a: expected .*stable_diffusion_3, vqa, package.module"),
         ({"task": "text", "judges": {"a": {"kind": "stable_diffusion_3", "steps": 0}}}, "judges.a.steps: expected a n"),
         ({"task": "text", "judges": {"policy": "open_clip"}}, "judges: expected another name: policy is the policy's"),
         ({"task": "text", "judges": ["open_clip"]}, "judges: expected a mapping, got"),

@@ -67,10 +67,16 @@ class RewardModel:
 
     def _texts(self, asked: list[dict[str, Any]], told: str) -> tuple[str, ...]:
         """A conversation and its answer as the chat template writes them; without one, a pair of texts."""
+        said = [{**message, "content": _text_of(message["content"])} for message in asked]
         if not self._tokenizer.chat_template:
-            return "\n\n".join(str(message["content"]) for message in asked), told
-        answered = [*asked, {"role": "assistant", "content": told}]
-        return (self._tokenizer.apply_chat_template(answered, tokenize=False),)
+            return "\n\n".join(message["content"] for message in said), told
+        said.append({"role": "assistant", "content": told})
+        return (self._tokenizer.apply_chat_template(said, tokenize=False),)
+
+
+def _text_of(content: Any) -> str:
+    """A message's text; its pictures are not seen."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def check_reward_model(path: str, label: str) -> None:

@@ -1,6 +1,7 @@
 """A judge behind HTTP: the example's server, one that fails, and what a run is told when it has no answer."""
 
 import json
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from support.imports import ROOT
 
+from bridges import placement
 from bridges.judges import http
 from bridges.judges.http import HttpJudge, JudgeError
 from bridges.scorers.http import Http
@@ -221,9 +223,11 @@ def test_headers_that_are_none_are_refused_and_never_shown(monkeypatch, held):
     assert "secret" not in str(caught.value)
 
 
-def test_no_card_is_kept_for_it():
+def test_no_card_is_kept_for_it_nor_torch_asked_for_one(monkeypatch):
     far = {"kind": "http", "url": "http://h/"}
     config = make_config(task="text", judges={"far": far, "near": {"kind": "open_clip"}}, devices={"near": "gpu:1"})
     assert config.requests == {"policy": "auto", "far": "cpu", "near": "gpu:1"}
     assert make_config(task="text", judges={"far": far}, devices={"far": "gpu:0"}).requests["far"] == "gpu:0"
     assert config.judges["far"].memory() == [("HTTP", 0, "runs elsewhere")]
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert placement.place({"policy": "cpu", "far": "cpu"}) == ({"policy": "cpu", "far": "cpu"}, [])

@@ -79,7 +79,9 @@ def test_a_conversation_is_judged_as_a_whole(folder):
     judge = SequenceClassification(str(folder)).load("cpu")
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     expected = chat(folder, [*asked, {"role": "assistant", "content": "4"}])
-    torch.testing.assert_close(judge(["2+2?"], ["4"], messages=[asked])[0], expected, atol=1e-5, rtol=0)
+    parts = [{"type": "image"}, {"type": "text", "text": "2+2"}, {"type": "text", "text": "?"}]
+    for messages in (asked, [asked[0], {"role": "user", "content": parts}]):
+        torch.testing.assert_close(judge(["2+2?"], ["4"], messages=[messages])[0], expected, atol=1e-5, rtol=0)
     assert judge(["2+2?"], ["4"]) != judge(["2+2?"], ["4"], messages=[asked])
 
 

@@ -185,6 +185,8 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
         "RewardSection": {"isolated"},
         "StableDiffusion3": {"batch_size", "cache_megabytes"},
         "HiddenLens": {"batch_size", "cache_megabytes"},
+        **{name: {"batch_size"} for name in ("ClipModel", "SequenceClassification", "Vqa")},
+        "Http": {"url", "headers_from", "batch_size", "concurrency", "timeout", "attempts"},
         "Text": {"isolated"},
         "RetrievalSection": {
             *("backend", "encoder", "service", "address", "timeout", "attempts", "budget", "window", "cache", "device"),

@@ -24,7 +24,7 @@ class Http:
         attempts: How often a request is made that the network or the server fails, with growing pauses between.
     """
 
-    url: str = may_change()
+    url: str = may_change("")
     columns: list[str] = field(default_factory=list)
     headers_from: str = may_change("")
     batch_size: int = may_change(64)

@@ -20,7 +20,7 @@ class SequenceClassification:
         max_tokens: Tokens of a prompt with its answer; of a longer one the beginning is left out.
     """
 
-    path: str
+    path: str = ""
     label: str = ""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     batch_size: int = may_change(16)
@@ -28,6 +28,7 @@ class SequenceClassification:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
+        require(bool(self.path), "path", "a folder or hub id", self.path)
         for name in ("batch_size", "max_tokens"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
 

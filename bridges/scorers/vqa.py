@@ -20,7 +20,7 @@ class Vqa:
         batch_size: Pictures looked at at once.
     """
 
-    path: str
+    path: str = ""
     question: str = 'Does this picture show "{prompt}"? Please answer Yes or No.'
     answer: str = "Yes"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -28,6 +28,7 @@ class Vqa:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
+        require(bool(self.path), "path", "a folder or hub id", self.path)
         require("{prompt}" in self.question, "question", "a text with {prompt} in it", self.question)
         require(bool(self.answer.strip()), "answer", "a word", self.answer)
         require(self.batch_size >= 1, "batch_size", "a number >= 1", self.batch_size)

@@ -87,9 +87,9 @@ def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, 
 def test_a_server_that_is_gone_is_as_any_judge_that_fails(place, tmp_path, capsys, policy):
     with serving(load_object(f"{EXAMPLE}:Judge", "server")) as url:
         pass
-    judges = {"brevity": {"kind": "http", "url": url, "attempts": 1}}
+    judge = ["--judges.brevity", "http", "--judges.brevity.url", url, "--judges.brevity.attempts", "1"]
     rewards = [{"name": "brevity"}, {"name": f"{place.judge}:brief"}]
-    words = ["--judges", json.dumps(judges), "--rewards", json.dumps(rewards), "--on_judge_error", policy]
+    words = [*judge, "--rewards", json.dumps(rewards), "--on_judge_error", policy]
     code = train_here(place.config, tmp_path / "run", *words, *SHORT)
     if policy == "stop":
         assert code == 2

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,6 +55,50 @@ def local_folder(path: str) -> Path | None:
     if looks_local or folder.exists():
         raise UserError(f"no such folder: {path}")
     return None
+
+
+def load_config(path: str) -> Any:
+    """The config of a folder of transformers, or of a model on the hub; no code that comes with it is run.
+
+    Raises:
+        UserError: There is none, or transformers knows no such model.
+    """
+    from transformers import AutoConfig
+
+    folder = local_folder(path)
+    try:
+        with quiet_loading():
+            return AutoConfig.from_pretrained(folder or path, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"cannot load {path}: {first_line(error)}") from error
+
+
+def load_complete(kind: Any, path: str, *, dtype: str) -> Any:
+    """A model of transformers in evaluation, all of whose weights its folder holds, as safetensors.
+
+    Args:
+        kind: The model's class, or one of transformers' Auto classes.
+        path: Folder, or id on the hub.
+        dtype: "float32", "float16" or "bfloat16".
+
+    Raises:
+        UserError: There is no such model, it is of another kind, or its weights are missing, broken, or no safetensors.
+    """
+    torch_type, folder = torch_dtype(dtype), local_folder(path)
+    try:
+        with quiet_loading():
+            model, found = kind.from_pretrained(
+                folder or path,
+                dtype=torch_type,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise UserError(f"cannot load {path}: {first_line(error)}") from error
+    if missing := sorted(found["missing_keys"]):  # transformers draws them at random
+        raise UserError(f"cannot load {path} as a {type(model).__name__}: its weights lack {missing[0]}")
+    return model.eval().requires_grad_(False)
 
 
 def first_line(error: BaseException) -> str:

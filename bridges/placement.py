@@ -39,7 +39,9 @@ def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placem
     Raises:
         UserError: if a device is named that is not there, or that the installed jax or torch cannot use.
     """
-    torch_gpus, count = _torch_cards() if len(requests) > 1 else (False, _count_cards())
+    judges = [where for part, where in requests.items() if part != POLICY]
+    ask_torch = any(where != "cpu" for where in judges)
+    torch_gpus, count = _torch_cards() if ask_torch else (bool(judges), _count_cards())
     if requests[POLICY] == "auto" and policy_count > 1 and count and _jax_has_gpus():
         requests = {**requests, POLICY: ",".join(f"gpu:{card}" for card in range(policy_count))}
     return resolve(requests, count, jax_gpus=_jax_has_gpus(), torch_gpus=torch_gpus)

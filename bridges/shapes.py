@@ -93,8 +93,12 @@ def clip_size(model: str) -> int:
         raise UserError(f"scorer {model}: {first_line(error)}") from error
 
 
-def vision_size(path: str) -> int:
-    """Numbers in a vision model's folder of transformers.
+def model_size(path: str, auto: str = "AutoModel") -> int:
+    """Numbers in the model of a folder of transformers.
+
+    Args:
+        path: The folder.
+        auto: The Auto class of transformers that builds it.
 
     Raises:
         UserError: there is no such folder, or its config is missing or of another kind.
@@ -108,7 +112,7 @@ def vision_size(path: str) -> int:
     try:
         with quiet_loading(), torch.device("meta"):
             known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-            return _count(transformers.AutoModel.from_config(known))
+            return _count(getattr(transformers, auto).from_config(known))
     except Exception as error:
         raise UserError(f"{folder / 'config.json'}: {first_line(error)}") from error
 

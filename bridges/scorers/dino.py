@@ -49,5 +49,5 @@ class Dino:
         """Weights; activations are a few tens of megabytes."""
         from bridges import shapes
 
-        count = PUBLISHED.get(self.model) or shapes.vision_size(self.model)
+        count = PUBLISHED.get(self.model) or shapes.model_size(self.model)
         return [("DINO", count * (4 if self.dtype == "float32" else 2), self.dtype), ("scoring", 2**28, "allowance")]

@@ -105,6 +105,12 @@ class Config:
         self.task.check(self)
 
     @property
+    def requests(self) -> dict[str, str]:
+        """Where each part is asked to be, the policy first: as `devices` says, else as its judge does (`runs_on`)."""
+        own = {name: getattr(judge, "runs_on", "auto") for name, judge in self.judges.items()}
+        return {POLICY: "auto", **own, **self.devices}
+
+    @property
     def learning_rate(self) -> float:
         """Peak learning rate: the given one, or what is safe for what is trained."""
         return self.optimizer.learning_rate or _SAFE_RATES[self.policy.lora.used]

@@ -98,7 +98,7 @@ class Planner:
 def _places(config: Config, count: int) -> dict[str, tuple[str, ...]]:
     """Devices of each part, by the rules that a run follows, on `count` cards or on this machine."""
     size, placement = config.policy.mesh.size, own_package("bridges", "placement")
-    requests = {name: config.devices.get(name, "auto") for name in (POLICY, *config.judges)}
+    requests = config.requests
     if not count:
         found, _ = placement.place(requests, policy_count=size)
     else:

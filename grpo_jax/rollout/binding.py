@@ -42,6 +42,11 @@ class Wanted(NamedTuple):
     judge: str
 
 
+def itself(**columns: Any) -> Any:
+    """Stands for a judge that is a reward: a reward model, or whatever else `load` gives that can be called as one."""
+    raise NotImplementedError("it is bound to a judge first")
+
+
 class Rewards(NamedTuple):
     """What a run maximises, and what it only watches.
 
@@ -116,7 +121,16 @@ def find_rewards(
 
 
 def bind(wanted: Wanted, judges: Mapping[str, Any]) -> Reward:
-    """The reward with the judges that it names as arguments."""
+    """The reward with the judges that it names as arguments, or the judge that is one.
+
+    Raises:
+        UserError: The judge is no reward, or the reward asks none in whose place another could be.
+    """
+    if wanted.reward is itself:
+        judge = judges[wanted.judge]
+        if not callable(judge):
+            raise UserError(f"{wanted.name}: judges.{wanted.judge} is no reward by itself; name one that asks it")
+        return judge
     own = [name for name in _arguments(wanted.reward) if name in judges]
     if not wanted.judge:
         bound = {name: judges[name] for name in own}
@@ -209,6 +223,9 @@ def _find(
         base, judge = name, ""
     elif (measured := source.measures(name)) is not None and where == "watch":
         return Wanted(name, measured, "")
+    if name in judges:
+        check_options(name, itself, options, ())
+        return Wanted(name, itself, name)
     if base not in source.rewards or (judge and not judges):
         _refuse(name, source, where)
     if judge:

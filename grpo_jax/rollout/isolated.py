@@ -33,7 +33,16 @@ from grpo_jax.errors import StopRun, UserError, one_line
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Refused, Respond, answers_of, checked, remembered
 from grpo_jax.rollout.pipeline import untimed
-from grpo_jax.rollout.rewards import PICTURES, Reward, RewardError, accepted_arguments, as_list, as_number, reason_of
+from grpo_jax.rollout.rewards import (
+    PICTURES,
+    Reward,
+    RewardError,
+    accepted_arguments,
+    as_list,
+    as_number,
+    finished,
+    reason_of,
+)
 
 ENVIRONMENT = "environment"
 START_SECONDS = 600.0
@@ -307,7 +316,7 @@ def _answer(function: Callable[..., Any], kind: str, request: bytes) -> dict[str
         arguments = pickle.loads(request)
         if kind == ENVIRONMENT:
             return {"values": [_said(answer) for answer in answers_of(function, **arguments)]}
-        values = as_list(function(**accepted_arguments(function, arguments)))
+        values = as_list(finished(function(**accepted_arguments(function, arguments))))
         return {"values": [_plain(value) for value in values]}
     except StopRun as error:
         return {"stop": one_line(error, 200)}

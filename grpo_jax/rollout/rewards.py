@@ -1,16 +1,20 @@
 """Calling rewards: by name or import path, flat as TRL calls them, stacked and never silently 0.
 
 A reward is a function ``reward(prompts, completions, **columns) -> list[float | None]`` (or an array). It is called
-flat, with each prompt repeated for its G completions; None is a reward that does not apply.
+flat, with each prompt repeated for its G completions; None is a reward that does not apply. It may be `async def`:
+those wait at the same time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -59,7 +63,7 @@ def collect_rewards(
     *,
     on_error: Literal["raise", "missing"] = "raise",
 ) -> np.ndarray:
-    """Calls every reward once.
+    """Calls every reward once; those that are `async def` run while the others do, in the thread of `event_loop`.
 
     Args:
         functions: N rewards. One without ``**columns`` receives those of its arguments that exist.
@@ -92,32 +96,74 @@ def collect_rewards(
     if on_error not in ("raise", "missing"):
         raise ValueError(f'on_error must be "raise" or "missing", got {on_error!r}')
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
+    lenient = on_error == "missing"
+    forgiven = suppress(RewardError) if lenient else nullcontext()
     result = np.full((count, len(functions)), np.nan, np.float32)
-    for n, (function, name) in enumerate(zip(functions, names, strict=True)):
-        try:
-            result[:, n] = _call(function, name, arguments, count, lenient=on_error == "missing")
-        except RewardError:
-            if on_error == "raise":
-                raise
+    begun: dict[int, Future] = {}
+    try:
+        for n, (function, name) in enumerate(zip(functions, names, strict=True)):
+            with forgiven:
+                returned = _call(function, name, arguments)
+                if inspect.iscoroutine(returned):
+                    begun[n] = _begin(returned)
+                else:
+                    result[:, n] = _read(returned, name, arguments["completions"], lenient=lenient)
+        for n, future in begun.items():
+            with forgiven:
+                result[:, n] = _read(future, names[n], arguments["completions"], lenient=lenient)
+    finally:
+        for future in begun.values():
+            future.cancel()
     return result.reshape(count // group_size, group_size, len(functions))
 
 
-def _call(function: Reward, name: str, arguments: dict[str, Any], count: int, *, lenient: bool) -> np.ndarray:
-    """One reward's values, f64[count]; NaN for None and, if lenient, for a value that is no finite number."""
+def _call(function: Reward, name: str, arguments: dict[str, Any]) -> Any:
+    """What one reward returns."""
     at_work(f"reward {name}")
     with _blamed(name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
         own = {argument: _copied(value) for argument, value in arguments.items()}
-        values = as_values(function(**accepted_arguments(function, own)))
-        if len(values) != count:
-            raise BadReturn(f"it must return one value for each of {count} completions, got {len(values)}")
+        return function(**accepted_arguments(function, own))
+
+
+def _read(returned: Any, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
+    """Values f64[count] of what a reward returned; NaN for None and, if lenient, for what is no finite number."""
+    at_work(f"reward {name}")
+    with _blamed(name):
+        values = as_values(returned.result() if isinstance(returned, Future) else returned)
+        if len(values) != len(completions):
+            raise BadReturn(f"it must return one value for each of {len(completions)} completions, got {len(values)}")
     numbers, refused = _numbers(values)
     for i in refused[:1] if not lenient else ():
         value = values[i].item() if isinstance(values, np.ndarray) else values[i]
         shown = one_line(repr(value[:100]) if type(value) is str else value, 60)
-        text = one_line(repr(arguments["completions"][i][:40]), 50)
+        text = one_line(repr(completions[i][:40]), 50)
         raise RewardError(name, f"it returned {shown} for completion {i} ({text}), not a finite number or None")
     return numbers
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop in which all rewards of this process run that are `async def`: what they keep in it stays theirs."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:  # SystemExit ends it, and what waits goes on when it runs again
+            with suppress(BaseException):
+                loop.run_forever()
+
+    threading.Thread(target=run, name="async rewards", daemon=True).start()
+    return loop
+
+
+def _begin(returned: Coroutine[Any, Any, Any]) -> Future:
+    """Lets the loop run what an `async def` returned."""
+    return asyncio.run_coroutine_threadsafe(returned, event_loop())
+
+
+def finished(returned: Any) -> Any:
+    """What a reward returned; of one that is `async def` what it gives in the end."""
+    return _begin(returned).result() if inspect.iscoroutine(returned) else returned
 
 
 def _numbers(values: Any) -> tuple[np.ndarray, list[int]]:

@@ -316,8 +316,7 @@ def _ask_for_determinism(*, torch_too: bool) -> None:
 def _place(config: Config, say: Say) -> dict[str, str]:
     """The device of each part, decided before JAX starts."""
     placement = own_package("bridges", "placement")
-    requests = {name: config.devices.get(name, "auto") for name in (POLICY, *config.judges)}
-    places, notes = placement.place(requests, policy_count=config.policy.mesh.size)
+    places, notes = placement.place(config.requests, policy_count=config.policy.mesh.size)
     for note in [*(notes if config.judges else ()), *placement.prepare_jax(places)]:
         say("devices", note)
     return places

@@ -34,6 +34,13 @@ class Scorer(Protocol):
         """How good each picture looks, [B]."""
 
 
+class Answerer(Protocol):
+    """A judge that looks at pictures and answers questions about them."""
+
+    def yes(self, images: Any, questions: list[str]) -> Any:
+        """Probability of a yes to each picture's question, [B]."""
+
+
 class Counter(Protocol):
     """What draws, as far as the length of a text goes."""
 
@@ -126,6 +133,30 @@ def quality(prompts: list[str], completions: list[str], *, images: Any, scorer: 
     return _values(scorer.quality(images))
 
 
+def questions(
+    prompts: list[str],
+    completions: list[str],
+    *,
+    images: Any,
+    questions: list[list[str] | str | None],
+    scorer: Answerer,
+    **columns: Any,
+) -> list[float | None]:
+    """How many of the row's own questions the picture answers with yes: their mean P("Yes"), in [0, 1].
+
+    None where a row has none. It is asked of a judge that answers (`questions@vqa`).
+
+    Raises:
+        UserError: The judge is another one.
+    """
+    if not hasattr(scorer, "yes"):
+        raise UserError("it needs a judge of kind vqa: name it questions@JUDGE")
+    asked = [[texts] if isinstance(texts, str) else texts or [] for texts in questions]
+    rows = [row for row, texts in enumerate(asked) for _ in texts]
+    answers = _values(scorer.yes(images[rows], [text for texts in asked for text in texts]))
+    return [float(answers[np.equal(rows, row)].mean()) if texts else None for row, texts in enumerate(asked)]
+
+
 def pixel_accuracy(
     prompts: list[str], completions: list[str], *, images: Any, requested: list[Any], **columns: Any
 ) -> np.ndarray:
@@ -140,6 +171,7 @@ REWARDS = {
     "faithfulness": Faithfulness,
     "length": Length,
     "quality": quality,
+    "questions": questions,
     "pixel_accuracy": pixel_accuracy,
 }
 """By the name that a config uses."""

@@ -156,7 +156,7 @@ def test_numbers_may_be_written_as_text():
         ),
         ({"task": taught_task.__file__}, "task.texts: expected a value, it has no default"),
         ({"task": "text", "judges": {"a": {"model": "x"}}}, "judges.a.kind: expected the name of a class"),
-        ({"task": "text", "judges": {"a": "clip"}}, "judges.a: expected .*text_to_image, package.module"),
+        ({"task": "text", "judges": {"a": "clip"}}, "judges.a: expected .*text_to_image, vqa, package.module"),
         ({"task": "text", "judges": {"a": {"kind": "stable_diffusion_3", "steps": 0}}}, "judges.a.steps: expected a n"),
         ({"task": "text", "judges": {"policy": "open_clip"}}, "judges: expected another name: policy is the policy's"),
         ({"task": "text", "judges": ["open_clip"]}, "judges: expected a mapping, got"),
@@ -186,6 +186,8 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
         "StableDiffusion3": {"batch_size", "cache_megabytes"},
         "TextToImage": {"batch_size", "cache_megabytes"},
         "HiddenLens": {"batch_size", "cache_megabytes"},
+        **{name: {"batch_size"} for name in ("ClipModel", "SequenceClassification", "Vqa")},
+        "Http": {"url", "headers_from", "batch_size", "concurrency", "timeout", "attempts"},
         "Text": {"isolated"},
         "RetrievalSection": {
             *("backend", "encoder", "service", "address", "timeout", "attempts", "budget", "window", "cache", "device"),

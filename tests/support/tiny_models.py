@@ -301,3 +301,40 @@ def dinov2(folder, *, seed: int = 0) -> Path:
     settings = {"crop_size": {"height": 28, "width": 28}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.25, 0.3]}
     (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings))
     return Path(folder)
+
+
+def clip_model(folder, *, seed: int = 0) -> Path:
+    """A random `CLIPModel` folder of transformers, laid out like PickScore's, that takes pictures of 24 x 24 pixels."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
+
+    tokenizer, tower = clip_tokenizer(), dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    ends = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    config = CLIPConfig(
+        text_config=dict(**tower, **ends, num_attention_heads=2, vocab_size=len(tokenizer), projection_dim=16),
+        vision_config=dict(**tower, num_attention_heads=2, image_size=24, patch_size=8, projection_dim=16),
+        projection_dim=16,
+    )
+    torch.manual_seed(seed)
+    CLIPModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    CLIPImageProcessor(size={"shortest_edge": 24}, crop_size=24).save_pretrained(folder)
+    return Path(folder)
+
+
+def reward_model(folder, *, seed: int = 0, **overrides) -> Path:
+    """A random `Qwen2ForSequenceClassification` folder with a chat template and one output.
+
+    Args:
+        folder: where to write.
+        seed: of the weights.
+        **overrides: fields of its config.
+    """
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    tokenizer = chat_tokenizer()
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    fields = dict(vocab_size=VOCAB_SIZE, num_key_value_heads=2, num_labels=1, **sizes, **_ids(tokenizer)) | overrides
+    torch.manual_seed(seed)
+    Qwen2ForSequenceClassification(Qwen2Config(**fields)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Path(folder)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.rollout.rewards import accepted_arguments, as_list
+from grpo_jax.rollout.rewards import accepted_arguments, as_list, finished
 from grpo_jax.tasks.recommendation import metrics
 
 Reward = Callable[..., list[float | None]]
@@ -80,7 +80,7 @@ def where_ranked(reward: Reward) -> Reward:
             return values
         every = {"completions": completions, "rank": rank, **columns}
         part = {name: [column[i] for i in ranked_rows] for name, column in every.items()}
-        answers = as_list(reward(**accepted_arguments(reward, part)))
+        answers = as_list(finished(reward(**accepted_arguments(reward, part))))
         if len(answers) != len(ranked_rows):
             raise ValueError(f"it must return one value for each of {len(ranked_rows)} completions, got {len(answers)}")
         for i, answer in zip(ranked_rows, answers, strict=True):

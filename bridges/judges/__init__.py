@@ -1,0 +1,1 @@
+"""What the files of `bridges.scorers` load, a module for each."""

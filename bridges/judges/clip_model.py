@@ -1,0 +1,137 @@
+"""`CLIPModel` folders of transformers, PickScore among them, as the scorers that `bridges.clip` has of open_clip."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bridges.clip import Preprocess, Scorer, load_quality_head
+from bridges.loading import first_line, load_complete, load_config, local_folder, quiet_loading, torch_device
+from bridges.loading import torch_dtype as dtype_of
+from grpo_jax.errors import UserError
+
+BICUBIC, BILINEAR = 3, 2  # Pillow's numbers
+
+
+class _Towers:
+    """A `CLIPModel` with open_clip's names."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels [B, 3, H, W] → features [B, width]."""
+        return _features(self.model.get_image_features(pixel_values=pixels))
+
+    def encode_text(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, window] → features [B, width]; what stands behind a text's end is not seen from there."""
+        return _features(self.model.get_text_features(input_ids=tokens))
+
+
+def _features(found: Any) -> torch.Tensor:
+    return getattr(found, "pooler_output", found)  # transformers before 5 gave the tensor alone
+
+
+class _Tokens:
+    """A folder's tokenizer, for texts that fill the window of the text tower."""
+
+    def __init__(self, tokenizer: Any, window: int):
+        self._tokenizer, self.context_length = tokenizer, window
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        """Texts → tokens [B, window], cut off or padded."""
+        options = {"padding": "max_length", "truncation": True, "max_length": self.context_length}
+        return self._tokenizer(texts, **options, return_tensors="pt").input_ids
+
+    def encode(self, text: str) -> list[int]:
+        """All of a text's tokens, without start and end."""
+        return self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+
+def check_clip_model(path: str) -> None:
+    """Refuses a folder of another kind; of a model on the hub nothing is read.
+
+    Raises:
+        UserError: Saying what it is.
+    """
+    if local_folder(path) is not None:
+        _require_clip(path)
+
+
+def load_clip_model(
+    path: str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str = "float32",
+    batch_size: int = 32,
+    quality_head: str | None = None,
+) -> Scorer:
+    """Loads a `CLIPModel` with its tokenizer and what its preprocessor does.
+
+    Args:
+        path: Folder, or id on the hub.
+        device: "cpu" or "gpu:N".
+        dtype: "float32", "float16" or "bfloat16".
+        batch_size: Pictures or texts encoded at once; smaller batches are padded to it.
+        quality_head: A head for `Scorer.quality` (`bridges.clip.load_quality_head`), or None.
+
+    Raises:
+        UserError: It is no such model, or a file of it is missing or broken.
+    """
+    from transformers import AutoTokenizer, CLIPModel
+
+    config, target, folder = _require_clip(path), torch_device(device), local_folder(path)
+    try:
+        with quiet_loading():
+            tokenizer = AutoTokenizer.from_pretrained(folder or path, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"cannot load the tokenizer of {path}: {first_line(error)}") from error
+    model = load_complete(CLIPModel, path, dtype=dtype).to(target)
+    scorer = Scorer(
+        _Towers(model),
+        _Tokens(tokenizer, config.text_config.max_position_embeddings),
+        _preprocess(path, folder),
+        name=path,
+        device=target,
+        dtype=dtype_of(dtype),
+        batch_size=batch_size,
+        cache_size=4096,
+    )
+    if quality_head is not None:
+        scorer.quality_head = load_quality_head(quality_head, scorer.width)
+    return scorer
+
+
+def _require_clip(path: str) -> Any:
+    config = load_config(path)
+    if config.model_type != "clip":
+        raise UserError(f"{path}: expected a CLIPModel of transformers, it is a {config.model_type} model")
+    return config
+
+
+def _preprocess(path: str, folder: Path | None) -> Preprocess:
+    """What preprocessor_config.json says.
+
+    Raises:
+        UserError: It is not there, or wants what no CLIP was published with.
+    """
+    from transformers.utils import cached_file
+
+    try:
+        name = "preprocessor_config.json"
+        file = folder / name if folder is not None else Path(str(cached_file(path, name)))
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        size, crop = settings.get("size", 224), settings.get("crop_size", 224)
+        shortest = size.get("shortest_edge") if isinstance(size, dict) else size
+        height, width = (crop["height"], crop["width"]) if isinstance(crop, dict) else (crop, crop)
+        filters = {BICUBIC: "bicubic", BILINEAR: "bilinear"}
+        mean, deviation = (tuple(map(float, settings[name])) for name in ("image_mean", "image_std"))
+        interpolation = filters[settings.get("resample", BICUBIC)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot read preprocessor_config.json of {path}: {first_line(error)}") from error
+    if not shortest == height == width:
+        raise UserError(f"{path}: expected pictures resized and cropped to one edge, got {size} and {crop}")
+    return Preprocess((height, width), mean, deviation, interpolation)

@@ -1,0 +1,69 @@
+"""CLIP models of transformers, such as PickScore (Kirstain et al. 2023, arXiv:2305.01569)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from grpo_jax.config.fields import may_change, require
+
+PUBLISHED: dict[str, int] = {
+    "yuvalkirstain/PickScore_v1": 986_109_441,
+    "openai/clip-vit-large-patch14": 427_616_513,
+    "openai/clip-vit-base-patch32": 151_277_313,
+}
+"""Numbers in models on the hub."""
+
+
+@dataclass(frozen=True)
+class ClipModel:
+    """Judges pictures and texts by their cosine in the space of a `CLIPModel` of transformers.
+
+    Args:
+        path: Folder or hub id.
+        dtype: Type of its weights.
+        batch_size: Pictures or texts encoded at once.
+        quality_head: Safetensors file of an aesthetic head on the picture features, for the quality reward.
+    """
+
+    path: str = "yuvalkirstain/PickScore_v1"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    batch_size: int = may_change(32)
+    quality_head: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        require(self.batch_size >= 1, "batch_size", "a number >= 1", self.batch_size)
+
+    def check(self) -> None:
+        """Refuses a folder that is not there or holds another model; no weight is read.
+
+        Raises:
+            UserError: Naming it.
+        """
+        from bridges.judges.clip_model import check_clip_model
+
+        check_clip_model(self.path)
+
+    def load(self, device: str) -> Any:
+        """The model on "cpu" or "gpu:N", as a `bridges.clip.Scorer`.
+
+        Raises:
+            UserError: There is no such model, or its weights or the head's are missing or broken.
+        """
+        from bridges.judges.clip_model import load_clip_model
+
+        return load_clip_model(
+            self.path,
+            device=device,
+            dtype=self.dtype,
+            batch_size=self.batch_size,
+            quality_head=self.quality_head,
+        )
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Weights; activations are some tens of megabytes."""
+        from bridges import shapes
+
+        count = PUBLISHED.get(self.path) or shapes.model_size(self.path)
+        return [("CLIP", count * (4 if self.dtype == "float32" else 2), self.dtype), ("scoring", 2**28, "allowance")]

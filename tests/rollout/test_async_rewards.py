@@ -1,0 +1,196 @@
+"""Rewards that are `async def`: they wait at the same time, and what they do wrong is told as of any other."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.errors import StageTimeout, StopRun
+from grpo_jax.rollout.binding import bind, find_rewards
+from grpo_jax.rollout.isolated import isolate
+from grpo_jax.rollout.pipeline import Stage, run_pipeline
+from grpo_jax.rollout.prompts import make_prompt_set
+from grpo_jax.rollout.rewards import RewardError, collect_rewards, event_loop
+from grpo_jax.tasks.recommendation.rewards import where_ranked
+from grpo_jax.tasks.task import World
+
+PATIENCE = 60  # seconds; only a mistake takes that long
+FILE = """
+import asyncio
+
+async def lengths(completions, *, size=1):
+    await asyncio.sleep(0)
+    return [len(text) * size for text in completions]
+
+async def broken(completions):
+    raise RuntimeError("the judge is away")
+"""
+
+
+def collect(*rewards, on_error="raise", completions=("a", "bb"), **columns):
+    names = [getattr(reward, "__name__", "reward") for reward in rewards]
+    prompts = ["p"] * len(completions)
+    return collect_rewards(rewards, names, prompts, completions, columns, len(completions), on_error=on_error)[0]
+
+
+async def lengths(completions):
+    await asyncio.sleep(0)
+    return [len(text) for text in completions]
+
+
+def test_each_waits_for_the_others():
+    """One after the other, the first would wait for ever; so would the one that is no coroutine."""
+    asked, told, here = asyncio.Event(), asyncio.Event(), threading.Event()
+
+    async def first(completions):
+        asked.set()
+        await asyncio.wait_for(told.wait(), PATIENCE)
+        return [1] * len(completions)
+
+    async def second(completions):
+        await asyncio.wait_for(asked.wait(), PATIENCE)
+        told.set()
+        here.set()
+        return [2] * len(completions)
+
+    def plain(completions):
+        assert here.wait(PATIENCE)
+        return [3] * len(completions)
+
+    np.testing.assert_array_equal(collect(first, second, plain), [[1, 2, 3]] * 2)
+
+
+def test_what_one_keeps_in_the_loop_is_there_in_the_next_call():
+    """As a client with open connections is, which belongs to the loop that it was made in."""
+    kept = []
+
+    async def reward(completions):
+        kept.append((asyncio.get_running_loop(), threading.get_ident()))
+        return [len(kept)] * len(completions)
+
+    assert collect(reward)[0] == 1 and collect(reward)[0] == 2
+    assert kept[0] == kept[1] and kept[0][0] is event_loop() and kept[0][1] != threading.get_ident()
+
+
+def raising(error):
+    def judged(completions):
+        raise error
+
+    return judged
+
+
+def giving(values):
+    return lambda completions: values
+
+
+FAULTS = {
+    "raises": raising(RuntimeError("the judge is away")),
+    "exits": raising(SystemExit(3)),
+    "is cancelled": raising(asyncio.CancelledError()),
+    "one value too few": giving([1.0]),
+    "no list": giving(3.0),
+    "nan": giving([1.0, float("nan")]),
+    "text": giving(["good", 1.0]),
+    "none": giving([None, 1.0]),
+    "an array": giving(np.array([1, 2])),
+}
+
+
+@pytest.mark.parametrize("plain", FAULTS.values(), ids=FAULTS)
+def test_what_goes_wrong_is_told_as_of_one_that_is_no_coroutine(plain):
+    async def judged(completions):
+        await asyncio.sleep(0)
+        return plain(completions)
+
+    plain.__name__ = "judged"
+    said = []
+    for reward in (judged, plain):
+        try:
+            said.append(collect(reward).tolist())
+        except RewardError as error:
+            said.append((str(error), type(error.__cause__).__name__))
+    np.testing.assert_equal(*said)
+    both = [collect(reward, lengths, on_error="missing") for reward in (judged, plain)]
+    np.testing.assert_array_equal(*both)
+    np.testing.assert_array_equal(both[0][:, 1], [1, 2])
+
+
+def test_a_task_that_exits_does_not_take_the_loop_with_it():
+    async def exits():
+        raise SystemExit(3)
+
+    async def judged(completions):
+        await asyncio.create_task(exits())
+
+    with pytest.raises(RewardError, match="reward judged: it raised SystemExit: 3"):
+        collect(judged)
+    np.testing.assert_array_equal(collect(lengths), [[1], [2]])
+
+
+def test_a_stop_stops():
+    async def gone(completions):
+        raise StopRun("the licence is over")
+
+    with pytest.raises(StopRun, match="the licence is over"):
+        collect(gone, lengths, on_error="missing")
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["that has begun", "that has not"])
+def test_a_failure_calls_off_what_still_waits(begun):
+    here, called_off = threading.Event(), threading.Event()
+
+    async def waits(completions):
+        here.set()
+        try:
+            await asyncio.sleep(PATIENCE)
+        finally:
+            called_off.set()
+
+    def fails(completions):
+        assert not begun or here.wait(PATIENCE)
+        raise RuntimeError("the judge is away")
+
+    with pytest.raises(RewardError, match="the judge is away"):
+        collect(waits, fails)
+    assert not begun or called_off.wait(PATIENCE)
+    np.testing.assert_array_equal(collect(lengths), [[1], [2]])
+    assert len(asyncio.all_tasks(event_loop())) == 0
+
+
+def test_one_that_takes_too_long_is_named():
+    release = threading.Event()
+
+    async def slow(completions):
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return [0] * len(completions)
+
+    try:
+        with pytest.raises(StageTimeout, match=r"reward slow: no result after 0.2 s"):
+            run_pipeline([0], [Stage("score", lambda _: collect(slow, lengths))], timeout=0.2)
+    finally:
+        release.set()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "async_rewards.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_by_import_path_with_options_and_in_a_process_of_its_own(file):
+    world = World(make_prompt_set([{"prompt": "a"}]))
+    for isolated in (False, True):
+        section = RewardSection(f"{file}:lengths", options={"size": 2}, isolated=isolated)
+        (wanted,) = find_rewards([section], (), world, ()).maximised
+        np.testing.assert_array_equal(collect(bind(wanted, {})), [[2], [4]])
+    with pytest.raises(RewardError, match="it raised RuntimeError: the judge is away"):
+        collect(isolate(f"{file}:broken", PATIENCE))
+
+
+def test_where_the_task_asks_it_about_some_completions_alone():
+    found = collect(where_ranked(lengths), rank=[float("nan"), 1.0])
+    np.testing.assert_array_equal(found, [[np.nan], [2]])

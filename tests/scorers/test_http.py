@@ -1,0 +1,235 @@
+"""A judge behind HTTP: the example's server, one that fails, and what a run is told when it has no answer."""
+
+import json
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from support.imports import ROOT
+
+from bridges import placement
+from bridges.judges import http
+from bridges.judges.http import HttpJudge, JudgeError
+from bridges.scorers.http import Http
+from grpo_jax.config import make_config
+from grpo_jax.config.named import load_object
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.rewards import RewardError, collect_rewards
+
+EXAMPLE = ROOT / "examples" / "http_judge" / "server.py"
+PROMPTS, COMPLETIONS = ["abcd"] * 7, ["", "a", "ab", "abc", "abcd", "abcde", "ü€\n"]
+SCORES = [None, 0.75, 0.5, 0.25, 0.0, -0.25, 0.25]
+
+
+@contextmanager
+def serving(handler):
+    """The address of a server that lives as long as the block."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/score"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def example():
+    with serving(load_object(f"{EXAMPLE}:Judge", "server")) as url:
+        yield url
+
+
+class Script(BaseHTTPRequestHandler):
+    """Does what `steps` says, one after the other, and then answers with the lengths of the completions."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.lock:
+            self.seen.append((asked, dict(self.headers)))
+            step = self.steps.pop(0) if self.steps else None
+        if step == "hang up":
+            self.connection.close()
+        elif step == "too late":
+            self.late.wait(30)
+        elif isinstance(step, int):
+            self.reply(step, b"", {"Retry-After": "0", "Location": "http://127.0.0.1:9/elsewhere"})
+        elif isinstance(step, bytes):
+            self.reply(200, step, {})
+        else:
+            self.reply(200, json.dumps({"scores": [len(text) for text in asked["completions"]]}).encode(), {})
+
+    def reply(self, status, body, headers):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def scripted(*steps, **options):
+    """A judge of a server that goes by a script, and what the server has seen."""
+    state = {"steps": list(steps), "seen": [], "lock": threading.Lock(), "late": threading.Event()}
+    with serving(type("Scripted", (Script,), state)) as url:
+        try:
+            yield HttpJudge(url, first_pause=0.001, **options), state["seen"]
+        finally:
+            state["late"].set()
+
+
+@pytest.mark.parametrize(("batch_size", "concurrency"), [(64, 1), (2, 4), (1, 8)])
+def test_scores_come_in_order_however_they_are_asked_for(example, batch_size, concurrency):
+    judge = Http(example, batch_size=batch_size, concurrency=concurrency).load("cpu")
+    assert judge(PROMPTS, COMPLETIONS) == SCORES
+    assert judge([], []) == []
+    assert judge.summary == f"{example}: {concurrency} requests at once, of {batch_size} completions"
+
+
+def test_the_example_is_short_and_a_column_that_the_data_lack_is_named(example):
+    assert len(EXAMPLE.read_text().splitlines()) < 50
+    with pytest.raises(JudgeError, match=r"^the data have no column answer, which is to be sent"):
+        Http(example, columns=["answer"]).load("cpu")(PROMPTS, COMPLETIONS)
+
+
+def test_a_request_holds_the_columns_and_headers_that_the_config_names(monkeypatch):
+    monkeypatch.setenv("JUDGE_HEADERS", "Authorization: Bearer a:b\n\nX-Team: red\n")
+    section = Http("http://localhost/x", headers_from="JUDGE_HEADERS")
+    section.check()
+    headers = http.read_headers(section.headers_from)
+    with scripted(columns=["answer"], headers=headers, batch_size=2, concurrency=1) as (judge, seen):
+        assert judge(["p", "q", "r"], ["a", "bb", "ccc"], answer=["1", None, {"n": 3}], other=[object()] * 3) == [
+            1,
+            2,
+            3,
+        ]
+    assert [asked for asked, _ in seen] == [
+        {"prompts": ["p", "q"], "completions": ["a", "bb"], "columns": {"answer": ["1", None]}},
+        {"prompts": ["r"], "completions": ["ccc"], "columns": {"answer": [{"n": 3}]}},
+    ]
+    assert {(sent["Authorization"], sent["X-Team"]) for _, sent in seen} == {("Bearer a:b", "red")}
+
+
+def test_requests_are_made_at_once():
+    """Each waits until all three are there: one after the other they would never be."""
+    together = threading.Barrier(3)
+
+    class Together(Script):
+        steps, seen, lock = [], [], threading.Lock()
+
+        def do_POST(self):
+            together.wait(30)
+            super().do_POST()
+
+    with serving(Together) as url:
+        assert HttpJudge(url, batch_size=1, concurrency=3, attempts=1)(["p"] * 3, ["a", "bb", "ccc"]) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("step", [503, 429, 500, "hang up", "too late"])
+def test_what_passes_is_tried_again(step):
+    timeout = 0.3 if step == "too late" else 30
+    with scripted(step, step, attempts=3, timeout=timeout) as (judge, seen):
+        assert judge(["p"], ["abc"]) == [3]
+    assert len(seen) == 3 and seen[0][0] == seen[2][0]
+
+
+def test_pauses_double_vary_and_keep_to_what_the_server_asks():
+    for attempt, longest in enumerate((0.5, 1.0, 2.0, 4.0)):
+        pauses = {http.pause_after(attempt, 0.5, 0.0) for _ in range(20)}
+        assert len(pauses) == 20 and longest / 2 <= min(pauses) and max(pauses) <= longest
+    assert 15 <= http.pause_after(60, 0.5, 0.0) <= 30 == http.pause_after(0, 0.5, 1e9)
+    assert http.pause_after(0, 0.5, 7.0) == 7
+
+
+@pytest.mark.parametrize(
+    ("steps", "message", "requests"),
+    [
+        ([503] * 3, r"HTTP 503 Service Unavailable, 3 attempts, http://127.0.0.1:\d+/score", 3),
+        (["hang up"] * 3, r"RemoteDisconnected: .*, 3 attempts, http://127", 3),
+        ([404], r"HTTP 404 Not Found, http://127", 1),
+        ([307], r"HTTP 307 Temporary Redirect, http://127", 1),
+        ([b"<html>welcome</html>"], r'it answered no JSON {"scores": \[...\]} but <html>welcome</html>', 1),
+        ([b"[1]"], "it answered no JSON", 1),
+        ([b'{"scores": [1, 2]}'], "it must answer one score for each of 1 completions, got 2", 1),
+        ([b'{"scores": 7}'], "it must answer one score for each of 1 completions, got int", 1),
+    ],
+)
+def test_a_judge_that_gives_no_scores_says_why_in_one_line(steps, message, requests):
+    with scripted(*steps, attempts=3) as (judge, seen):
+        with pytest.raises(JudgeError, match=message) as caught:
+            judge(["p"], ["abc"])
+        assert len(seen) == requests and "\n" not in str(caught.value)
+
+
+def test_one_batch_without_an_answer_calls_off_the_others():
+    with scripted(404, "too late", "too late", batch_size=1, concurrency=1) as (judge, seen):
+        with pytest.raises(JudgeError, match="HTTP 404"):
+            judge(["p"] * 50, ["a"] * 50)
+        assert len(seen) < 50
+
+
+def test_no_server_at_all_and_what_a_run_makes_of_it():
+    """The policy of the run decides: a stop that names the reward, or missing values."""
+    with scripted() as (judge, _):
+        pass  # its port is closed now
+    judge = HttpJudge(judge.name + "?key=secret", attempts=2, first_pause=0.001)
+    with pytest.raises(RewardError, match=r"^reward far: it raised JudgeError: ConnectionRefusedError") as caught:
+        collect_rewards([judge], ["far"], ["p"] * 2, ["a"] * 2, {}, 2)
+    assert "secret" not in str(caught.value) + judge.summary + str(caught.value.__cause__)
+    missing = collect_rewards([judge, len_of], ["far", "near"], ["p"] * 2, ["a", "bb"], {}, 2, on_error="missing")
+    assert missing[0, :, 0].tolist() != missing[0, :, 0].tolist() and missing[0, :, 1].tolist() == [1, 2]
+
+
+def len_of(completions):
+    return [len(text) for text in completions]
+
+
+def test_a_number_that_is_none_is_refused_as_of_any_reward():
+    with (
+        scripted(b'{"scores": [NaN, 1]}') as (judge, _),
+        pytest.raises(RewardError, match="it returned nan for comple"),
+    ):
+        collect_rewards([judge], ["far"], ["p"] * 2, ["a"] * 2, {}, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"url": "file:///etc/passwd"}, "judges.far.url: expected http://HOST/… or https://HOST/…, got 'file"),
+        ({"url": "http:///score"}, "judges.far.url: expected http://HOST"),
+        ({"url": "https://me:word@host/score"}, "judges.far.url: expected no password in it, but headers_from"),
+        ({}, "judges.far.url: expected http://HOST/… or https://HOST/…, got ''"),
+        ({"kind": "vqa"}, "judges.far.path: expected a folder or hub id, got ''"),
+        ({"kind": "sequence_classification"}, "judges.far.path: expected a folder or hub id, got ''"),
+        ({"url": "http://h/", "concurrency": 0}, "judges.far.concurrency: expected a number >= 1, got 0"),
+        ({"url": "http://h/", "timeout": 0.0}, "judges.far.timeout: expected a number > 0"),
+    ],
+)
+def test_a_config_names_the_field(fields, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make_config(task="text", judges={"far": {"kind": "http", **fields}})
+    assert "word" not in str(caught.value).replace("password", "")
+
+
+@pytest.mark.parametrize("held", [None, "", "Bearer secret"])
+def test_headers_that_are_none_are_refused_and_never_shown(monkeypatch, held):
+    if held is not None:
+        monkeypatch.setenv("JUDGE_HEADERS", held)
+    with pytest.raises(UserError, match=r'lines "Name: value" in the environment variable JUDGE_HEADERS') as caught:
+        Http("http://h/", headers_from="JUDGE_HEADERS").check()
+    assert "secret" not in str(caught.value)
+
+
+def test_no_card_is_kept_for_it_nor_torch_asked_for_one(monkeypatch):
+    far = {"kind": "http", "url": "http://h/"}
+    config = make_config(task="text", judges={"far": far, "near": {"kind": "open_clip"}}, devices={"near": "gpu:1"})
+    assert config.requests == {"policy": "auto", "far": "cpu", "near": "gpu:1"}
+    assert make_config(task="text", judges={"far": far}, devices={"far": "gpu:0"}).requests["far"] == "gpu:0"
+    assert config.judges["far"].memory() == [("HTTP", 0, "runs elsewhere")]
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert placement.place({"policy": "cpu", "far": "cpu"}) == ({"policy": "cpu", "far": "cpu"}, [])

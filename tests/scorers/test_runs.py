@@ -1,0 +1,158 @@
+"""Judges through the command: a reward model and a server named as rewards, beside rewards that wait; what is told."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("open_clip")
+
+from scorers.test_http import EXAMPLE, serving
+from support import tiny_models
+from support.text_task import rows, train_here
+from support.vision.folders import seeing_folder
+
+from bridges.scorers.clip_model import ClipModel
+from bridges.scorers.sequence_classification import SequenceClassification
+from bridges.scorers.vqa import Vqa
+from grpo_jax.config import make_config
+from grpo_jax.config.named import load_object
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.binding import bind, find_rewards
+from grpo_jax.rollout.prompts import make_prompt_set
+from grpo_jax.tasks.task import World
+from grpo_jax.train import main
+
+WAITING = """
+import asyncio
+
+both = asyncio.Barrier(2)  # each waits for the other
+
+async def letters(completions):
+    await asyncio.wait_for(both.wait(), 60)
+    return [sum(c.isalpha() for c in text) for text in completions]
+
+async def wished(completions, wish, preference):
+    assert "on cpu" in preference.summary
+    await asyncio.wait_for(both.wait(), 60)
+    return [text.count(letter) for text, letter in zip(completions, wish)]
+"""
+SHORT = [
+    "--training.max_steps",
+    "2",
+    "--evaluation.every",
+    "0",
+    "--algorithm.kl_coef",
+    "0",
+    "--training.inner_epochs",
+    "1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_models.reward_model(tmp_path_factory.mktemp("reward_model"))
+
+
+def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, folder, tmp_path):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    rewards = ["preference", "brevity", f"{tmp_path}/waiting.py:letters", f"{tmp_path}/waiting.py:wished"]
+    run = tmp_path / "run"
+    with serving(load_object(f"{EXAMPLE}:Judge", "server")) as url:
+        judges = {
+            "preference": {"kind": "sequence_classification", "path": str(folder)},
+            "brevity": {"kind": "http", "url": url, "batch_size": 3},
+        }
+        words = ["--judges", json.dumps(judges), "--rewards", json.dumps([{"name": name} for name in rewards])]
+        assert train_here(place.config, run, *words, *SHORT) == 0
+    table = pyarrow.parquet.read_table(run / "completions" / "step_000002.parquet").to_pydict()
+    judge = SequenceClassification(str(folder)).load("cpu")
+    expected = judge(table["prompt"], table["text"])
+    np.testing.assert_allclose(table["reward/preference"], expected.numpy(), atol=1e-5)
+    assert np.ptp(table["reward/preference"]) > 1e-3
+    brief = [
+        1 - len(text) / len(prompt) if text else None
+        for prompt, text in zip(table["prompt"], table["text"], strict=True)
+    ]
+    np.testing.assert_allclose(np.array(table["reward/brevity"], float), np.array(brief, float), atol=1e-6)
+    assert table["reward/letters"] == [sum(c.isalpha() for c in text) for text in table["text"]]
+    log = (run / "train.log").read_text()
+    assert f"{folder}: Qwen2ForSequenceClassification" in log and f"{url}: 4 requests at once, of 3 completions" in log
+    assert {"preference", "brevity"} <= json.loads((run / "summary.json").read_text())["devices"].keys()
+
+
+@pytest.mark.parametrize("policy", ["stop", "missing"])
+def test_a_server_that_is_gone_is_as_any_judge_that_fails(place, tmp_path, capsys, policy):
+    with serving(load_object(f"{EXAMPLE}:Judge", "server")) as url:
+        pass
+    judge = ["--judges.brevity", "http", "--judges.brevity.url", url, "--judges.brevity.attempts", "1"]
+    rewards = [{"name": "brevity"}, {"name": f"{place.judge}:brief"}]
+    words = [*judge, "--rewards", json.dumps(rewards), "--on_judge_error", policy]
+    code = train_here(place.config, tmp_path / "run", *words, *SHORT)
+    if policy == "stop":
+        assert code == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+        assert "reward brevity: it raised JudgeError: ConnectionRefusedError" in line
+    else:
+        assert code == 0
+        assert [row["missing/brevity"] for row in rows(tmp_path / "run")] == [1.0, 1.0]
+
+
+def test_the_plan_counts_them(folder, place, tmp_path, capsys):
+    seeing = seeing_folder(tmp_path / "seeing")
+    judges = {
+        "preference": {"kind": "sequence_classification", "path": str(folder)},
+        "vqa": {"kind": "vqa", "path": str(seeing)},
+        "pick": {"kind": "clip_model", "dtype": "bfloat16"},
+        "far": {"kind": "http", "url": "http://localhost:1/"},
+    }
+    words = ["--config", str(place.config), "--judges", json.dumps(judges), "--plan", "--device_memory_gib", "80,80,80"]
+    main(words)
+    told = capsys.readouterr().out
+    assert "runs elsewhere" in told and " 1.84  bfloat16" in told
+    assert all(f"{name}" in told for name in ("reward model", "preference", "vqa", "pick", "far"))
+
+
+def test_a_judge_that_is_no_reward_says_so_before_anything_runs():
+    world = World(make_prompt_set([{"prompt": "a"}]))
+    sections = make_config(task="text", rewards=[{"name": "pick"}]).rewards
+    (wanted,) = find_rewards(sections, (), world, ("pick",)).maximised
+    with pytest.raises(UserError, match=r"pick: judges.pick is no reward by itself; name one that asks it"):
+        bind(wanted, {"pick": object()})
+    given = make_config(task="text", rewards=[{"name": "pick", "options": {"size": 2}}]).rewards
+    with pytest.raises(UserError, match=r"rewards.pick.options: expected arguments of the reward \(it has none\)"):
+        find_rewards(given, (), world, ("pick",))
+    with pytest.raises(UserError, match="got 'pikc'"):
+        find_rewards(make_config(task="text", rewards=[{"name": "pikc"}]).rewards, (), world, ("pick",))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["of a model that is known", "of one that is not"])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(tiny_models.clip_model, ClipModel), (tiny_models.reward_model, SequenceClassification), (seeing_folder, Vqa)],
+    ids=["clip_model", "sequence_classification", "vqa"],
+)
+def test_code_of_a_folder_is_not_run(make, kind, known, tmp_path):
+    folder, ran = make(tmp_path / "folder"), tmp_path / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json"):
+        if (folder / name).exists():
+            fields = json.loads((folder / name).read_text()) | ({} if known else {"model_type": "own"})
+            autos = (
+                "AutoConfig",
+                "AutoModel",
+                "AutoModelForSequenceClassification",
+                "AutoModelForImageTextToText",
+                "AutoProcessor",
+            )
+            own = {**dict.fromkeys(autos, "own.Own"), "AutoTokenizer": [None, "own.Own"]}
+            (folder / name).write_text(json.dumps(fields | {"auto_map": own}))
+    if known:
+        kind(str(folder)).load("cpu")
+    else:
+        with pytest.raises(UserError, match="cannot load") as caught:
+            kind(str(folder)).load("cpu")
+        assert "\n" not in str(caught.value)
+    assert not ran.exists()

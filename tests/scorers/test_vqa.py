@@ -1,0 +1,126 @@
+"""P("Yes") against transformers itself, one picture at a time; and the rewards that ask for it."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("open_clip")
+
+from PIL import Image  # noqa: E402
+from support import tiny_models  # noqa: E402
+from support.vision.folders import seeing_folder  # noqa: E402
+
+from bridges.scorers.vqa import Vqa  # noqa: E402
+from grpo_jax.config import make_config  # noqa: E402
+from grpo_jax.errors import UserError  # noqa: E402
+from grpo_jax.rollout.binding import bind, find_rewards  # noqa: E402
+from grpo_jax.rollout.prompts import make_prompt_set  # noqa: E402
+from grpo_jax.rollout.rewards import RewardError, collect_rewards  # noqa: E402
+from grpo_jax.tasks.picture_rewards import REWARDS  # noqa: E402
+from grpo_jax.tasks.task import World  # noqa: E402
+
+QUESTIONS = ["Is it red?", "Are there two dogs on the left of the table?", "Is it?", "Is it red?"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return seeing_folder(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture(scope="module")
+def judge(folder):
+    return Vqa(str(folder), question="Is it {prompt}?", answer="Y", dtype="float32", batch_size=3).load("cpu")
+
+
+def pictures(count, seed=0):
+    return torch.rand((count, 3, 24, 32), generator=torch.Generator().manual_seed(seed)).mul(255).round() / 255
+
+
+@torch.no_grad()
+def of_transformers(folder, image, question, answer):
+    """The product of the answer's tokens' probabilities, each asked for by itself."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    seen = Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+    text, probability = processor.apply_chat_template(asked, tokenize=False, add_generation_prompt=True), 1.0
+    for letter in answer:
+        logits = model(**processor(text=[text], images=[seen], return_tensors="pt")).logits[0, -1]
+        probability *= logits.softmax(-1)[processor.tokenizer.convert_tokens_to_ids(letter)].item()
+        text += letter
+    return probability
+
+
+def test_probabilities_are_those_of_transformers_whatever_else_is_in_the_batch(folder, judge):
+    images = pictures(4)
+    expected = [of_transformers(folder, *pair, "Y") for pair in zip(images, QUESTIONS, strict=True)]
+    found = judge.yes(images, QUESTIONS)
+    torch.testing.assert_close(found, torch.tensor(expected), atol=0, rtol=1e-4)
+    assert len(set(np.round(expected, 7))) == 4 and found.dtype == torch.float32
+    assert judge.yes(images[:0], []).shape == (0,)
+    with pytest.raises(ValueError, match="questions: expected one for each of 2 images, got 1"):
+        judge.yes(images[:2], ["a"])
+
+
+def test_an_answer_of_several_tokens_is_read_whole(folder):
+    yes = Vqa(str(folder), answer="Yes", dtype="float32").load("cpu")
+    images = pictures(2)
+    expected = [of_transformers(folder, image, "Is it red?", "Yes") for image in images]
+    torch.testing.assert_close(yes.yes(images, ["Is it red?"] * 2), torch.tensor(expected), atol=0, rtol=1e-4)
+    assert yes.summary == f"{folder}: Qwen2VLForConditionalGeneration, P('Yes'), on cpu"
+
+
+def reward(name, judge):
+    """A reward of the picture tasks as a run binds it."""
+    world = World(make_prompt_set([{"prompt": "a"}]), rewards=REWARDS)
+    sections = make_config(task="text", rewards=[{"name": name}]).rewards
+    (wanted,) = find_rewards(sections, (), world, ("scorer", "vqa")).maximised
+    return bind(wanted, {"scorer": object(), "vqa": judge})
+
+
+def test_alignment_asks_a_question_of_the_prompt(judge):
+    images, prompts = pictures(2), ["red", "a {prompt} in braces"]
+    columns = {"images": images, "baseline_images": images.flip(0)}
+    found = collect_rewards([reward("alignment@vqa", judge)], ["a"], prompts, ["x", "y"], columns, 2)
+    expected = judge.yes(images, ["Is it red?", "Is it a {prompt} in braces?"])
+    np.testing.assert_allclose(found.ravel(), expected.numpy(), rtol=1e-6)
+    gain = collect_rewards([reward("alignment_gain@vqa", judge)], ["a"], prompts, ["x", "y"], columns, 2)
+    assert np.abs(gain).min() > 1e-9
+
+
+def test_questions_of_the_row_give_their_mean_and_none_gives_none(judge):
+    images = pictures(3)
+    columns = {"images": images, "questions": [["Is it red?", "Is it new?"], None, "Is it old?"]}
+    ask = reward("questions@vqa", judge)
+    found = collect_rewards([ask], ["q"], ["p"] * 3, ["x"] * 3, columns, 3).ravel()
+    first, second, last = judge.yes(images[[0, 0, 2]], ["Is it red?", "Is it new?", "Is it old?"]).tolist()
+    np.testing.assert_allclose(found, [(first + second) / 2, np.nan, last], rtol=1e-5)
+    nothing = collect_rewards([ask], ["q"], ["p"] * 3, ["x"] * 3, columns | {"questions": [None] * 3}, 3)
+    assert np.isnan(nothing).all()
+    with pytest.raises(RewardError, match="needs a judge of kind vqa: name it questions@JUDGE"):
+        collect_rewards([reward("questions", judge)], ["q"], ["p"] * 3, ["x"] * 3, columns, 3)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_the_plan_counts_its_weights(folder, dtype, size):
+    judge = Vqa(str(folder), dtype=dtype)
+    judge.check()
+    loaded = judge.load("cpu")
+    held = sum(weight.numel() for weight in loaded._model.parameters())
+    assert judge.memory()[0] == ("model", held * size, dtype)
+    assert 0 < loaded.yes(pictures(1), ["Is it?"]) < 1
+
+
+def test_what_cannot_answer_is_refused(tmp_path):
+    text = str(tiny_models.causal_lm(tmp_path / "text"))
+    with pytest.raises(UserError, match="expected a model that sees pictures"):
+        Vqa(text).load("cpu")
+    plain = seeing_folder(tmp_path / "plain", template=None)
+    with pytest.raises(UserError, match="no such folder: /nowhere/at/all"):
+        Vqa("/nowhere/at/all").check()
+    (plain / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="expected a model with a chat template"):
+        Vqa(str(plain)).load("cpu")
+    with pytest.raises(UserError, match=r"judges.v.question: expected a text with \{prompt\} in it"):
+        make_config(task="text", judges={"v": {"kind": "vqa", "path": "x", "question": "Is it good?"}})

@@ -32,6 +32,8 @@ class DataSection:
             Qwen3-VL), within what the policy's folder allows; 0 keeps each one's shape, as its processor does.
         allowed_tokens: What may be sampled: "all" tokens; "ascii", those of printable ASCII characters alone;
             "english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone. End tokens always may.
+        forbidden_tokens: Tokens that do not exist for sampler, update and reference, each by its id or as a text that
+            is one token.
     """
 
     prompts: str = ""
@@ -41,6 +43,7 @@ class DataSection:
     max_prompt_tokens: int = 256
     picture_size: int | None = None
     allowed_tokens: Literal["all", "ascii", "english"] = "all"
+    forbidden_tokens: list[int | str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -61,6 +64,11 @@ class SamplingSection:
         top_k: Draw among the k likeliest tokens; 0 for all.
         top_p: Draw within the smallest set of this probability; 1 for all.
         min_p: Drop tokens below this share of the likeliest token's probability; 0 for none.
+        min_new_tokens: Shortest completion: no end token is drawn before; a stop string may end it all the same.
+        repetition_penalty: Divide the positive logits, and multiply the negative ones, of tokens that the prompt or
+            the completion holds already, by this, when drawing; 1 for none.
+        stop: Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including
+            the one that completes such a text are kept and trained.
         turns: How often the policy writes in an episode, at most: above 1 what the task answers stands between.
         max_answer_tokens: Most tokens that stand between two turns, the chat template's marks and the places of
             pictures among them; a longer answer is refused as a failed judge is.
@@ -72,6 +80,9 @@ class SamplingSection:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    stop: list[str] = field(default_factory=list)
     turns: int = 1
     max_answer_tokens: int = 64
 
@@ -83,6 +94,11 @@ class SamplingSection:
         require(self.temperature > 0, "sampling.temperature", "a number > 0", self.temperature)
         require(0 < self.top_p <= 1, "sampling.top_p", "a number in (0, 1]", self.top_p)
         require(0 <= self.min_p < 1, "sampling.min_p", "a number in [0, 1)", self.min_p)
+        longest, fewest, penalty = self.max_new_tokens, self.min_new_tokens, self.repetition_penalty
+        within = f"a number in [0, max_new_tokens = {longest}]"
+        require(0 <= fewest <= longest, "sampling.min_new_tokens", within, fewest)
+        require(penalty > 0, "sampling.repetition_penalty", "a number > 0", penalty)
+        require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
 
     @property
     def written_tokens(self) -> int:

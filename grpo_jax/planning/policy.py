@@ -21,7 +21,9 @@ from grpo_jax.models.value_head import VALUE
 from grpo_jax.models.vision.pictures import VISUAL
 from grpo_jax.rollout.turns import IN_FLIGHT
 from grpo_jax.sampling.episodes import make_episode_sampler
-from grpo_jax.sampling.sampler import SamplingParams, bucket_size, make_sampler
+from grpo_jax.sampling.sampler import bucket_size, make_sampler
+from grpo_jax.sampling.samplers import sampling_params
+from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.memory import (
     Shown,
     picture_shapes,
@@ -193,10 +195,7 @@ def _chunk(config: Config) -> int:
 
 
 def _params(config: Config) -> SamplingParams:
-    section = config.sampling
-    return SamplingParams(
-        section.group_size, section.max_new_tokens, section.temperature, section.top_k, section.top_p, section.min_p
-    )
+    return sampling_params(config.sampling, config.sampling.group_size, config.sampling.temperature)
 
 
 def _compiled_turn(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> int:

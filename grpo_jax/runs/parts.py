@@ -17,34 +17,21 @@ from grpo_jax.config.run import POLICY
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import picture_tokens
 from grpo_jax.models.hf.processor import most_patches
-from grpo_jax.models.sharding import gather
 from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
 from grpo_jax.rollout.data import PromptSet, batches_per_epoch
 from grpo_jax.rollout.environment import Environment, make_score
 from grpo_jax.rollout.inputs.encoding import make_encode
 from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.texts import allowed_tokens, make_decode
+from grpo_jax.rollout.texts import allowed_tokens, make_decode, without_forbidden
 from grpo_jax.runs.policy import Policy, load_policy, make_new_policy
 from grpo_jax.runs.seeing import eyes_of, make_prepare, make_see
-from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
-from grpo_jax.sampling.sampler import SamplingParams, make_sampler
+from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Say, Setup, World
 from grpo_jax.training.estimators import Objectives, make_objectives, make_turn_objectives
 from grpo_jax.training.memory import Shown, fewest_parts, update_bytes
 
 _GIB = 2**30
-
-
-class Samplers(NamedTuple):
-    """What draws completions: G of them in training, one greedy and one sampled in evaluation.
-
-    Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s.
-    """
-
-    training: Any
-    greedy: Any
-    sampled: Any
 
 
 class Parts(NamedTuple):
@@ -150,7 +137,7 @@ def load_parts(
         policy=policy,
         environment=environment,
         rewards=wanted,
-        samplers=make_samplers(config, policy, allowed),
+        samplers=make_samplers(config.sampling, policy, allowed),
         allowed_tokens=allowed,
         key=jax.random.key(config.seed),
         devices=placement if judges else {POLICY: _listed(devices)},
@@ -220,34 +207,8 @@ def make_answering(config: Config, world: World, loaded: Any) -> Answering | Non
         vision=vision,
     )
     lenient = config.on_judge_error == "missing"
-    return Answering(section.turns, world.respond, say, section.stream_tokens, loaded.pad_id, lenient)
-
-
-def make_samplers(config: Config, policy: Policy, allowed: np.ndarray | None) -> Samplers:
-    """The samplers of training and evaluation; what they give lies whole on the host's side of a mesh."""
-    section, loaded = config.sampling, policy.loaded
-
-    def sampler(group_size: int, temperature: float) -> Any:
-        restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p} if temperature else {}
-        params = SamplingParams(group_size, section.max_new_tokens, temperature, **restrict)
-        ends = {"eos_ids": loaded.eos_ids, "pad_id": loaded.pad_id, "allowed_tokens": allowed}
-        if section.turns == 1:
-            sample = make_sampler(policy.functions, params, **ends)
-            return lambda *arguments, **shown: gather(sample(*arguments, **shown), policy.mesh)
-        episodes = make_episode_sampler(policy.functions, params, **ends)
-        return EpisodeSampler(*(_gathered(turn, policy.mesh) for turn in episodes))
-
-    return Samplers(sampler(section.group_size, section.temperature), sampler(1, 0.0), sampler(1, section.temperature))
-
-
-def _gathered(turn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """One of an episode sampler's functions, whose samples lie whole on the host's side of a mesh."""
-
-    def gathered(*arguments: Any, **shown: Any) -> Any:
-        samples, carried = turn(*arguments, **shown)
-        return gather(samples, mesh), carried
-
-    return gathered
+    eos_ids = tuple(loaded.eos_ids)
+    return Answering(section.turns, world.respond, say, section.stream_tokens, loaded.pad_id, lenient, eos_ids)
 
 
 def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Objectives:
@@ -274,12 +235,19 @@ def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Obje
 
 
 def policy_tokens(config: Config, loaded: Any) -> np.ndarray | None:
-    """The mask bool [V] that data.allowed_tokens names; None for every token.
+    """The mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
 
     A policy with a vision tower never writes what stands for a picture: there would be none in its place.
     """
     allowed = allowed_tokens(
         loaded.tokenizer, config.data.allowed_tokens, vocab_size=loaded.config.vocab_size, eos_ids=loaded.eos_ids
+    )
+    allowed = without_forbidden(
+        allowed,
+        config.data.forbidden_tokens,
+        loaded.tokenizer,
+        vocab_size=loaded.config.vocab_size,
+        eos_ids=loaded.eos_ids,
     )
     vision = getattr(loaded.config, "vision", None)
     if vision is None:

@@ -59,6 +59,8 @@ class SamplingSection:
 
     Args:
         group_size: Completions per prompt (G).
+        keep_prompt: How many of them are the unchanged prompt instead: their rewards count in the group, and nothing is
+            trained on them. For tasks in which the prompt itself can be judged, such as its rewriting.
         max_new_tokens: Longest completion (T); of an episode the longest text of one turn.
         temperature: Softmax temperature of the trained distribution.
         top_k: Draw among the k likeliest tokens; 0 for all.
@@ -75,6 +77,7 @@ class SamplingSection:
     """
 
     group_size: int = 8
+    keep_prompt: int = 0
     max_new_tokens: int = 32
     temperature: float = 1.0
     top_k: int = 0
@@ -91,6 +94,11 @@ class SamplingSection:
         ranges = {"group_size": (1, LENGTH), "max_new_tokens": (1, LENGTH), "top_k": (0, COUNT)}
         ranges |= {"turns": (1, MOST_TURNS), "max_answer_tokens": (1, LENGTH)}
         require_sizes(self, "sampling.", ranges)
+        group, kept = self.group_size, self.keep_prompt
+        fewer = f"a number in [0, group_size - 1 = {group - 1}], for something must be written"
+        require(0 <= kept < group, "sampling.keep_prompt", fewer, kept)
+        once = kept == 0 or self.turns == 1
+        require(once, "sampling.keep_prompt", "0 with sampling.turns above 1: a prompt is not written in turns", kept)
         require(self.temperature > 0, "sampling.temperature", "a number > 0", self.temperature)
         require(0 < self.top_p <= 1, "sampling.top_p", "a number in (0, 1]", self.top_p)
         require(0 <= self.min_p < 1, "sampling.min_p", "a number in [0, 1)", self.min_p)
@@ -99,6 +107,11 @@ class SamplingSection:
         require(0 <= fewest <= longest, "sampling.min_new_tokens", within, fewest)
         require(penalty > 0, "sampling.repetition_penalty", "a number > 0", penalty)
         require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
+
+    @property
+    def written_completions(self) -> int:
+        """Completions of a prompt that the policy writes."""
+        return self.group_size - self.keep_prompt
 
     @property
     def written_tokens(self) -> int:

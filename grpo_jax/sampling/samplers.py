@@ -62,7 +62,8 @@ def make_samplers(section: SamplingSection, policy: Any, allowed: np.ndarray | N
         begin, go_on = make_episode_sampler(policy.functions, params, **ends)
         return EpisodeSampler(_gathered_turn(begin, policy.mesh), _gathered_turn(go_on, policy.mesh))
 
-    return Samplers(sampler(section.group_size, section.temperature), sampler(1, 0.0), sampler(1, section.temperature))
+    temperature = section.temperature
+    return Samplers(sampler(section.written_completions, temperature), sampler(1, 0.0), sampler(1, temperature))
 
 
 def named_ends(section: SamplingSection, loaded: Any, allowed: np.ndarray | None) -> dict[str, Any]:

@@ -260,6 +260,12 @@ class EvaluationSection:
         every: Iterations between validations; 0 for never.
         gallery: Prompts shown in the before/after gallery.
         sampled: Measure sampled completions beside the greedy ones.
+        samples: Sampled completions of each test prompt (k); above 1 their mean@k and pass@k are told, with 95 %
+            intervals.
+        temperature: Of the sampled completions; null for that of training.
+        top_k: Likewise; null for that of training.
+        top_p: Likewise; null for that of training.
+        pass_threshold: What a reward or watched measure must reach for a completion to pass.
     """
 
     prompts: int = 128
@@ -267,11 +273,22 @@ class EvaluationSection:
     every: int = 25
     gallery: int = may_change(12)
     sampled: bool = True
+    samples: int = 1
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    pass_threshold: float = 1.0
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         names = ("prompts", "validation_prompts", "every", "gallery")
-        require_sizes(self, "evaluation.", dict.fromkeys(names, (0, COUNT)))
+        require_sizes(self, "evaluation.", dict.fromkeys(names, (0, COUNT)) | {"samples": (1, LENGTH)})
+        asked = self.samples == 1 or self.sampled
+        require(asked, "evaluation.samples", "1 with evaluation.sampled false", self.samples)
+        heat, most, mass = self.temperature, self.top_k, self.top_p
+        require(heat is None or heat > 0, "evaluation.temperature", "null or a number > 0", heat)
+        require(most is None or 0 <= most <= COUNT, "evaluation.top_k", "null or a number >= 0", most)
+        require(mass is None or 0 < mass <= 1, "evaluation.top_p", "null or a number in (0, 1]", mass)
 
 
 @dataclass(frozen=True)

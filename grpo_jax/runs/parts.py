@@ -137,7 +137,7 @@ def load_parts(
         policy=policy,
         environment=environment,
         rewards=wanted,
-        samplers=make_samplers(config.sampling, policy, allowed),
+        samplers=make_samplers(config.sampling, config.evaluation, policy, allowed),
         allowed_tokens=allowed,
         key=jax.random.key(config.seed),
         devices=placement if judges else {POLICY: _listed(devices)},

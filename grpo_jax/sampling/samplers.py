@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.sections import SamplingSection
+from grpo_jax.config.sections import EvaluationSection, SamplingSection
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.pieces import token_pieces
 from grpo_jax.models.hf.tokens import special_ids
@@ -19,7 +20,7 @@ from grpo_jax.sampling.token_choice import SamplingParams
 
 
 class Samplers(NamedTuple):
-    """What draws completions: those of a group in training; in evaluation one greedy and some sampled.
+    """What draws completions: those of a group in training; in evaluation a greedy one, and k sampled.
 
     Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s.
     """
@@ -42,11 +43,21 @@ def sampling_params(section: SamplingSection, group_size: int, temperature: floa
     )
 
 
-def make_samplers(section: SamplingSection, policy: Any, allowed: np.ndarray | None) -> Samplers:
+def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:
+    """How the sampled completions of an evaluation are drawn: k of each prompt, and otherwise as in training."""
+    given = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
+    own = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(section, group_size=evaluation.samples, keep_prompt=0, **own)
+
+
+def make_samplers(
+    section: SamplingSection, evaluation: EvaluationSection, policy: Any, allowed: np.ndarray | None
+) -> Samplers:
     """The samplers of training and evaluation; what they give lies whole on the host's side of a mesh.
 
     Args:
         section: How completions are drawn.
+        evaluation: How those are drawn that are measured.
         policy: `functions`, `loaded` (tokenizer, special ids, config) and `mesh`, as `runs.policy.Policy` has them.
         allowed: bool [V], the tokens that may be written; None for every token.
 
@@ -55,15 +66,19 @@ def make_samplers(section: SamplingSection, policy: Any, allowed: np.ndarray | N
     """
     ends = named_ends(section, policy.loaded, allowed)
 
-    def sampler(group_size: int, temperature: float) -> Any:
+    def sampler(section: SamplingSection, group_size: int, temperature: float) -> Any:
         params = sampling_params(section, group_size, temperature)
         if section.turns == 1:
             return _gathered(make_sampler(policy.functions, params, **ends), policy.mesh)
         begin, go_on = make_episode_sampler(policy.functions, params, **ends)
         return EpisodeSampler(_gathered_turn(begin, policy.mesh), _gathered_turn(go_on, policy.mesh))
 
-    temperature = section.temperature
-    return Samplers(sampler(section.written_completions, temperature), sampler(1, 0.0), sampler(1, temperature))
+    measured = measured_section(section, evaluation)
+    return Samplers(
+        sampler(section, section.written_completions, section.temperature),
+        sampler(section, 1, 0.0),
+        sampler(measured, measured.group_size, measured.temperature),
+    )
 
 
 def named_ends(section: SamplingSection, loaded: Any, allowed: np.ndarray | None) -> dict[str, Any]:

@@ -153,6 +153,10 @@ class Config:
             "accumulation)",
             parts,
         )
+        patience = training.early_stopping_patience
+        measured = patience == 0 or self.evaluation.every > 0
+        never = "0 with evaluation.every 0, which never validates"
+        require(measured, "training.early_stopping_patience", never, patience)
         chunk = training.chunk_prompts
         require(
             chunk == 0 or training.prompts_per_batch % chunk == 0,

@@ -176,6 +176,12 @@ class TrainingSection:
         chunk_prompts: Prompts that travel together through sampling, rendering and scoring; 0 for all.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside best and final.
+        max_hours: Hours after which this process saves and stops behind an iteration, for --resume to go on; 0 for
+            never.
+        early_stopping_patience: End training after so many validations in a row without a better one; 0 for never.
+        early_stopping_threshold: What is better exceeds the best validation so far by more than this.
+        early_stopping_metric: Of a validation, what must get better: "score", which is maximised, or the name of a
+            reward or of a watched measure.
     """
 
     prompts_per_batch: int = 12
@@ -188,6 +194,10 @@ class TrainingSection:
     chunk_prompts: int = may_change(0)
     save_every: int = may_change(25)
     keep_checkpoints: int = may_change(2)
+    max_hours: float = may_change(0.0)
+    early_stopping_patience: int = may_change(0)
+    early_stopping_threshold: float = 0.0
+    early_stopping_metric: str = "score"
 
     def __post_init__(self) -> None:
         """Checks the ranges and that batches divide."""
@@ -201,9 +211,9 @@ class TrainingSection:
         )
         ranges = dict.fromkeys(positive, (1, COUNT)) | dict.fromkeys(("max_steps", "save_every"), (0, COUNT))
         ranges |= {"prompts_per_batch": (1, LENGTH), "chunk_prompts": (0, LENGTH)}
-        require_sizes(self, "training.", ranges)
-        budget = self.memory_budget_gib
-        require(budget >= 0, "training.memory_budget_gib", "a number >= 0", budget)
+        require_sizes(self, "training.", ranges | {"early_stopping_patience": (0, COUNT)})
+        for name in ("memory_budget_gib", "max_hours", "early_stopping_threshold"):
+            require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
         parts = self.minibatches * self.accumulation
         require(
             self.prompts_per_batch % parts == 0,

@@ -301,9 +301,9 @@ def completion_columns(parts: Parts, rollout: Rollout, advantages: np.ndarray) -
     )
     for kind, names, values in judged:
         columns |= {f"{kind}/{name}": np.ravel(values[..., n]) for n, name in enumerate(names)}
-    kept = parts.config.sampling.keep_prompt
-    if kept:
-        columns["kept_prompt"] = ([False] * (group - kept) + [True] * kept) * len(rollout.rows)
+    written = np.asarray(rollout.samples.mask).any(-1)
+    if not written.all():
+        columns["kept_prompt"] = np.ravel(~written)
     return columns | {
         "advantage": np.ravel(advantages),
         "length": np.ravel(np.asarray(rollout.samples.mask).sum(-1)),

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from grpo_jax.config import Config, MeshSection
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
 from grpo_jax.errors import UserError
@@ -24,6 +25,7 @@ from grpo_jax.rollout.environment import Environment, make_score
 from grpo_jax.rollout.inputs.encoding import make_encode
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.texts import allowed_tokens, make_decode, without_forbidden
+from grpo_jax.runs.loop.early_stopping import SCORE
 from grpo_jax.runs.policy import Policy, load_policy, make_new_policy
 from grpo_jax.runs.seeing import eyes_of, make_prepare, make_see
 from grpo_jax.sampling.samplers import Samplers, make_samplers
@@ -131,6 +133,7 @@ def load_parts(
         config, world, policy.loaded, wanted, judges, device=devices[0] if policy.mesh is None else None
     )
     allowed = policy_tokens(config, policy.loaded)
+    _check_early_stopping(config, world.prompts, environment)
     return Parts(
         config=config,
         world=world,
@@ -255,6 +258,20 @@ def policy_tokens(config: Config, loaded: Any) -> np.ndarray | None:
     allowed = np.ones(loaded.config.vocab_size, bool) if allowed is None else allowed
     allowed[list(picture_tokens(vision))] = False
     return allowed
+
+
+def _check_early_stopping(config: Config, prompts: PromptSet, environment: Environment) -> None:
+    """Refuses to wait for what no validation tells."""
+    training, names = config.training, (SCORE, *environment.reward_names, *environment.watch_names)
+    if not training.early_stopping_patience:
+        return
+    if not prompts.validation[: config.evaluation.validation_prompts]:
+        raise UserError(
+            "training.early_stopping_patience: expected 0, for there are no validation prompts (data.held_out, "
+            f"evaluation.validation_prompts); got {training.early_stopping_patience}"
+        )
+    metric = training.early_stopping_metric
+    require(metric in names, "training.early_stopping_metric", f"one of {', '.join(names)}", metric)
 
 
 def _ask_for_determinism(*, torch_too: bool) -> None:

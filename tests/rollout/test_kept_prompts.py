@@ -5,38 +5,20 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
-from support.text_task import ROOT, rows, train_here
+from support.text_task import ROOT, rewriting, rows, steered_run
 
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.iteration import batch_of, make_learner, sample_batch
 from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.policy import run_config
 
-TASK = """
-from dataclasses import dataclass
-from typing import ClassVar
-
-from grpo_jax.tasks.text.task import Text
-
-
-@dataclass(frozen=True)
-class Rewriting(Text):
-    judges_prompts: ClassVar[bool] = True
-"""
 KEPT, GROUP = 2, 4
 
 
 @pytest.fixture(scope="module")
-def values(place, tmp_path_factory):
-    """One update of a group, of a task whose prompts can be judged."""
-    file = tmp_path_factory.mktemp("kept") / "rewriting.py"
-    file.write_text(TASK)
-    values = yaml.safe_load(place.config.read_text())
-    values["task"] = {"kind": f"{file}:Rewriting"}
-    values["algorithm"] = {"kl_coef": 0.1}
-    values["training"] = {"prompts_per_batch": 4, "max_steps": 2, "save_every": 0}
-    values["optimizer"] = {"learning_rate": 0.01}
-    return values
+def values(place):
+    return rewriting(place)
 
 
 def parts_of(values, **sections):
@@ -57,6 +39,7 @@ def judge(monkeypatch, tmp_path):
 
 
 def updated(parts, batch):
+    """Parameters after one update, and its loss."""
     learner = make_learner(parts)
     state, report = learner.update(learner.start(parts.policy.variables), batch, jax.random.key(0))
     return jax.device_get(state.variables["params"]), float(report["loss"])
@@ -85,35 +68,31 @@ def test_the_update_is_that_of_groups_with_the_prompt_in_masked_rows(values, jud
     alone = advantages_of(rewards[:, :written], written)
     assert np.abs(batch.advantages[:, :written] - alone).max() > 0.1  # the prompt's rewards matter
 
+    start = jax.device_get(whole.policy.variables["params"])
     mask = np.array(sampled.rollout.samples.mask)
     mask[:, written:] = False
     by_hand = sampled.rollout._replace(samples=sampled.rollout.samples._replace(mask=mask))
     expected = batch_of(whole, sampled._replace(rollout=by_hand))._replace(advantages=batch.advantages)
     (came, loss), (wanted, wanted_loss) = updated(kept, batch), updated(whole, expected)
     assert loss == pytest.approx(wanted_loss, abs=1e-6)
-    moved = jax.tree.map(
-        lambda new, old: np.abs(new - np.asarray(old)).max(), came, parts_of(values).policy.variables["params"]
-    )
+    moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), came, start)
     assert max(jax.tree.leaves(moved)) > 1e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), came, wanted)
 
 
-def test_a_run_tells_what_was_written_and_what_was_kept(values, tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(values | {"sampling": values["sampling"] | {"keep_prompt": KEPT}}))
-    assert train_here(file, tmp_path / "run") == 0
-    for row in rows(tmp_path / "run"):
-        path = tmp_path / "run" / "completions" / f"step_{row['step']:06d}.parquet"
-        table = pyarrow.parquet.read_table(path).to_pylist()
-        own = [entry for entry in table if not entry["kept_prompt"]]
-        others = [entry for entry in table if entry["kept_prompt"]]
-        assert len(own) == 4 * (GROUP - KEPT) and len(others) == 4 * KEPT
-        assert all(entry["text"] == entry["prompt"] and entry["length"] == 0 and entry["usable"] for entry in others)
-        assert row["reward/letters/mean"] == pytest.approx(np.mean([entry["reward/letters"] for entry in own]))
-        assert row["completion_tokens"] == np.mean([entry["length"] for entry in own]) > 0
-        totals = [entry["reward/letters"] + 0.5 * entry["reward/brief"] for entry in others]
-        assert row["kept_prompt/total/mean"] == pytest.approx(np.mean(totals), rel=1e-6)
-        assert row["unchanged"] == 0
+def test_a_run_tells_what_was_written_and_what_was_kept(place):
+    run = steered_run(place)
+    section, (row,) = run_config(run).sampling, rows(run)
+    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pylist()
+    own = [entry for entry in table if not entry["kept_prompt"]]
+    others = [entry for entry in table if entry["kept_prompt"]]
+    assert len(own) == 4 * section.written_completions and len(others) == 4 * section.keep_prompt
+    assert all(entry["text"] == entry["prompt"] and entry["length"] == 0 and entry["usable"] for entry in others)
+    assert row["reward/letters/mean"] == pytest.approx(np.mean([entry["reward/letters"] for entry in own]))
+    assert row["completion_tokens"] == np.mean([entry["length"] for entry in own]) > 0
+    totals = [entry["reward/letters"] + 0.5 * entry["reward/brief"] for entry in others]
+    assert row["kept_prompt/total/mean"] == pytest.approx(np.mean(totals), rel=1e-6)
+    assert row["unchanged"] == 0
 
 
 @pytest.mark.parametrize(

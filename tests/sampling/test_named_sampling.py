@@ -3,54 +3,46 @@
 import numpy as np
 import pyarrow.parquet
 import pytest
-import yaml
-from support.text_task import train_here
+from support.text_task import steered_run
 from support.tiny_models import chat_tokenizer
 
 from grpo_jax import load_rewriter
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.texts import without_forbidden
+from grpo_jax.runs.policy import run_config
 from grpo_jax.sampling.samplers import stops_of
-
-STOPS = [*"0123456789", "aa", *"ABCDEFGH"]
-FORBIDDEN = ["b", *"cdefg", 40]
-FEWEST = 3
 
 
 @pytest.fixture(scope="module")
-def run(place, tmp_path_factory):
-    """Two iterations with stop strings, a shortest length, a penalty and forbidden tokens."""
-    folder = tmp_path_factory.mktemp("named_sampling")
-    values = yaml.safe_load(place.config.read_text())
-    values["sampling"] |= {"max_new_tokens": 12, "stop": STOPS, "min_new_tokens": FEWEST, "repetition_penalty": 1.5}
-    values["data"] |= {"forbidden_tokens": FORBIDDEN}
-    values["algorithm"] = {"kl_coef": 0.1, "importance_cap": 2.0}
-    values["training"] = {"prompts_per_batch": 4, "max_steps": 2, "save_every": 0}
-    (folder / "config.yaml").write_text(yaml.safe_dump(values))
-    assert train_here(folder / "config.yaml", folder / "run") == 0
-    return folder / "run"
+def run(place):
+    return steered_run(place)
 
 
-def test_completions_are_as_the_config_says(run):
-    tables = [pyarrow.parquet.read_table(path).to_pylist() for path in sorted((run / "completions").iterdir())]
-    rows = [row for table in tables for row in table]
+@pytest.fixture(scope="module")
+def section(run):
+    return run_config(run).sampling
+
+
+def test_completions_are_as_the_config_says(run, section):
+    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pylist()
+    rows, stops = [row for row in table if not row["kept_prompt"]], section.stop
     texts = [row["completion"] for row in rows]
     assert not any(letter in text for text in texts for letter in "bcdefg")
-    stopped = [text for text in texts if any(stop in text for stop in STOPS)]
+    stopped = [text for text in texts if any(stop in text for stop in stops)]
     assert len(stopped) > 5
     for text in stopped:  # nothing behind it: the stop string is complete with the last token
-        assert any(text.endswith(stop) for stop in STOPS) and not any(stop in text[:-1] for stop in STOPS)
+        assert any(text.endswith(stop) for stop in stops) and not any(stop in text[:-1] for stop in stops)
     # Every token is a byte: a text of so many tokens without a stop string was cut, or ended by itself.
     assert not any(row["truncated"] for row in rows if row["completion"] in stopped)
     ended = [row["length"] for row in rows if not row["truncated"] and row["completion"] not in stopped]
-    assert all(length > FEWEST for length in ended)
+    assert all(length > section.min_new_tokens for length in ended)
 
 
-def test_predict_honours_it_too(run):
+def test_predict_honours_it_too(run, section):
     rewrite = load_rewriter(run)
     texts = [rewrite(f"{letter} tree") for letter in "abcdef"]
-    assert not any(stop in text[:-1] for stop in STOPS for text in texts)
+    assert not any(stop in text[:-1] for stop in section.stop for text in texts)
     assert not any(letter in text for text in texts for letter in "bcdefg")
     assert any(texts) and all(len(set(text)) > 1 for text in texts if len(text) > 4)
 

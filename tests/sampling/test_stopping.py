@@ -96,12 +96,11 @@ def assert_same(came, expected):
         np.testing.assert_allclose(getattr(came, name), getattr(expected, name), atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_k": 9}])
-def test_completions_are_those_without_stop_strings_cut_behind_the_first(changes):
+def test_completions_are_those_without_stop_strings_cut_behind_the_first():
     variables = tiny("llama").variables
-    free = sampler(**changes)(variables, PROMPTS, PROMPTS > 0, KEYS)
+    free = sampler(top_k=40)(variables, PROMPTS, PROMPTS > 0, KEYS)
     expected, stopped = cut(free, STOPS)
-    came = sampler(TABLE, **changes)(variables, PROMPTS, PROMPTS > 0, KEYS)
+    came = sampler(TABLE, top_k=40)(variables, PROMPTS, PROMPTS > 0, KEYS)
     assert_same(came, expected)
     lengths = np.asarray(came.mask).sum(-1)
     assert stopped >= 4 and not np.asarray(came.truncated).all() and len(np.unique(lengths)) > 3

@@ -1,13 +1,13 @@
 """Several completions of each held-out prompt: mean@k, pass@k and their intervals, as formulas and in a run."""
 
+import dataclasses
 import itertools
 import json
 import math
 
 import numpy as np
 import pytest
-import yaml
-from support.text_task import train_here
+from support.text_task import steered_run
 
 from grpo_jax import evaluate
 from grpo_jax.config import make_config
@@ -15,6 +15,7 @@ from grpo_jax.core.repeated import mean_interval, pass_at_k
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.policy import run_config
 
 COUNT, LOW = 6, 0.375
 
@@ -48,27 +49,16 @@ def test_intervals_hold_the_mean_as_often_as_they_say():
 
 
 @pytest.fixture(scope="module")
-def values(place):
-    values = yaml.safe_load(place.config.read_text())
-    values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
-    values["algorithm"] = {}
-    values["evaluation"] = {"every": 0, "samples": COUNT, "temperature": 0.7, "top_k": 50, "pass_threshold": LOW}
-    return values
+def run(place):
+    return steered_run(place)
 
 
-@pytest.fixture(scope="module")
-def run(values, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("samples")
-    (folder / "config.yaml").write_text(yaml.safe_dump(values))
-    assert train_here(folder / "config.yaml", folder / "run") == 0
-    return folder / "run"
-
-
-def test_a_run_tells_what_its_samples_come_to(values, run, monkeypatch):
+def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
     """Drawn and judged again by hand, with the settings of the evaluation and not of training."""
     monkeypatch.setenv("JUDGE_RUN", str(run))
-    by_hand = values["sampling"] | {"group_size": COUNT, "temperature": 0.7, "top_k": 50}
-    parts = load_parts(make_config({**values, "sampling": by_hand}), lambda *_: None)
+    config = run_config(run)
+    by_hand = dataclasses.replace(config.sampling, group_size=COUNT, keep_prompt=0, temperature=0.7, top_k=50)
+    parts = load_parts(dataclasses.replace(config, sampling=by_hand), lambda *_: None)
     rollout = collect(
         *(parts.environment, parts.samplers.training, parts.policy.variables, parts.test_rows),
         key=parts.key,

@@ -33,7 +33,7 @@ def model_card(config: Any, summary: Mapping[str, Any], display: Display = Displ
     adapted = f", LoRA of rank {config.policy.lora.rank} merged into it" if config.policy.lora.used else ""
     facts = {
         "Task": task,
-        "Base policy": f"{_public(base)}{adapted}",
+        "Base policy": f"{base if _is_hub_id(base) else _public(base)}{adapted}",
         "Prompts": _public(config.data.prompts or "the task's own"),
         "Rewards": _rewards(config),
         "Judges": ", ".join(f"{name}: {_public(kind)}" for name, kind in _judges(config)) or "none",
@@ -100,6 +100,4 @@ def _is_hub_id(name: str) -> bool:
 
 def _public(name: str) -> str:
     """A name without the folders that it lies in: of a path its end, of "file.py:Name" too; others as they are."""
-    path, separator, behind = name.partition(":")
-    private = "/" in path.replace("\\", "/") and not _is_hub_id(path)
-    return f"{Path(path.replace(chr(92), '/')).name if private else path}{separator}{behind}"
+    return re.sub(r".*[/\\](?=[^/\\])", "", name)

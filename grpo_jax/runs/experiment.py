@@ -71,7 +71,11 @@ def execute(run: Run, stop: StopRequests) -> dict[str, Any]:
 
 def _ended_early(run: Run, progress: Progress) -> str:
     """Why no iteration is to follow although there are more; "" otherwise."""
-    return reason_to_end(Waited(*progress.waited), run.config.training)
+    return reason_to_end(_waited(progress), run.config.training)
+
+
+def _waited(progress: Progress) -> Waited:
+    return Waited(**(progress.waited or {}))
 
 
 def _over(run: Run, progress: Progress) -> bool:
@@ -269,11 +273,10 @@ def _measured(run: Run, state: State, progress: Progress) -> tuple[Progress, dic
     if found is None:
         return progress, {}
     measures, score = found
-    waited = after_validation(
-        Waited(*progress.waited), {**measures, SCORE: score}, progress.iteration, run.config.training
-    )
+    training = run.config.training
+    waited = after_validation(_waited(progress), {**measures, SCORE: score}, progress.iteration, training)
     seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
-    progress = progress._replace(seconds=seconds, waited=[*waited])
+    progress = progress._replace(seconds=seconds, waited=waited._asdict())
     # Without a single reward the score is NaN, which no later score would exceed.
     if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
         progress = progress._replace(best_score=score, best_iteration=progress.iteration)

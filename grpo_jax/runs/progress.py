@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ class Progress(NamedTuple):
         identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
         notes: What the program must remember, such as the measures of the start.
         unvalidated: Metrics of the last iteration where its validation is still to be made: it was stopped, or failed.
-        waited: What early stopping remembers of the validations (`loop.early_stopping.Waited`).
+        waited: What early stopping remembers of the validations (`loop.early_stopping.Waited`); None before the first.
     """
 
     iteration: int
@@ -36,7 +36,7 @@ class Progress(NamedTuple):
     identity: dict[str, dict[str, Any]]
     notes: dict[str, Any]
     unvalidated: dict[str, Any] | None = None
-    waited: Sequence[Any] = ()
+    waited: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, meta: Mapping[str, Any], where: Path) -> Progress:

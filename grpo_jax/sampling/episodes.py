@@ -86,18 +86,20 @@ def make_episode_sampler(
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
     """
-    ends = Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens), stops)
+    alike = Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens))
+    table = None if stops is None else jnp.asarray(stops)
 
     @jax.jit
-    def first(variables, *arguments) -> tuple[Samples, Carried]:
-        loop = generate(policy, params, ends, variables, *arguments)
+    def first(stops, variables, *arguments) -> tuple[Samples, Carried]:
+        loop = generate(policy, params, alike._replace(stops=stops), variables, *arguments)
         rows = Rows(
             jnp.zeros((*loop.done.shape, 0), bool), jnp.repeat(loop.prefix.advance[:, None], params.group_size, 1)
         )
         return samples_of(loop), _carried(loop, rows)
 
     @jax.jit
-    def further(variables, carried, tokens, mask, keys, active, pictures) -> tuple[Samples, Carried]:
+    def further(stops, variables, carried, tokens, mask, keys, active, pictures) -> tuple[Samples, Carried]:
+        ends = alike._replace(stops=stops)
         (count, group), length = carried.last.shape, params.max_new_tokens
         prefix, active = carried.prefix, active & carried.spoke
         writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
@@ -118,8 +120,8 @@ def make_episode_sampler(
         tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
         check_prompts(tokens, mask, keys)
         check_room(getattr(policy, "max_positions", None), mask, params.max_new_tokens)
-        padded = pad_to_bucket(tokens, mask, keys, ends.pad_id)
-        samples, carried = first(variables, *padded, pad_rows(pictures, len(padded[0])))
+        padded = pad_to_bucket(tokens, mask, keys, alike.pad_id)
+        samples, carried = first(table, variables, *padded, pad_rows(pictures, len(padded[0])))
         return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
 
     def go_on(variables, carried, tokens, mask, keys, active, pictures=None) -> tuple[Samples, Carried]:
@@ -130,7 +132,7 @@ def make_episode_sampler(
         padded = [np.pad(array, ((0, more), (0, 0), (0, longer))) for array in (tokens, mask)]
         keys, pictures = (pad_rows(tree, len(tokens) + more) for tree in (keys, pictures))
         active = np.pad(active, ((0, more), (0, 0)))
-        samples, carried = further(variables, carried, *padded, keys, active, pictures)
+        samples, carried = further(table, variables, carried, *padded, keys, active, pictures)
         return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
 
     return EpisodeSampler(start, go_on)

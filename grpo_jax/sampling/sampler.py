@@ -127,18 +127,19 @@ def make_sampler(
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
     """
-    ends = Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens), stops)
+    ends = Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens))
+    table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
     @jax.jit
-    def write(*arguments) -> Samples:
-        return samples_of(generate(policy, params, ends, *arguments))
+    def write(stops, *arguments) -> Samples:
+        return samples_of(generate(policy, params, ends._replace(stops=stops), *arguments))
 
     def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
         tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
         check_prompts(tokens, mask, keys)
         check_room(getattr(policy, "max_positions", None), mask, params.max_new_tokens)
         padded = pad_to_bucket(tokens, mask, keys, ends.pad_id)
-        samples = write(variables, *padded, pad_rows(pictures, len(padded[0])))
+        samples = write(table, variables, *padded, pad_rows(pictures, len(padded[0])))
         return jax.tree.map(lambda x: x[: tokens.shape[0]], samples)
 
     return sample

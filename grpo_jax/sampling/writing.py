@@ -59,7 +59,7 @@ class Ends(NamedTuple):
     eos_ids: tuple[int, ...]
     pad_id: int
     allowed_tokens: np.ndarray | None = None
-    stops: np.ndarray | None = None
+    stops: Array | None = None
 
 
 class Loop(NamedTuple):
@@ -168,7 +168,7 @@ def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
     # Converted and unstacked here, not in the loop, where it would cost a pass over the weights for every token.
     head, unstacked = policy.head(variables).astype(dtype), policy.unstack(variables)
     _check_vocabulary(head.shape[0], ends, params)
-    stops = None if ends.stops is None else jnp.asarray(ends.stops)
+    stops = ends.stops
 
     def record(loop: Loop, logits) -> Loop:
         """Choose the token of this step for every row from logits [V, P·G] and write it down."""

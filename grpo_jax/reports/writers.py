@@ -181,7 +181,7 @@ class WeightsAndBiases:
 
         if gallery:
             rows = [[entry.prompt, entry.rewrite, image(entry.before), image(entry.after)] for entry in gallery]
-            columns = ["prompt", "text", "before", "after"]
+            columns: list[Any] = ["prompt", "text", "before", "after"]
             self._run.log({"table/gallery": wandb.Table(columns=columns, data=rows)})
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ def _token_moves(moves: np.ndarray, states: np.ndarray, pieces: Sequence[bytes])
     reached = np.repeat(states[:, None], len(pieces), axis=1)
     lengths = np.array([len(piece) for piece in pieces])
     for place in range(lengths.max(initial=0)):
-        longer = np.flatnonzero(lengths > place)
+        longer = np.flatnonzero(lengths > place).tolist()
         step = np.array([pieces[token][place] for token in longer])
         reached[:, longer] = moves[reached[:, longer], step]
     return reached

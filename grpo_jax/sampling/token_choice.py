@@ -95,7 +95,7 @@ def choose_tokens(
     logits: jax.Array,
     keys: jax.Array,
     params: SamplingParams,
-    allowed_tokens: jax.Array | None = None,
+    allowed_tokens: jax.Array | np.ndarray | None = None,
     *,
     seen: jax.Array | None = None,
     barred: jax.Array | None = None,

@@ -180,7 +180,7 @@ def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
         active = ~loop.done
         tokens = jnp.where(active, choice.tokens, ends.pad_id)
         ended = functools.reduce(jnp.logical_or, [tokens == eos for eos in ends.eos_ids], jnp.zeros_like(active))
-        if loop.place is not None:
+        if stops is not None and loop.place is not None:
             place = jnp.where(active, stops[loop.place, tokens], loop.place)
             stopped = place == len(stops)
             ended, loop = ended | stopped, loop._replace(place=jnp.where(stopped, START, place))

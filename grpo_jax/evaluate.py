@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
     parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
     parser.add_argument("--prompts", type=int, default=None, help="Test prompts; 0 for all (default: the run's).")
+    parser.add_argument("--samples", type=int, help="Sampled completions of each prompt (default: the run's).")
+    parser.add_argument("--temperature", type=float, help="Of the sampled completions (default: the run's).")
     parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     parser.add_argument("--version", action="version", version=version())
@@ -40,12 +42,14 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     from grpo_jax.runs.policy import restore_variables, run_config
     from grpo_jax.runs.progress import Progress, require_same_task
     from grpo_jax.runs.python_input import kept_prompts
-    from grpo_jax.runs.results import find
+    from grpo_jax.runs.results import find, samples_lines, samples_of, statistics_of
 
     config = run_config(options.run)
-    if options.prompts is not None:
-        section = dataclasses.replace(config.evaluation, prompts=options.prompts)
-        config = dataclasses.replace(config, evaluation=section)
+    asked = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
+    given = {name: value for name, value in asked.items() if value is not None}
+    sampled = config.evaluation.sampled or "samples" in given or "temperature" in given
+    section = dataclasses.replace(config.evaluation, **given, sampled=sampled)
+    config = dataclasses.replace(config, evaluation=section)
     if options.mesh is not None:
         section = dataclasses.replace(config.policy, mesh=MeshSection(*options.mesh))
         config = dataclasses.replace(config, policy=section)
@@ -64,6 +68,7 @@ def _evaluate_run(options: argparse.Namespace) -> None:
         "step": meta.get("step"),
         "prompts": len(parts.test_rows),
         **{kind: evaluation.measures for kind, evaluation in found.items()},
+        **samples_of(parts, {options.checkpoint: statistics_of(found)}),
         **({"table": list(findings.records)} if findings.records else {}),
     }
     if options.json:
@@ -71,7 +76,7 @@ def _evaluate_run(options: argparse.Namespace) -> None:
         return
     print(f"\n{report['prompts']} held-out prompts, checkpoint {options.checkpoint} (step {report['step']})")
     _print_measures(report)
-    for line in findings.lines:
+    for line in [*samples_lines(report.get("samples", {})), *findings.lines]:
         print(line)
 
 

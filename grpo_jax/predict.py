@@ -39,17 +39,13 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
     from grpo_jax.runs.parts import policy_tokens
     from grpo_jax.runs.policy import restore_policy
     from grpo_jax.runs.seeing import eyes_of, make_see
-    from grpo_jax.sampling.sampler import SamplingParams, make_sampler
+    from grpo_jax.sampling.sampler import make_sampler
+    from grpo_jax.sampling.samplers import named_ends, sampling_params
 
     config, policy, _ = restore_policy(run_dir, checkpoint, pictures=None)
     loaded = policy.loaded
-    sample = make_sampler(
-        policy.functions,
-        SamplingParams(1, config.sampling.max_new_tokens, 0.0),
-        eos_ids=loaded.eos_ids,
-        pad_id=loaded.pad_id,
-        allowed_tokens=policy_tokens(config, loaded),
-    )
+    ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
+    sample = make_sampler(policy.functions, sampling_params(config.sampling, 1, 0.0), **ends)
     eyes = eyes_of(config, loaded)
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)

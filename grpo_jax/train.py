@@ -10,16 +10,27 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import Stopped, UserError, extras_named, guarded, leave, version
 from grpo_jax.planning.request import take_request
 
+if TYPE_CHECKING:
+    from grpo_jax.runs.loop.callbacks import Callback
+
 
 @extras_named()
-def run(config: Any, *, prompts: Any = None, rewards: Any = None) -> dict[str, Any]:
+def run(
+    config: Any,
+    *,
+    prompts: Any = None,
+    rewards: Any = None,
+    on_iteration: Callback | None = None,
+    on_validation: Callback | None = None,
+    on_checkpoint: Callback | None = None,
+) -> dict[str, Any]:
     """Trains a policy and leaves a run directory.
 
     Args:
@@ -32,9 +43,14 @@ def run(config: Any, *, prompts: Any = None, rewards: Any = None) -> dict[str, A
             with that name, if there is one, sets its weight, condition and options; otherwise it has weight 1. Every
             entry must have its function. --resume and evaluate find functions at the top level of a module again,
             others must be given again.
+        on_iteration: Called with a `runs.loop.callbacks.Moment` when an iteration's metrics are written. Like the
+            others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
+            --resume goes on.
+        on_validation: Called behind it where the iteration was validated.
+        on_checkpoint: Called when a checkpoint is on disk; its writing is waited for.
 
     Returns:
-        What summary.json holds, and "stopped": whether a signal ended the run early.
+        What summary.json holds, and "stopped": whether a signal, a callback or training.max_hours ended the run early.
 
     Raises:
         UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
@@ -46,6 +62,7 @@ def run(config: Any, *, prompts: Any = None, rewards: Any = None) -> dict[str, A
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run, execute
     from grpo_jax.runs.language import load_program
+    from grpo_jax.runs.loop.callbacks import Callbacks
     from grpo_jax.runs.processes import stop_requests
 
     clock = time.monotonic()
@@ -60,7 +77,8 @@ def run(config: Any, *, prompts: Any = None, rewards: Any = None) -> dict[str, A
             return {"stopped": True, "iteration": 0}
         keep = config.training.keep_checkpoints
         with Checkpoints(output.directory.checkpoints, keep=keep, note=output.note) as checkpoints:
-            return execute(Run(program, checkpoints, output, clock), stop)
+            callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
+            return execute(Run(program, checkpoints, output, clock, callbacks), stop)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -137,6 +137,12 @@ class Config:
         group, longest = self.sampling.group_size, self.sampling.max_new_tokens
         grouped = group >= 2 or not self.algorithm.compares_groups
         require(grouped, "sampling.group_size", "at least 2 (a group is compared)", group)
+        kept = self.sampling.keep_prompt
+        known = kept == 0 or type(self.task).judges_prompts
+        require(known, "sampling.keep_prompt", "0 with this task, in which an unchanged prompt is no answer", kept)
+        compared = kept == 0 or self.algorithm.compares_groups
+        advantage = self.algorithm.advantage
+        require(compared, "sampling.keep_prompt", f"0 with advantage {advantage!r}, which compares no groups", kept)
         buffer, labels = self.algorithm.overlong_buffer, [reward.called for reward in self.rewards]
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
         chat = self.sampling.turns == 1 or self.data.form != "append"
@@ -159,6 +165,10 @@ class Config:
             "accumulation)",
             parts,
         )
+        patience = training.early_stopping_patience
+        measured = patience == 0 or self.evaluation.every > 0
+        never = "0 with evaluation.every 0, which never validates"
+        require(measured, "training.early_stopping_patience", never, patience)
         chunk = training.chunk_prompts
         require(
             chunk == 0 or training.prompts_per_batch % chunk == 0,

@@ -40,6 +40,8 @@ class DataSection:
             Qwen3-VL), within what the policy's folder allows; 0 keeps each one's shape, as its processor does.
         allowed_tokens: What may be sampled: "all" tokens; "ascii", those of printable ASCII characters alone;
             "english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone. End tokens always may.
+        forbidden_tokens: Tokens that do not exist for sampler, update and reference, each by its id or as a text that
+            is one token.
     """
 
     prompts: str = ""
@@ -54,6 +56,7 @@ class DataSection:
     max_prompt_tokens: int = 256
     picture_size: int | None = None
     allowed_tokens: Literal["all", "ascii", "english"] = "all"
+    forbidden_tokens: list[int | str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -71,22 +74,33 @@ class SamplingSection:
 
     Args:
         group_size: Completions per prompt (G).
+        keep_prompt: How many of them are the unchanged prompt instead: their rewards count in the group, and nothing is
+            trained on them. For tasks in which the prompt itself can be judged, such as its rewriting.
         max_new_tokens: Longest completion (T); of an episode the longest text of one turn.
         temperature: Softmax temperature of the trained distribution.
         top_k: Draw among the k likeliest tokens; 0 for all.
         top_p: Draw within the smallest set of this probability; 1 for all.
         min_p: Drop tokens below this share of the likeliest token's probability; 0 for none.
+        min_new_tokens: Shortest completion: no end token is drawn before; a stop string may end it all the same.
+        repetition_penalty: Divide the positive logits, and multiply the negative ones, of tokens that the prompt or
+            the completion holds already, by this, when drawing; 1 for none.
+        stop: Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including
+            the one that completes such a text are kept and trained.
         turns: How often the policy writes in an episode, at most: above 1 what the task answers stands between.
         max_answer_tokens: Most tokens that stand between two turns, the chat template's marks and the places of
             pictures among them; a longer answer is refused as a failed judge is.
     """
 
     group_size: int = 8
+    keep_prompt: int = 0
     max_new_tokens: int = 32
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    stop: list[str] = field(default_factory=list)
     turns: int = 1
     max_answer_tokens: int = 64
 
@@ -95,9 +109,24 @@ class SamplingSection:
         ranges = {"group_size": (1, LENGTH), "max_new_tokens": (1, LENGTH), "top_k": (0, COUNT)}
         ranges |= {"turns": (1, MOST_TURNS), "max_answer_tokens": (1, LENGTH)}
         require_sizes(self, "sampling.", ranges)
+        group, kept = self.group_size, self.keep_prompt
+        fewer = f"a number in [0, group_size - 1 = {group - 1}], for something must be written"
+        require(0 <= kept < group, "sampling.keep_prompt", fewer, kept)
+        once = kept == 0 or self.turns == 1
+        require(once, "sampling.keep_prompt", "0 with sampling.turns above 1: a prompt is not written in turns", kept)
         require(self.temperature > 0, "sampling.temperature", "a number > 0", self.temperature)
         require(0 < self.top_p <= 1, "sampling.top_p", "a number in (0, 1]", self.top_p)
         require(0 <= self.min_p < 1, "sampling.min_p", "a number in [0, 1)", self.min_p)
+        longest, fewest, penalty = self.max_new_tokens, self.min_new_tokens, self.repetition_penalty
+        within = f"a number in [0, max_new_tokens = {longest}]"
+        require(0 <= fewest <= longest, "sampling.min_new_tokens", within, fewest)
+        require(penalty > 0, "sampling.repetition_penalty", "a number > 0", penalty)
+        require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
+
+    @property
+    def written_completions(self) -> int:
+        """Completions of a prompt that the policy writes."""
+        return self.group_size - self.keep_prompt
 
     @property
     def written_tokens(self) -> int:
@@ -162,6 +191,12 @@ class TrainingSection:
         chunk_prompts: Prompts that travel together through sampling, rendering and scoring; 0 for all.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside best and final.
+        max_hours: Hours after which this process saves and stops behind an iteration, for --resume to go on; 0 for
+            never.
+        early_stopping_patience: End training after so many validations in a row without a better one; 0 for never.
+        early_stopping_threshold: What is better exceeds the best validation so far by more than this.
+        early_stopping_metric: Of a validation, what must get better: "score", which is maximised, or the name of a
+            reward or of a watched measure.
     """
 
     prompts_per_batch: int = 12
@@ -174,6 +209,10 @@ class TrainingSection:
     chunk_prompts: int = may_change(0)
     save_every: int = may_change(25)
     keep_checkpoints: int = may_change(2)
+    max_hours: float = may_change(0.0)
+    early_stopping_patience: int = may_change(0)
+    early_stopping_threshold: float = 0.0
+    early_stopping_metric: str = "score"
 
     def __post_init__(self) -> None:
         """Checks the ranges and that batches divide."""
@@ -187,9 +226,9 @@ class TrainingSection:
         )
         ranges = dict.fromkeys(positive, (1, COUNT)) | dict.fromkeys(("max_steps", "save_every"), (0, COUNT))
         ranges |= {"prompts_per_batch": (1, LENGTH), "chunk_prompts": (0, LENGTH)}
-        require_sizes(self, "training.", ranges)
-        budget = self.memory_budget_gib
-        require(budget >= 0, "training.memory_budget_gib", "a number >= 0", budget)
+        require_sizes(self, "training.", ranges | {"early_stopping_patience": (0, COUNT)})
+        for name in ("memory_budget_gib", "max_hours", "early_stopping_threshold"):
+            require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
         parts = self.minibatches * self.accumulation
         require(
             self.prompts_per_batch % parts == 0,
@@ -252,6 +291,12 @@ class EvaluationSection:
         every: Iterations between validations; 0 for never.
         gallery: Prompts shown in the before/after gallery.
         sampled: Measure sampled completions beside the greedy ones.
+        samples: Sampled completions of each test prompt (k); above 1 their mean@k and pass@k are told, with 95 %
+            intervals.
+        temperature: Of the sampled completions; null for that of training.
+        top_k: Likewise; null for that of training.
+        top_p: Likewise; null for that of training.
+        pass_threshold: What a reward or watched measure must reach for a completion to pass.
     """
 
     prompts: int = 128
@@ -259,11 +304,22 @@ class EvaluationSection:
     every: int = 25
     gallery: int = may_change(12)
     sampled: bool = True
+    samples: int = 1
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    pass_threshold: float = 1.0
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         names = ("prompts", "validation_prompts", "every", "gallery")
-        require_sizes(self, "evaluation.", dict.fromkeys(names, (0, COUNT)))
+        require_sizes(self, "evaluation.", dict.fromkeys(names, (0, COUNT)) | {"samples": (1, LENGTH)})
+        asked = self.samples == 1 or self.sampled
+        require(asked, "evaluation.samples", "1 with evaluation.sampled false", self.samples)
+        heat, most, mass = self.temperature, self.top_k, self.top_p
+        require(heat is None or heat > 0, "evaluation.temperature", "null or a number > 0", heat)
+        require(most is None or 0 <= most <= COUNT, "evaluation.top_k", "null or a number >= 0", most)
+        require(mass is None or 0 < mass <= 1, "evaluation.top_p", "null or a number in (0, 1]", mass)
 
 
 @dataclass(frozen=True)

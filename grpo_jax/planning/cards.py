@@ -131,7 +131,8 @@ def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
     dtype = f"{section.frozen_dtype}, adapters{rank} float32" if lora.used else "float32"
     chunk = config.training.chunk_prompts or config.training.prompts_per_batch
     sampling_of, turns = config.sampling, config.sampling.turns
-    tokens = f"{chunk} x ({config.data.max_prompt_tokens} + {sampling_of.group_size} x {sampling_of.stream_tokens})"
+    written = f"{sampling_of.written_completions} x {sampling_of.stream_tokens}"
+    tokens = f"{chunk} x ({config.data.max_prompt_tokens} + {written})"
     held = "tokens" if turns == 1 else f"tokens, and what {turns - 1} turns before held"
     return [
         Line("parameters", memory.weights, dtype),

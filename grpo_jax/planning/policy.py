@@ -21,7 +21,9 @@ from grpo_jax.models.value_head import VALUE
 from grpo_jax.models.vision.pictures import VISUAL
 from grpo_jax.rollout.turns import IN_FLIGHT
 from grpo_jax.sampling.episodes import make_episode_sampler
-from grpo_jax.sampling.sampler import SamplingParams, bucket_size, make_sampler
+from grpo_jax.sampling.sampler import bucket_size, make_sampler
+from grpo_jax.sampling.samplers import sampling_params
+from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.memory import (
     Shown,
     picture_shapes,
@@ -137,7 +139,7 @@ def cache_bytes(config: Config, model: Any) -> int:
     """
     section, length = config.sampling, bucket_size(config.data.max_prompt_tokens, smallest=8)
     if section.turns == 1:
-        return _cached(config, model, length + section.group_size * section.max_new_tokens)
+        return _cached(config, model, length + section.written_completions * section.max_new_tokens)
     waiting = length + section.group_size * _slots(config, section.turns - 1)
     others = min(IN_FLIGHT, config.training.prompts_per_batch // _chunk(config)) - 1
     growing = waiting + section.group_size * _slots(config, section.turns)
@@ -160,7 +162,7 @@ def _cached(config: Config, model: Any, tokens: int) -> int:
 def _beside_the_cache(config: Config, model: Any, mesh: Any, shown: Shown | None, apart: int) -> int:
     """What sampling a chunk takes beside its cache and the copy of the layers; of episodes the larger of two turns."""
     section, length = config.sampling, bucket_size(config.data.max_prompt_tokens, smallest=8)
-    first = _cached(config, model, length + section.group_size * section.max_new_tokens)
+    first = _cached(config, model, length + section.written_completions * section.max_new_tokens)
     beside = [_compiled_sampling(config, model, mesh, shown) - apart - first]
     if section.turns > 1:  # the prompts' and what the turns before left come from outside
         last = _cached(config, model, section.group_size * _slots(config, section.turns))
@@ -193,10 +195,7 @@ def _chunk(config: Config) -> int:
 
 
 def _params(config: Config) -> SamplingParams:
-    section = config.sampling
-    return SamplingParams(
-        section.group_size, section.max_new_tokens, section.temperature, section.top_k, section.top_p, section.min_p
-    )
+    return sampling_params(config.sampling, config.sampling.written_completions, config.sampling.temperature)
 
 
 def _compiled_turn(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
 from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.errors import StageError, UserError, one_line
 from grpo_jax.reports.console import Console, Epoch, LiveLine, epoch_line, result_lines
+from grpo_jax.reports.model_card import model_card
 from grpo_jax.reports.page import write_report
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers
-from grpo_jax.runs.directory import RunDirectory, read_metrics
+from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.task import Finished
 
 
@@ -78,21 +79,23 @@ class RunOutput:
     def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
         """Writes the completions of an iteration: columns, one entry each."""
         self.directory.write_completions(step, columns)
+        for writer in list(self._writers):
+            self._try(writer, lambda writer=writer: writer.completions(step, columns))
 
     def iteration(self, row: Mapping[str, Any]) -> None:
         """Writes and shows one iteration by its metrics, with "step"; an epoch that ends with it is summed up."""
         step = int(row["step"])
         for writer in list(self._writers):
-            self._write(writer, step, row)
+            self._try(writer, lambda writer=writer: writer.write(step, row))
         if self._live is not None:
             self._live.update(step, row)
         if self._epoch.ends_with(row):
             self.say(epoch_line(self._epoch.number, self._epoch.rows))
 
-    def _write(self, writer: MetricWriter, step: int, row: Mapping[str, Any]) -> None:
+    def _try(self, writer: MetricWriter, act: Callable[[], None]) -> None:
         """What one writes that is not needed to go on ends with a note where it fails, and the run does not."""
         try:
-            writer.write(step, row)
+            act()
         except Exception as error:
             if isinstance(writer, JsonLines):
                 raise
@@ -100,7 +103,7 @@ class RunOutput:
             self.note(f"no more events for {type(writer).__name__}: {one_line(error)}")
 
     def finish(self, finished: Finished, *, config: Any, starts: Sequence[int] = ()) -> None:
-        """Writes summary.json, images/ and report.html, and prints the end of a run.
+        """Writes summary.json, images/, report.html and the policy's card, and prints the end of a run.
 
         Args:
           finished: what the run shows.
@@ -109,6 +112,8 @@ class RunOutput:
         """
         self._end_line()
         summary, tables = finished.summary, finished.tables
+        if self.directory.policy.is_dir():
+            write_atomically(self.directory.policy / "README.md", model_card(config, summary, self._display))
         self.directory.write_images(finished.gallery)
         self.directory.write_episodes(finished.episodes)
         write_report(
@@ -123,8 +128,8 @@ class RunOutput:
             config_text=to_yaml(config),
             starts=starts,
         )
-        for writer in self._writers:
-            writer.finish(summary, tables)
+        for writer in list(self._writers):
+            self._try(writer, lambda writer=writer: writer.finish(summary, tables, finished.gallery))
         self.directory.write_summary(summary)  # last: a run that has one is complete
         self.say()
         for line in [*result_lines(summary, self._display), *finished.lines]:

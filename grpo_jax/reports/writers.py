@@ -13,10 +13,15 @@ from grpo_jax.runs.directory import (
     AppendedFile,
     RunDirectory,
     disk_errors,
+    encode_png,
     finite,
     truncate_metrics,
     write_atomically,
 )
+from grpo_jax.tasks.display import GalleryEntry
+
+_COMPLETIONS = 64  # of an iteration that a table shows
+_CELLS = (str, bool, int, float, type(None))
 
 
 class MetricWriter(Protocol):
@@ -25,8 +30,11 @@ class MetricWriter(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one row."""
 
-    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
-        """Takes what summary.json holds and the `Table`s of a finished run, if it has a place for them."""
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Takes the completions of an iteration, columns of one entry each, if it has a place for them."""
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any], gallery: Sequence[GalleryEntry] = ()) -> None:
+        """Takes what summary.json holds, `Table`s and pictures of a finished run, if it has a place for them."""
 
     def close(self) -> None:
         """Flushes."""
@@ -47,7 +55,10 @@ class JsonLines:
         """
         self._file.write(json.dumps(finite({"step": step, **metrics})) + "\n")
 
-    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Nothing: completions/ lies beside."""
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any], gallery: Sequence[GalleryEntry] = ()) -> None:
         """Nothing: summary.json and report.html lie beside."""
 
     def close(self) -> None:
@@ -63,7 +74,7 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._folder = folder
+        self._folder, self._last = folder, 0
         with disk_errors(folder):
             self._writer = EventFileWriter(str(folder))
             if resume_step is not None:
@@ -72,18 +83,40 @@ class TensorBoard:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the numbers as scalars."""
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         values = [
             Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items() if _is_number(value)
         ]
+        self._add(step, values)
+        self._last = step
+
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Nothing: TensorBoard has no place for tables."""
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any], gallery: Sequence[GalleryEntry] = ()) -> None:
+        """Writes the gallery's pictures, at the last step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        values = []
+        for index, entry in enumerate(gallery):
+            for name, picture in (("before", entry.before), ("after", entry.after)):
+                if picture is not None:
+                    height, width = picture.shape[:2]
+                    image = Summary.Image(
+                        height=height, width=width, colorspace=3, encoded_image_string=encode_png(picture)
+                    )
+                    values.append(Summary.Value(tag=f"gallery/{index:03d}/{name}", image=image))
+        if values:
+            self._add(self._last, values)
+
+    def _add(self, step: int, values: Sequence[Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
         with disk_errors(self._folder):
             self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             self._writer.flush()
-
-    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
-        """Nothing: TensorBoard has no place for them."""
 
     def close(self) -> None:
         """Flushes and closes."""
@@ -125,8 +158,17 @@ class WeightsAndBiases:
         """Logs one row."""
         self._run.log({name: value for name, value in metrics.items() if _is_number(value)}, step=step)
 
-    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any]) -> None:
-        """Puts the summary into the run's and logs each table under its title."""
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Logs the first of them as a table, with the iteration's numbers."""
+        import wandb
+
+        first = {name: [_plain(value) for value in column[:_COMPLETIONS]] for name, column in columns.items()}
+        shown = {name: column for name, column in first.items() if all(isinstance(cell, _CELLS) for cell in column)}
+        table = wandb.Table(columns=list(shown), data=[list(row) for row in zip(*shown.values(), strict=True)])
+        self._run.log({"completions": table}, step=step)
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any], gallery: Sequence[GalleryEntry] = ()) -> None:
+        """Puts the summary into the run's, logs each table under its title, and the gallery as one with pictures."""
         import wandb
 
         self._run.summary.update(finite(summary))
@@ -134,6 +176,14 @@ class WeightsAndBiases:
             rows: list[Any] = [list(row) for row in table.rows]
             name = re.sub(r"\W+", "_", table.title)  # part of a file's name
             self._run.log({f"table/{name}": wandb.Table(columns=list(table.columns), data=rows)})
+
+        def image(picture: Any) -> Any:
+            return None if picture is None else wandb.Image(picture)
+
+        if gallery:
+            rows = [[entry.prompt, entry.rewrite, image(entry.before), image(entry.after)] for entry in gallery]
+            columns: list[Any] = ["prompt", "text", "before", "after"]
+            self._run.log({"table/gallery": wandb.Table(columns=columns, data=rows)})
 
     def close(self) -> None:
         """Finishes the run."""
@@ -181,6 +231,11 @@ def open_writers(
             writer.close()
         raise
     return writers, notes
+
+
+def _plain(value: Any) -> Any:
+    """A cell of a table: a plain number or text."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def _is_number(value) -> bool:

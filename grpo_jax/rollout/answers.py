@@ -138,6 +138,7 @@ class Answering(NamedTuple):
         stream_tokens: Most tokens of an episode.
         pad_id: Fills up.
         lenient: Whether a completion that cannot be answered goes without rewards; otherwise it ends the run.
+        eos_ids: Tokens that end a text as the chat template does; a text that ended otherwise is ended for it.
     """
 
     turns: int
@@ -146,6 +147,7 @@ class Answering(NamedTuple):
     stream_tokens: int
     pad_id: int
     lenient: bool = False
+    eos_ids: tuple[int, ...] = ()
 
 
 class Replies(NamedTuple):

@@ -142,6 +142,7 @@ def collect(
     timeout: float | None = None,
     stopping: Callable[[], bool] = lambda: False,
     shown: int = 0,
+    keep_prompt: int = 0,
 ) -> Rollout:
     """Samples and judges one batch; the stages work at once on different chunks.
 
@@ -159,6 +160,8 @@ def collect(
         timeout: Seconds a judge may spend on one chunk; the sampler, which compiles in its first call, has no limit.
         stopping: Whether a stop was asked for.
         shown: How many of the first rows keep the pictures of their episodes.
+        keep_prompt: How often the unchanged prompt stands among a group's completions, behind those that are sampled;
+            not where the environment answers.
 
     Raises:
         Stopped: A stop was asked for.
@@ -183,7 +186,7 @@ def collect(
             states, kept = see(variables, prompt.pictures)
             shown, prompt = {"pictures": states}, prompt._replace(pictures=None if evaluation else kept)
         sampled = sample(variables, prompt.tokens, prompt.mask, keys[start:stop], **shown)
-        return _read(environment, rows[start:stop], prompt, jax.device_get(sampled))
+        return _with_prompts(_read(environment, rows[start:stop], prompt, jax.device_get(sampled)), keep_prompt)
 
     # Pictures are prepared while others are looked at; texts are no work.
     first = [Stage("sample", lambda part: write(read(part)), timed=False)]
@@ -297,6 +300,26 @@ def _read(environment: Environment, rows: Sequence[Row], prompt: Encoded, sample
         np.array([[usable for _, _, usable in group] for group in read]),
     )
     return _Chunk(rows, [[text for _, text, _ in group] for group in read], written)
+
+
+def _with_prompts(chunk: _Chunk, count: int) -> _Chunk:
+    """A chunk with so many unchanged prompts behind each group's completions: judged like them, and without a token."""
+    if count == 0:
+        return chunk
+
+    def behind(array: np.ndarray, value: Any = 0) -> np.ndarray:
+        return np.pad(array, ((0, 0), (0, count), *[(0, 0)] * (array.ndim - 2)), constant_values=value)
+
+    def texts(groups: list[list[str]]) -> list[list[str]]:
+        return [[*group, *[row.prompt] * count] for group, row in zip(groups, chunk.rows, strict=True)]
+
+    written = chunk.written
+    written = written._replace(
+        samples=jax.tree.map(behind, written.samples),
+        completions=texts(written.completions),
+        usable=behind(written.usable, True),
+    )
+    return chunk._replace(texts=texts(chunk.texts), written=written)
 
 
 def _ranges(count: int, size: int) -> list[tuple[int, int]]:

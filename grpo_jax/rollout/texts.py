@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.tokens import special_ids
 
 _WORDS = re.compile(r"\w+(?:['’-]\w+)*")
@@ -70,6 +70,44 @@ def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Seque
         raise UserError(f"data.allowed_tokens = {rule}: no token of this tokenizer is allowed by it")
     allowed[list(eos_ids)] = True
     return allowed
+
+
+def without_forbidden(
+    allowed: np.ndarray | None,
+    forbidden: Sequence[int | str],
+    tokenizer: Any,
+    *,
+    vocab_size: int,
+    eos_ids: Sequence[int],
+) -> np.ndarray | None:
+    """The tokens that may be written, without those of data.forbidden_tokens.
+
+    Args:
+        allowed: bool [V], of `allowed_tokens`, or None for all.
+        forbidden: Ids, and texts of one token each.
+        tokenizer: A Hugging Face tokenizer.
+        vocab_size: V, the model's.
+        eos_ids: Tokens that end a completion.
+
+    Raises:
+        UserError: A text is not one token, an id is none of the policy's or ends completions, or nothing is left.
+    """
+    if not forbidden:
+        return allowed
+    left = np.ones(vocab_size, bool) if allowed is None else allowed.copy()
+    for entry in forbidden:
+        ids = [entry] if isinstance(entry, int) else tokenizer(entry, add_special_tokens=False)["input_ids"]
+        where = f"data.forbidden_tokens: {one_line(repr(entry), 60)}"
+        if len(ids) != 1:
+            raise UserError(f"{where} is {len(ids)} tokens, {list(ids)}: name one token, by its text or its id")
+        if not 0 <= ids[0] < vocab_size:
+            raise UserError(f"{where} is not in [0, {vocab_size}), the policy's tokens")
+        if ids[0] in eos_ids:
+            raise UserError(f"{where} ends completions: none would end any more")
+        left[ids[0]] = False
+    if not np.delete(left, list(eos_ids)).any():
+        raise UserError("data.forbidden_tokens: no token is left to write")
+    return left
 
 
 def make_decode(

@@ -250,9 +250,9 @@ class Episodes:
         """What the environment says to each active completion; those that go on are active then."""
         if not play.active.any():
             return play
-        places = play.places
+        places, samples = play.places, play.samples[-1]
         asked = [play.rows[p] for p, _ in places], [play.episodes[p][g] for p, g in places]
-        ended = [not play.samples[-1].truncated[place] for place in places]
+        ended = [samples.tokens[place][samples.mask[place]][-1] in self.answering.eos_ids for place in places]
         replies = reply(self.answering, self.environment.prepare, *asked, ended, places, play.active.shape)
         active, failed = np.zeros_like(play.active), play.failed.copy()
         for number, place in enumerate(places):

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.core.repeated import mean_interval, pass_at_k
 from grpo_jax.rollout.episodes import Episode
-from grpo_jax.rollout.rollout import Judgement, collect, judge
+from grpo_jax.rollout.rollout import Judgement, Rollout, collect, judge
 from grpo_jax.runs.parts import Parts, objectives_of
 from grpo_jax.runs.turns import turn_measures
+from grpo_jax.training.estimators import total_rewards
 
 PICTURE_CHUNK = 32
 """Prompts that travel together: bounds the pictures held at once, and lets judges work while the policy writes."""
@@ -18,6 +20,10 @@ TEXT_CHUNK = 256
 """The same where nothing is drawn and nothing seen."""
 TOTAL = "total"
 """Name of the measure that is maximised, in which "best" and the improvement are told."""
+
+
+Statistics = dict[str, dict[str, list[float]]]
+"""By measure and statistic ("mean@8", "pass@1", …): the mean over prompts and the bounds of its 95 % interval."""
 
 
 class Evaluation(NamedTuple):
@@ -28,16 +34,21 @@ class Evaluation(NamedTuple):
         judgement: Of a text per prompt.
         texts: P.
         episodes: P, which end with the texts; None where there is one turn. The first have their pictures.
+        samples: Of several completions of each prompt, by measure and statistic the mean and its interval
+            (`sample_measures`); the others are of the first of them then. None where each prompt has one.
     """
 
     measures: dict[str, float]
     judgement: Judgement
     texts: Sequence[str]
     episodes: Sequence[Episode] | None = None
+    samples: Statistics | None = None
 
 
 def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sampled: bool = False) -> Evaluation:
-    """Measures the policy on held-out prompts, with fixed noise: one completion each, greedy or sampled."""
+    """Measures the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones."""
+    section = parts.config.evaluation
+    count = section.samples if sampled else 1
     rollout = collect(
         parts.environment,
         parts.samplers.sampled if sampled else parts.samplers.greedy,
@@ -47,10 +58,10 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
         iteration=0,
         see=parts.see,
         evaluation=True,
-        chunk_prompts=_chunk(parts),
+        chunk_prompts=max(_chunk(parts) // count, 1),
         timeout=parts.timeout,
         stopping=parts.stopping,
-        shown=parts.config.evaluation.gallery,
+        shown=section.gallery,
     )
     measures = means(parts, rollout.judgement, rollout.lengths)
     measures["completion_tokens"] = float(rollout.samples.mask.sum(-1).mean())
@@ -58,9 +69,48 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
     names = parts.environment.reward_names + parts.environment.watch_names
     measures |= turn_measures(rollout.judgement, names)
     texts = [group[0] for group in rollout.texts]
-    if rollout.episodes is None:
-        return Evaluation(measures, rollout.judgement, texts)
-    return Evaluation(measures, rollout.judgement, texts, [group[0] for group in rollout.episodes])
+    episodes = None if rollout.episodes is None else [group[0] for group in rollout.episodes]
+    if count == 1:
+        return Evaluation(measures, rollout.judgement, texts, episodes)
+    statistics = sample_measures(parts, rollout)
+    return Evaluation(measures, _first_of(rollout.judgement), texts, episodes, statistics)
+
+
+def _first_of(judgement: Judgement) -> Judgement:
+    """Of the first completion of each prompt; pictures are of all, and left out."""
+    turns = (judgement.turn_rewards, judgement.turn_watched)
+    first_turns = (None if values is None else values[:, :1] for values in turns)
+    return Judgement(judgement.rewards[:, :1], judgement.watched[:, :1], [], *first_turns)
+
+
+def sample_measures(parts: Parts, rollout: Rollout) -> Statistics:
+    """What k completions of each prompt say of every reward, watched measure and of the total.
+
+    "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is how often at
+    least one of j completions reaches evaluation.pass_threshold (`core.repeated.pass_at_k`); of no total. A missing
+    value is no completion.
+    """
+    judgement, threshold = rollout.judgement, parts.config.evaluation.pass_threshold
+    names = parts.environment.reward_names + parts.environment.watch_names
+    judged = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
+    count = judged.shape[1]
+    found: Statistics = {}
+    for index, name in enumerate(names):
+        values = judged[..., index]
+        present, passed = np.isfinite(values).sum(1), (values >= threshold).sum(1)
+        found[name] = {f"mean@{count}": _mean_of(values)}
+        for k in sorted({*(2**power for power in range(count.bit_length())), count}):
+            interval = mean_interval(pass_at_k(passed, present, k))
+            found[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # a probability's
+    totals = total_rewards(objectives_of(parts, judgement.judged, rollout.lengths))
+    return found | {TOTAL: {f"mean@{count}": _mean_of(totals)}}
+
+
+def _mean_of(values: np.ndarray) -> list[float]:
+    """The mean of values [P, k] over prompts, of those that are present, and its interval."""
+    present = np.isfinite(values)
+    sums = np.where(present, values, 0.0).sum(1, dtype=np.float64)
+    return [*mean_interval(np.divide(sums, present.sum(1), out=np.full(len(sums), np.nan), where=present.any(1)))]
 
 
 def evaluate_controls(parts: Parts, variables: Any, rows: Sequence[Any]) -> dict[str, float]:

@@ -10,13 +10,15 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from grpo_jax.config.build import to_yaml
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.loop.callbacks import Callbacks, Moment
+from grpo_jax.runs.loop.early_stopping import SCORE, Waited, after_validation, reason_to_end
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import Progress, added, identity_of, require_same, with_total
 from grpo_jax.runs.results import versions
@@ -33,12 +35,14 @@ class Run(NamedTuple):
         checkpoints: Where states are saved.
         output: Terminal, metric files and the run directory (`reports.output.RunOutput`).
         clock: `time.monotonic()` at the start of this process's part of the run.
+        callbacks: Who is told of it.
     """
 
     program: Program
     checkpoints: Checkpoints
     output: Any
     clock: float
+    callbacks: Callbacks = Callbacks()
 
     @property
     def config(self) -> Any:
@@ -57,12 +61,26 @@ def execute(run: Run, stop: StopRequests) -> dict[str, Any]:
         if begun is None:
             return _stopped(run, None)
         state, progress = train(run, *begun, stop)
-        if progress.iteration < run.program.iterations:
+        if not _over(run, progress):
             return _stopped(run, progress.iteration)
         with _saved_where_it_ends(run, state, progress):
             return {**finish(run, state, progress), "stopped": False}
     except Stopped as stopped:
         return _stopped(run, stopped.iteration)
+
+
+def _ended_early(run: Run, progress: Progress) -> str:
+    """Why no iteration is to follow although there are more; "" otherwise."""
+    return reason_to_end(_waited(progress), run.config.training)
+
+
+def _waited(progress: Progress) -> Waited:
+    return Waited(**(progress.waited or {}))
+
+
+def _over(run: Run, progress: Progress) -> bool:
+    """Whether no iteration is to follow."""
+    return progress.iteration >= run.program.iterations or bool(_ended_early(run, progress))
 
 
 def _stopped(run: Run, iteration: int | None) -> dict[str, Any]:
@@ -140,29 +158,77 @@ def _keep_config(run: Run) -> None:
 
 
 def train(run: Run, state: State, progress: Progress, stop: StopRequests) -> tuple[State, Progress]:
-    """Advances to the end, or until `stop` is set; the last state is saved.
+    """Advances to the end, an early one perhaps, or until `stop` is set; the last state is saved.
 
     Raises:
         Stopped: On the way through an iteration; the state before it is saved.
         UserError: A judge failed; the state before that step is saved. Or nothing could be learned for a few iterations
             in a row; the last good state is saved.
     """
-    every = run.config.training.save_every
+    every, told = run.config.training.save_every, progress.iteration
     run.output.start(run.program.iterations, progress.iteration)
     if progress.unvalidated is not None:
-        progress = validate(run, state, progress)
-    while progress.iteration < run.program.iterations and not stop.is_set():
-        state, progress, failure = step(run, state, progress)
+        progress = validate(run, state, progress, stop)
+    while not _over(run, progress) and not stop.is_set():
+        state, progress, failure = step(run, state, progress, stop)
         if failure:
             save(run, state, progress, wait=True)
             raise UserError(failure)
         if every and progress.iteration % every == 0:
-            save(run, state, progress)
+            told = _save_and_tell(run, state, progress, stop)
+        _look_at_the_clock(run, progress, stop)
+    if told < progress.iteration:
+        _save_and_tell(run, state, progress, stop)
     save(run, state, progress, wait=True)
+    if reason := _ended_early(run, progress):
+        run.output.say(f"early stopping after iteration {progress.iteration}: {reason}")
     return state, progress
 
 
-def step(run: Run, state: State, progress: Progress) -> tuple[State, Progress, str]:
+def _save_and_tell(run: Run, state: State, progress: Progress, stop: StopRequests) -> int:
+    """Saves a checkpoint of the loop; in the background unless somebody is told of it. Gives its iteration."""
+    save(run, state, progress, wait=run.callbacks.on_checkpoint is not None)
+    path = run.checkpoints.folder / f"step_{progress.iteration}"
+    _tell(run, state, progress, stop, "on_checkpoint", {}, checkpoint=path)
+    return progress.iteration
+
+
+def _look_at_the_clock(run: Run, progress: Progress, stop: StopRequests) -> None:
+    """Asks for a stop once this process has worked for training.max_hours."""
+    hours = run.config.training.max_hours
+    if hours and time.monotonic() - run.clock >= 3600 * hours and not _over(run, progress):
+        run.output.say(f"training.max_hours = {hours:g} are over")
+        stop.set()
+
+
+def _tell(
+    run: Run,
+    state: State,
+    progress: Progress,
+    stop: StopRequests,
+    name: str,
+    metrics: Mapping[str, Any],
+    **more: Any,
+) -> None:
+    """Tells the callback of that name, and sets `stop` if it asks for that and there is anything left to do.
+
+    Raises:
+        UserError: It failed; the state is saved.
+    """
+    step, folder = int(metrics.get("step", progress.iteration)), run.output.directory.path.absolute()
+    moment = Moment(step, run.program.iterations, dict(metrics), folder, **more)
+    try:
+        asked = run.callbacks.ask(name, moment)
+    except UserError as error:
+        save(run, state, progress, wait=True)
+        again = f"mend it and go on with --resume --run_dir {run.config.run_dir}"
+        raise UserError(f"{error}. Saved after iteration {progress.iteration}; {again}") from error
+    if asked and not _over(run, progress):
+        run.output.say(f"{name} asks to stop")
+        stop.set()
+
+
+def step(run: Run, state: State, progress: Progress, stop: StopRequests) -> tuple[State, Progress, str]:
     """One step of the program with its validation and its records, and why it is the last ("" if it need not be)."""
     with _saved_where_it_ends(run, state, progress):
         advanced = run.program.advance(state, progress.iteration, progress.notes)
@@ -177,11 +243,14 @@ def step(run: Run, state: State, progress: Progress) -> tuple[State, Progress, s
     )
     if advanced.completions is not None:
         run.output.completions(progress.iteration, advanced.completions)
-    return advanced.state, validate(run, advanced.state, progress), advanced.failure
+    progress = validate(run, advanced.state, progress, stop, before)
+    return advanced.state, progress, advanced.failure
 
 
-def validate(run: Run, state: State, progress: Progress) -> Progress:
-    """Measures the last iteration if it is time to, and writes its row."""
+def validate(
+    run: Run, state: State, progress: Progress, stop: StopRequests, before: Sequence[Mapping[str, Any]] = ()
+) -> Progress:
+    """Measures the last iteration if it is time to, writes its row, and tells of it and of those `before` it."""
     row = progress.unvalidated or {}
     try:
         with _saved_where_it_ends(run, state, progress):
@@ -190,6 +259,10 @@ def validate(run: Run, state: State, progress: Progress) -> Progress:
         run.output.iteration(row)  # written again, with its measures, when the run goes on
         raise
     run.output.iteration({**row, **measures})
+    for written in (*before, {**row, **measures}):
+        _tell(run, state, progress, stop, "on_iteration", written)
+    if measures:
+        _tell(run, state, progress, stop, "on_validation", measures)
     return progress
 
 
@@ -200,7 +273,10 @@ def _measured(run: Run, state: State, progress: Progress) -> tuple[Progress, dic
     if found is None:
         return progress, {}
     measures, score = found
-    progress = progress._replace(seconds=added(progress.seconds, {"evaluate": time.monotonic() - started}))
+    training = run.config.training
+    waited = after_validation(_waited(progress), {**measures, SCORE: score}, progress.iteration, training)
+    seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
+    progress = progress._replace(seconds=seconds, waited=waited._asdict())
     # Without a single reward the score is NaN, which no later score would exceed.
     if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
         progress = progress._replace(best_score=score, best_iteration=progress.iteration)
@@ -222,6 +298,8 @@ def finish(run: Run, state: State, progress: Progress) -> dict[str, Any]:
         "seed": run.config.seed,
         "versions": versions(),
     }
+    if reason := _ended_early(run, progress):
+        summary["early_stopping"] = reason
     run.output.finish(found._replace(summary=summary), config=run.config, starts=progress.starts)
     return summary
 

@@ -174,6 +174,7 @@ def sample_batch(parts: Parts, variables: Any, iteration: int, number: int) -> J
         chunk_prompts=config.training.chunk_prompts,
         timeout=parts.timeout,
         stopping=parts.stopping,
+        keep_prompt=config.sampling.keep_prompt,
     )
     objectives = objectives_of(parts, rollout.judgement.judged, rollout.lengths)
     return Judged(rollout, objectives, teaching_groups(objectives, config.algorithm))
@@ -192,6 +193,7 @@ def batch_of(parts: Parts, judged: Judged) -> Batch:
         pictures=rollout.pictures,
         answers=rollout.answers,
         mesh=parts.policy.mesh,
+        kept=parts.config.sampling.keep_prompt,
     )
 
 
@@ -227,20 +229,27 @@ def update_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rollout_metrics(parts: Parts, judged: Judged) -> dict[str, float]:
-    """The batch's part of a metrics row: rewards as judged and their total as maximised, signal, lengths, texts."""
+    """The batch's part of a metrics row: rewards as judged and their total as maximised, signal, lengths, texts.
+
+    All of what the policy wrote; kept prompts (sampling.keep_prompt) are in the signal, and in a total of their own.
+    """
     rollout, objectives = judged.rollout, judged.objectives
-    samples, judgement = rollout.samples, rollout.judgement
+    wrote = slice(rollout.usable.shape[1] - parts.config.sampling.keep_prompt)
+    samples, judgement = jax.tree.map(lambda array: array[:, wrote], rollout.samples), rollout.judgement
     row: dict[str, float] = {}
     for index, name in enumerate(parts.environment.reward_names):
-        values = judgement.rewards[..., index]
+        values = judgement.rewards[:, wrote, index]
         row |= _spread(f"reward/{name}", values)
         row[f"missing/{name}"] = float(np.isnan(values).mean())
-    row |= _spread("reward/total", total_rewards(objectives))
+    totals = total_rewards(objectives)
+    row |= _spread("reward/total", totals[:, wrote])
+    if parts.config.sampling.keep_prompt:
+        row |= _spread("kept_prompt/total", totals[:, wrote.stop :])
     if OVERLONG in objectives.names:
-        row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[..., -1]))
+        row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[:, wrote, -1]))
     row |= signal_metrics(objectives)
     for index, name in enumerate(parts.environment.watch_names):
-        row |= _spread(f"watch/{name}", judgement.watched[..., index])
+        row |= _spread(f"watch/{name}", judgement.watched[:, wrote, index])
     lengths = samples.mask.sum(-1)
     row |= {
         "completion_tokens": float(lengths.mean()),
@@ -249,7 +258,8 @@ def rollout_metrics(parts: Parts, judged: Judged) -> dict[str, float]:
     }
     row |= turn_metrics(rollout, parts.environment.reward_names, parts.environment.watch_names)
     prompts = [row.prompt for row in rollout.rows]
-    return row | parts.world.statistics(prompts, rollout.texts, rollout.usable.tolist())
+    texts = [group[wrote] for group in rollout.texts]
+    return row | parts.world.statistics(prompts, texts, rollout.usable[:, wrote].tolist())
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -261,7 +271,7 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 def _timings(parts: Parts, seconds: Mapping[str, float], row: Mapping[str, Any]) -> dict[str, float]:
     prompts = parts.config.training.prompts_per_batch * row.get("draws", 1)
-    tokens = row["completion_tokens"] * prompts * parts.config.sampling.group_size
+    tokens = row["completion_tokens"] * prompts * parts.config.sampling.written_completions
     timings = {f"seconds/{name}": value for name, value in seconds.items()}
     return {**timings, "tokens_per_second": tokens / max(seconds["sample"], 1e-9)}
 
@@ -292,6 +302,9 @@ def completion_columns(parts: Parts, rollout: Rollout, advantages: np.ndarray) -
     )
     for kind, names, values in judged:
         columns |= {f"{kind}/{name}": np.ravel(values[..., n]) for n, name in enumerate(names)}
+    written = np.asarray(rollout.samples.mask).any(-1)
+    if not written.all():
+        columns["kept_prompt"] = np.ravel(~written)
     return columns | {
         "advantage": np.ravel(advantages),
         "length": np.ravel(np.asarray(rollout.samples.mask).sum(-1)),

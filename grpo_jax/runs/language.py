@@ -38,8 +38,9 @@ class LanguageProgram:
     """A language policy's run.
 
     Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged", "oracle")
-    and of the policy before a warm start ("untrained"); "remembered", what the task's findings need of them; and
-    "absent", how many iterations in a row no completion had a reward, by its name.
+    and of the policy before a warm start ("untrained"); "samples", what several completions of each prompt say of the
+    start (`evaluation.sample_measures`); "remembered", what the task's findings need of them; and "absent", how many
+    iterations in a row no completion had a reward, by its name.
 
     Attributes:
         config: The run's, with names for what it was given beside it.
@@ -145,10 +146,12 @@ class LanguageProgram:
         if not found:
             return dict(notes)
         judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
-        return {
+        noted = {
             "before": notes["before"] | measures,
             "remembered": notes["remembered"] | self.parts.world.remember(name, judgements),
         }
+        samples = found["sampled"].samples if "sampled" in found else None
+        return noted if samples is None else noted | {"samples": samples}
 
     def _tell_absent(self, before: Evaluation) -> None:
         """Notes the rewards that no held-out completion has before training."""

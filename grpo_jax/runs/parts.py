@@ -12,40 +12,29 @@ import jax
 import numpy as np
 
 from grpo_jax.config import Config, MeshSection
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import picture_tokens
 from grpo_jax.models.hf.processor import most_patches
-from grpo_jax.models.sharding import gather
 from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
 from grpo_jax.rollout.data import PromptSet, batches_per_epoch, iterations_in_all
 from grpo_jax.rollout.environment import Environment, make_score
 from grpo_jax.rollout.inputs.encoding import make_encode, tell_system_prompt
 from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.texts import allowed_tokens, make_decode
+from grpo_jax.rollout.texts import allowed_tokens, make_decode, without_forbidden
 from grpo_jax.rollout.trainer import Trainer
+from grpo_jax.runs.loop.early_stopping import SCORE
 from grpo_jax.runs.policy import Policy, load_policy, make_new_policy
 from grpo_jax.runs.seeing import eyes_of, make_prepare, make_see
-from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
-from grpo_jax.sampling.sampler import SamplingParams, make_sampler
+from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Say, Setup, World
 from grpo_jax.training.estimators import Objectives, make_objectives, make_turn_objectives
 from grpo_jax.training.memory import Shown, fewest_parts, update_bytes
 
 _GIB = 2**30
-
-
-class Samplers(NamedTuple):
-    """What draws completions: G of them in training, one greedy and one sampled in evaluation.
-
-    Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s.
-    """
-
-    training: Any
-    greedy: Any
-    sampled: Any
 
 
 class Parts(NamedTuple):
@@ -150,13 +139,14 @@ def load_parts(
         config, world, policy.loaded, wanted, judges, device=devices[0] if policy.mesh is None else None
     )
     allowed = policy_tokens(config, policy.loaded)
+    _check_early_stopping(config, world.prompts, environment)
     return Parts(
         config=config,
         world=world,
         policy=policy,
         environment=environment,
         rewards=wanted,
-        samplers=make_samplers(config, policy, allowed),
+        samplers=make_samplers(config.sampling, config.evaluation, policy, allowed),
         allowed_tokens=allowed,
         key=jax.random.key(config.seed),
         devices=placement if judges else {POLICY: _listed(devices)},
@@ -234,34 +224,8 @@ def make_answering(config: Config, world: World, loaded: Any) -> Answering | Non
         enable_thinking=config.data.enable_thinking,
     )
     lenient = config.on_judge_error == "missing"
-    return Answering(section.turns, world.respond, say, section.stream_tokens, loaded.pad_id, lenient)
-
-
-def make_samplers(config: Config, policy: Policy, allowed: np.ndarray | None) -> Samplers:
-    """The samplers of training and evaluation; what they give lies whole on the host's side of a mesh."""
-    section, loaded = config.sampling, policy.loaded
-
-    def sampler(group_size: int, temperature: float) -> Any:
-        restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p} if temperature else {}
-        params = SamplingParams(group_size, section.max_new_tokens, temperature, **restrict)
-        ends = {"eos_ids": loaded.eos_ids, "pad_id": loaded.pad_id, "allowed_tokens": allowed}
-        if section.turns == 1:
-            sample = make_sampler(policy.functions, params, **ends)
-            return lambda *arguments, **shown: gather(sample(*arguments, **shown), policy.mesh)
-        episodes = make_episode_sampler(policy.functions, params, **ends)
-        return EpisodeSampler(*(_gathered(turn, policy.mesh) for turn in episodes))
-
-    return Samplers(sampler(section.group_size, section.temperature), sampler(1, 0.0), sampler(1, section.temperature))
-
-
-def _gathered(turn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """One of an episode sampler's functions, whose samples lie whole on the host's side of a mesh."""
-
-    def gathered(*arguments: Any, **shown: Any) -> Any:
-        samples, carried = turn(*arguments, **shown)
-        return gather(samples, mesh), carried
-
-    return gathered
+    eos_ids = tuple(loaded.eos_ids)
+    return Answering(section.turns, world.respond, say, section.stream_tokens, loaded.pad_id, lenient, eos_ids)
 
 
 def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Objectives:
@@ -288,12 +252,19 @@ def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Obje
 
 
 def policy_tokens(config: Config, loaded: Any) -> np.ndarray | None:
-    """The mask bool [V] that data.allowed_tokens names; None for every token.
+    """The mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
 
     A policy with a vision tower never writes what stands for a picture: there would be none in its place.
     """
     allowed = allowed_tokens(
         loaded.tokenizer, config.data.allowed_tokens, vocab_size=loaded.config.vocab_size, eos_ids=loaded.eos_ids
+    )
+    allowed = without_forbidden(
+        allowed,
+        config.data.forbidden_tokens,
+        loaded.tokenizer,
+        vocab_size=loaded.config.vocab_size,
+        eos_ids=loaded.eos_ids,
     )
     vision = getattr(loaded.config, "vision", None)
     if vision is None:
@@ -301,6 +272,20 @@ def policy_tokens(config: Config, loaded: Any) -> np.ndarray | None:
     allowed = np.ones(loaded.config.vocab_size, bool) if allowed is None else allowed
     allowed[list(picture_tokens(vision))] = False
     return allowed
+
+
+def _check_early_stopping(config: Config, prompts: PromptSet, environment: Environment) -> None:
+    """Refuses to wait for what no validation tells."""
+    training, names = config.training, (SCORE, *environment.reward_names, *environment.watch_names)
+    if not training.early_stopping_patience:
+        return
+    if not prompts.validation[: config.evaluation.validation_prompts]:
+        raise UserError(
+            "training.early_stopping_patience: expected 0, for there are no validation prompts (data.held_out, "
+            f"evaluation.validation_prompts); got {training.early_stopping_patience}"
+        )
+    metric = training.early_stopping_metric
+    require(metric in names, "training.early_stopping_metric", f"one of {', '.join(names)}", metric)
 
 
 def _ask_for_determinism(*, torch_too: bool) -> None:

@@ -24,6 +24,7 @@ class Progress(NamedTuple):
         identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
         notes: What the program must remember, such as the measures of the start.
         unvalidated: Metrics of the last iteration where its validation is still to be made: it was stopped, or failed.
+        waited: What early stopping remembers of the validations (`loop.early_stopping.Waited`); None before the first.
     """
 
     iteration: int
@@ -35,6 +36,7 @@ class Progress(NamedTuple):
     identity: dict[str, dict[str, Any]]
     notes: dict[str, Any]
     unvalidated: dict[str, Any] | None = None
+    waited: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, meta: Mapping[str, Any], where: Path) -> Progress:
@@ -46,7 +48,7 @@ class Progress(NamedTuple):
         found = meta.get("progress")
         saved: dict[str, Any] = found if isinstance(found, dict) else {}
         kinds = {"iteration": int, "iterations": int, "seconds": dict, "starts": list, "identity": dict, "notes": dict}
-        right = {*cls._fields[:-1]} <= saved.keys() <= {*cls._fields}
+        right = {*cls._fields} - {*cls._field_defaults} <= saved.keys() <= {*cls._fields}
         if not right or any(not isinstance(saved[name], kind) for name, kind in kinds.items()):
             raise UserError(f"{where}: its checkpoints are of another version of grpo_jax: go on with that version")
         return cls(**saved)

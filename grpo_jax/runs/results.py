@@ -13,10 +13,18 @@ from grpo_jax.rollout.episodes import Turn
 from grpo_jax.rollout.inputs.pictures import as_shown
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
-from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_controls, evaluate_policy, evaluate_texts
+from grpo_jax.runs.evaluation import (
+    TOTAL,
+    Evaluation,
+    Statistics,
+    evaluate_controls,
+    evaluate_policy,
+    evaluate_texts,
+)
 from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.progress import added
 from grpo_jax.runs.turns import turns_table
+from grpo_jax.sampling.samplers import measured_section
 from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table
 from grpo_jax.tasks.task import Finished
 from grpo_jax.training.state import TrainState
@@ -55,9 +63,10 @@ def finish_language(parts: Parts, state: TrainState, progress: Any, directory: A
     summary = summarise(parts, progress, after, seconds)
     if found.records:
         summary["table"] = list(found.records)
-    by_turn = turns_table(summary["evaluation"])
-    tables = [*found.tables, *([] if by_turn is None else [by_turn])]
-    finished = Finished(summary, lines=found.lines, tables=tables)
+    further = (turns_table(summary["evaluation"]), samples_table(summary.get("samples", {})))
+    tables = [*found.tables, *(table for table in further if table is not None)]
+    lines = [*samples_lines(summary.get("samples", {})), *found.lines]
+    finished = Finished(summary, lines=lines, tables=tables)
     if not after:
         return finished
     greedy = after["greedy"]
@@ -122,7 +131,70 @@ def summarise(
         "prompts": len(parts.test_rows),
         "seconds": dict(seconds),
         "devices": parts.devices,
+        **samples_of(parts, {"before": progress.notes.get("samples"), "after": statistics_of(after)}),
     }
+
+
+def statistics_of(found: Mapping[str, Evaluation]) -> Statistics | None:
+    """Those of a measurement; None where each prompt had one sampled completion, or none."""
+    return found["sampled"].samples if "sampled" in found else None
+
+
+def samples_of(parts: Parts, measured: Mapping[str, Statistics | None]) -> dict[str, Any]:
+    """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn; nothing without any.
+
+    Args:
+        parts: The run's.
+        measured: By when, "before" and "after" training.
+    """
+    known = {when: found for when, found in measured.items() if found is not None}
+    if not known:
+        return {}
+    section = parts.config.evaluation
+    drawn = measured_section(parts.config.sampling, section)
+    settings = {name: getattr(drawn, name) for name in ("temperature", "top_k", "top_p")}
+    measures: dict[str, dict[str, Any]] = {}
+    for when, found in known.items():
+        for name, statistics in found.items():
+            for statistic, values in statistics.items():
+                measures.setdefault(name, {}).setdefault(statistic, {})[when] = values
+    told = {"k": section.samples, **settings, "threshold": section.pass_threshold, "when": list(known)}
+    return {"samples": {**told, "measures": measures}}
+
+
+def samples_table(samples: Mapping[str, Any]) -> Table | None:
+    """mean@k and pass@k of a summary's "samples", with their 95 % intervals; None without any."""
+    if not samples:
+        return None
+    note = (
+        f"{samples['k']} completions of each held-out prompt at temperature {samples['temperature']:g}. A completion "
+        f"passes that reaches {samples['threshold']:g}. In brackets: 95 % intervals, over prompts."
+    )
+    rows = [
+        (name, statistic, *(_interval(values.get(when)) for when in samples["when"]))
+        for name, statistics in samples["measures"].items()
+        for statistic, values in statistics.items()
+    ]
+    return Table("Several completions of each prompt", ("measure", "statistic", *samples["when"]), rows, note)
+
+
+def samples_lines(samples: Mapping[str, Any]) -> list[str]:
+    """The same for the terminal."""
+    table = samples_table(samples)
+    if table is None:
+        return []
+    cells = [tuple(map(str, row)) for row in (table.columns, *table.rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return [table.note, *lines]
+
+
+def _interval(values: Sequence[float] | None) -> str:
+    if values is None or values[0] is None or not np.isfinite(values[0]):
+        return "–"
+    mean, low, high = values
+    known = low is not None and np.isfinite(low)
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if known else f"{mean:.3f}"
 
 
 def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:

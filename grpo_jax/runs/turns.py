@@ -95,18 +95,20 @@ def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float
     """Held-out measures of episodes beside those of their ends; nothing where the policy writes once.
 
     Args:
-        judgement: Of P prompts with one completion each.
+        judgement: Of P prompts with G completions each.
         names: Of rewards and watched measures, N + W.
 
     Returns:
-        Of each measure, as means over the prompts that have it: "NAME_turn_U" after U turns, for all but the last turn
-        (an episode that ended before stays as it ended); "NAME_peak", the best over its turns; "NAME_kept", of those
-        that were right in the first turn (`RIGHT`) the share that ended no worse; "NAME_gain", the end less the start.
+        Of each measure, as means over the completions that have it: "NAME_turn_U" after U turns, for all but the last
+        turn (an episode that ended before stays as it ended); "NAME_peak", the best over its turns; "NAME_kept", of
+        those that were right in the first turn (`RIGHT`) the share that ended no worse; "NAME_gain", the end less the
+        start.
     """
     if judgement.turn_rewards is None or judgement.turn_watched is None:
         return {}
-    values = np.concatenate([judgement.turn_rewards, judgement.turn_watched], axis=-1)[:, 0]  # [P, U, N + W]
-    ends = np.concatenate([judgement.rewards, judgement.watched], axis=-1)[:, 0]
+    values = np.concatenate([judgement.turn_rewards, judgement.turn_watched], axis=-1)
+    values = values.reshape(-1, *values.shape[2:])  # [P·G, U, N + W]
+    ends = np.concatenate([judgement.rewards, judgement.watched], axis=-1).reshape(len(values), -1)
     # A turn that does not exist has no value of any name; one whose measures all failed counts as the one before.
     exists = np.isfinite(values).any(axis=-1)
     last = np.maximum.accumulate(np.where(exists, np.arange(values.shape[1]), 0), axis=1)

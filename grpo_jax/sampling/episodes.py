@@ -15,6 +15,7 @@ from grpo_jax.models.cache import Cache, Rows
 from grpo_jax.sampling.sampler import bucket_size, check_prompts, check_room, checked_tokens, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.sampling.writing import (
+    Ends,
     Loop,
     Samples,
     begin,
@@ -25,6 +26,7 @@ from grpo_jax.sampling.writing import (
     make_writer,
     run,
     samples_of,
+    tokens_in,
 )
 
 
@@ -36,12 +38,14 @@ class Carried(NamedTuple):
         cache: What has been read of each completion, its last token left out.
         last: i32 [P, G], that token.
         spoke: bool [P, G], false where a completion wrote nothing in this turn.
+        seen: bool [P, G, V], the tokens in prompt and completion so far, or None where no repetition is penalised.
     """
 
     prefix: Any
     cache: Cache
     last: jax.Array
     spoke: jax.Array
+    seen: jax.Array | None = None
 
 
 class EpisodeSampler(NamedTuple):
@@ -67,6 +71,7 @@ def make_episode_sampler(
     eos_ids: tuple[int, ...],
     pad_id: int,
     allowed_tokens=None,
+    stops: np.ndarray | None = None,
 ) -> EpisodeSampler:
     """Makes the functions that write episodes; of the first turn, all is as with `sampler.make_sampler`.
 
@@ -76,43 +81,47 @@ def make_episode_sampler(
         eos_ids: Tokens that end a turn; may be empty.
         pad_id: Token that fills up.
         allowed_tokens: bool [V], the tokens that may be written; None for every token.
+        stops: Stop strings, which end a turn, as int32 [S, V] of `stopping.stop_table`; None for none.
 
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
     """
-    allowed_tokens = checked_tokens(allowed_tokens)
-    eos_ids, pad_id = tuple(int(i) for i in eos_ids), int(pad_id)
+    alike = Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens))
+    table = None if stops is None else jnp.asarray(stops)
 
     @jax.jit
-    def first(variables, *arguments) -> tuple[Samples, Carried]:
-        loop = generate(policy, params, eos_ids, pad_id, allowed_tokens, variables, *arguments)
+    def first(stops, variables, *arguments) -> tuple[Samples, Carried]:
+        loop = generate(policy, params, alike._replace(stops=stops), variables, *arguments)
         rows = Rows(
             jnp.zeros((*loop.done.shape, 0), bool), jnp.repeat(loop.prefix.advance[:, None], params.group_size, 1)
         )
         return samples_of(loop), _carried(loop, rows)
 
     @jax.jit
-    def further(variables, carried, tokens, mask, keys, active, pictures) -> tuple[Samples, Carried]:
+    def further(stops, variables, carried, tokens, mask, keys, active, pictures) -> tuple[Samples, Carried]:
+        ends = alike._replace(stops=stops)
         (count, group), length = carried.last.shape, params.max_new_tokens
         prefix, active = carried.prefix, active & carried.spoke
-        writer = make_writer(policy, params, eos_ids, pad_id, allowed_tokens, variables, prefix.hidden.dtype)
+        writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
         tokens = jnp.concatenate([carried.last[..., None], tokens], axis=-1)
         mask = jnp.concatenate([active[..., None], mask & active[..., None]], axis=-1)
         size = carried.cache.keys[0].shape[-1] + tokens.shape[-1] + length
         cache = _grown(carried.cache, policy.init_cache(count, group, size))
         hidden, cache = policy.extend(writer.unstacked, prefix, tokens, mask, cache, pictures)
-        said = cache.rows
-        loop = begin(prefix, group_keys(keys, group), ~active, length, pad_id, cache)
+        said, seen = cache.rows, carried.seen
+        if seen is not None:
+            seen |= tokens_in(tokens, mask, seen.shape[-1])
+        loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache, seen)
         loop = writer.record(loop, logits_of(writer.head, hidden.reshape(count * group, -1)))
-        loop = run(writer.step, loop, length, halves(count, length, eos_ids))
+        loop = run(writer.step, loop, length, halves(count, length, ends))
         return samples_of(loop), _carried(loop, Rows(said.mask[..., : size - length], said.advance))
 
     def start(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> tuple[Samples, Carried]:
         tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
         check_prompts(tokens, mask, keys)
         check_room(getattr(policy, "max_positions", None), mask, params.max_new_tokens)
-        padded = pad_to_bucket(tokens, mask, keys, pad_id)
-        samples, carried = first(variables, *padded, pad_rows(pictures, len(padded[0])))
+        padded = pad_to_bucket(tokens, mask, keys, alike.pad_id)
+        samples, carried = first(table, variables, *padded, pad_rows(pictures, len(padded[0])))
         return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
 
     def go_on(variables, carried, tokens, mask, keys, active, pictures=None) -> tuple[Samples, Carried]:
@@ -123,7 +132,7 @@ def make_episode_sampler(
         padded = [np.pad(array, ((0, more), (0, 0), (0, longer))) for array in (tokens, mask)]
         keys, pictures = (pad_rows(tree, len(tokens) + more) for tree in (keys, pictures))
         active = np.pad(active, ((0, more), (0, 0)))
-        samples, carried = further(variables, carried, *padded, keys, active, pictures)
+        samples, carried = further(table, variables, carried, *padded, keys, active, pictures)
         return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
 
     return EpisodeSampler(start, go_on)
@@ -137,7 +146,7 @@ def _carried(loop: Loop, rows: Rows) -> Carried:
     rows = Rows(jnp.concatenate([rows.mask, own], axis=-1), rows.advance + read)
     last = jnp.take_along_axis(loop.tokens, read[..., None], axis=-1)[..., 0]
     size = jnp.int32(rows.mask.shape[-1])
-    return Carried(loop.prefix, loop.cache._replace(length=size, rows=rows), last, written > 0)
+    return Carried(loop.prefix, loop.cache._replace(length=size, rows=rows), last, written > 0, loop.seen)
 
 
 def _grown(cache: Cache, larger: Cache) -> Cache:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import Samples, generate, samples_of
+from grpo_jax.sampling.writing import Ends, Samples, generate, samples_of
 
 
 def bucket_size(n: int, smallest: int = 1) -> int:
@@ -100,6 +100,7 @@ def make_sampler(
     eos_ids: tuple[int, ...],
     pad_id: int,
     allowed_tokens=None,
+    stops: np.ndarray | None = None,
 ) -> Callable[..., Samples]:
     """Make the function that writes completions.
 
@@ -113,6 +114,8 @@ def make_sampler(
         eos_ids: Tokens that end a completion; may be empty.
         pad_id: Token that fills prompts on the left and completions after their end.
         allowed_tokens: bool [V], the tokens that may be written at all; None for every token.
+        stops: Stop strings as int32 [S, V] of `stopping.stop_table`, which end a completion with the token that
+            completes one of them; None for none.
 
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples` with int [P, L], bool [P, L]
@@ -124,19 +127,19 @@ def make_sampler(
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
     """
-    eos_ids, pad_id = tuple(int(i) for i in eos_ids), int(pad_id)
-    allowed_tokens = checked_tokens(allowed_tokens)
+    ends = Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens))
+    table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
     @jax.jit
-    def write(*arguments) -> Samples:
-        return samples_of(generate(policy, params, eos_ids, pad_id, allowed_tokens, *arguments))
+    def write(stops, *arguments) -> Samples:
+        return samples_of(generate(policy, params, ends._replace(stops=stops), *arguments))
 
     def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
         tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
         check_prompts(tokens, mask, keys)
         check_room(getattr(policy, "max_positions", None), mask, params.max_new_tokens)
-        padded = pad_to_bucket(tokens, mask, keys, pad_id)
-        samples = write(variables, *padded, pad_rows(pictures, len(padded[0])))
+        padded = pad_to_bucket(tokens, mask, keys, ends.pad_id)
+        samples = write(table, variables, *padded, pad_rows(pictures, len(padded[0])))
         return jax.tree.map(lambda x: x[: tokens.shape[0]], samples)
 
     return sample

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from grpo_jax.sampling.stopping import START
 from grpo_jax.sampling.token_choice import choose_tokens
 
 Array = jax.Array | np.ndarray
@@ -30,7 +31,7 @@ class Samples(NamedTuple):
         mask: bool [P, G, T], true for tokens of the completion, the end-of-sequence token included.
         logprobs: float32 [P, G, T] under the policy; 0 after the end.
         sampler_logprobs: float32 [P, G, T] under the distribution drawn from; 0 after the end.
-        truncated: bool [P, G], true where no end-of-sequence token came within T tokens.
+        truncated: bool [P, G], true where neither an end-of-sequence token nor a stop string came within T tokens.
         present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
             what was said to it in between. None where the policy wrote all of it.
         turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
@@ -45,8 +46,28 @@ class Samples(NamedTuple):
     turn: Array | None = None
 
 
+class Ends(NamedTuple):
+    """What a completion may hold, and what ends it.
+
+    Attributes:
+        eos_ids: Tokens that end it; may be empty.
+        pad_id: Token that fills up.
+        allowed_tokens: bool [V], the tokens that may be written at all; None for every token.
+        stops: Stop strings, int32 [S, V] of `stopping.stop_table`; None for none.
+    """
+
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    allowed_tokens: np.ndarray | None = None
+    stops: Array | None = None
+
+
 class Loop(NamedTuple):
-    """What one decoding step hands to the next; every array begins with the axis of prompts."""
+    """What one decoding step hands to the next; every array begins with the axis of prompts.
+
+    `place` int32 [P, G] is where a text stands among the stop strings, `seen` bool [P, G, V] what prompt and
+    completion hold; None where neither is asked for.
+    """
 
     step: jax.Array
     prefix: Any
@@ -58,9 +79,13 @@ class Loop(NamedTuple):
     mask: jax.Array
     logprobs: jax.Array
     sampler_logprobs: jax.Array
+    place: jax.Array | None = None
+    seen: jax.Array | None = None
 
 
-def begin(prefix: Any, keys: jax.Array, done: jax.Array, length: int, pad_id: int, cache: Any) -> Loop:
+def begin(
+    prefix: Any, keys: jax.Array, done: jax.Array, length: int, ends: Ends, cache: Any, seen: jax.Array | None = None
+) -> Loop:
     """The state before the first token, for keys [P, G]; what is done [P] or [P, G] already costs no step."""
     slab = (*keys.shape, length)
     return Loop(
@@ -68,13 +93,22 @@ def begin(prefix: Any, keys: jax.Array, done: jax.Array, length: int, pad_id: in
         prefix=prefix,
         keys=keys,
         done=jnp.broadcast_to(done.reshape(len(done), -1), keys.shape),
-        last=jnp.full(keys.shape, pad_id, jnp.int32),
+        last=jnp.full(keys.shape, ends.pad_id, jnp.int32),
         cache=cache,
-        tokens=jnp.full(slab, pad_id, jnp.int32),
+        tokens=jnp.full(slab, ends.pad_id, jnp.int32),
         mask=jnp.zeros(slab, bool),
         logprobs=jnp.zeros(slab, jnp.float32),
         sampler_logprobs=jnp.zeros(slab, jnp.float32),
+        place=None if ends.stops is None else jnp.full(keys.shape, START, jnp.int32),
+        seen=seen,
     )
+
+
+def tokens_in(tokens: jax.Array, mask: jax.Array, vocabulary: int) -> jax.Array:
+    """Which tokens stand in texts [.., L]: bool [.., V]."""
+    rows = tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1])
+    found = jax.vmap(lambda row, there: jnp.zeros(vocabulary, bool).at[row].max(there))(*rows)
+    return found.reshape(*tokens.shape[:-1], vocabulary)
 
 
 def _unfinished(loop: Loop) -> jax.Array:
@@ -129,20 +163,30 @@ class Writer(NamedTuple):
     unstacked: Any
 
 
-def make_writer(policy, params, eos_ids, pad_id, allowed_tokens, variables, dtype) -> Writer:
+def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
     """A sampler's parts for these variables; `dtype` is that of the states."""
     # Converted and unstacked here, not in the loop, where it would cost a pass over the weights for every token.
     head, unstacked = policy.head(variables).astype(dtype), policy.unstack(variables)
-    _check_vocabulary(head.shape[0], eos_ids, pad_id, allowed_tokens)
+    _check_vocabulary(head.shape[0], ends, params)
+    stops = ends.stops
 
     def record(loop: Loop, logits) -> Loop:
         """Choose the token of this step for every row from logits [V, P·G] and write it down."""
         step_keys = jax.vmap(lambda key: jax.random.fold_in(key, loop.step))(loop.keys.reshape(-1))
-        choice = choose_tokens(logits, step_keys, params, allowed_tokens)
+        seen = None if loop.seen is None else loop.seen.reshape(-1, loop.seen.shape[-1])
+        barred = _barred(logits.shape[0], loop.step, params, ends)
+        choice = choose_tokens(logits, step_keys, params, ends.allowed_tokens, seen=seen, barred=barred)
         choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
         active = ~loop.done
-        tokens = jnp.where(active, choice.tokens, pad_id)
-        ended = functools.reduce(jnp.logical_or, [tokens == eos for eos in eos_ids], jnp.zeros_like(active))
+        tokens = jnp.where(active, choice.tokens, ends.pad_id)
+        ended = functools.reduce(jnp.logical_or, [tokens == eos for eos in ends.eos_ids], jnp.zeros_like(active))
+        if stops is not None and loop.place is not None:
+            place = jnp.where(active, stops[loop.place, tokens], loop.place)
+            stopped = place == len(stops)
+            ended, loop = ended | stopped, loop._replace(place=jnp.where(stopped, START, place))
+        if loop.seen is not None:
+            p, g = jnp.indices(tokens.shape)
+            loop = loop._replace(seen=loop.seen.at[p, g, tokens].max(active))
         at = (..., loop.step)
         return loop._replace(
             step=loop.step + 1,
@@ -171,29 +215,37 @@ def group_keys(keys: jax.Array, group: int) -> jax.Array:
     return jax.vmap(lambda key: jax.vmap(lambda g: jax.random.fold_in(key, g))(jnp.arange(group)))(keys)
 
 
-def generate(
-    policy, params, eos_ids, pad_id, allowed_tokens, variables, prompts, prompt_mask, keys, real, pictures
-) -> Loop:
+def _barred(vocabulary: int, step: jax.Array, params, ends: Ends) -> jax.Array | None:
+    """bool [V], the ends that come too early at this step; None where none does."""
+    if params.min_new_tokens == 0 or not ends.eos_ids:
+        return None
+    return jnp.zeros(vocabulary, bool).at[jnp.array(ends.eos_ids)].set(step < params.min_new_tokens)
+
+
+def generate(policy, params, ends: Ends, variables, prompts, prompt_mask, keys, real, pictures) -> Loop:
     """The compiled part, once per bucket of shapes. `real` bool [P] is false for rows added as padding."""
     (rows, _), group, length = prompts.shape, params.group_size, params.max_new_tokens
-    seen = () if pictures is None else (pictures,)
-    prefix = policy.prefill(variables, prompts, prompt_mask, *seen)
-    writer = make_writer(policy, params, eos_ids, pad_id, allowed_tokens, variables, prefix.hidden.dtype)
+    shown = () if pictures is None else (pictures,)
+    prefix = policy.prefill(variables, prompts, prompt_mask, *shown)
+    writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
     sizes = cache_sizes(length)
     keys = group_keys(keys, group)
-    loop = begin(prefix, keys, ~real, length, pad_id, policy.init_cache(rows, group, sizes[0]))
+    seen = None
+    if params.penalises:
+        seen = jnp.repeat(tokens_in(prompts, prompt_mask, writer.head.shape[0])[:, None], group, axis=1)
+    loop = begin(prefix, keys, ~real, length, ends, policy.init_cache(rows, group, sizes[0]), seen)
     # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
     loop = writer.record(loop, jnp.repeat(logits_of(writer.head, prefix.hidden), group, axis=1))
-    halve = halves(rows, length, eos_ids)
+    halve = halves(rows, length, ends)
     for size in sizes:
         loop = loop._replace(cache=move(loop.cache, policy.init_cache(rows, group, size)))
         loop = run(writer.step, loop, size, halve)
     return loop
 
 
-def halves(rows: int, length: int, eos_ids: tuple[int, ...]) -> bool:
+def halves(rows: int, length: int, ends: Ends) -> bool:
     """Whether half of the prompts may go on alone."""
-    return bool(eos_ids) and rows > 1 and length > _HALVING
+    return (bool(ends.eos_ids) or ends.stops is not None) and rows > 1 and length > _HALVING
 
 
 def samples_of(loop: Loop) -> Samples:
@@ -201,9 +253,16 @@ def samples_of(loop: Loop) -> Samples:
     return Samples(loop.tokens, loop.mask, loop.logprobs, loop.sampler_logprobs, truncated=~loop.done)
 
 
-def _check_vocabulary(size: int, eos_ids: tuple[int, ...], pad_id: int, allowed_tokens) -> None:
-    if allowed_tokens is not None and allowed_tokens.shape != (size,):
-        raise ValueError(f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed_tokens.shape}")
-    for name, ids in (("eos_ids", eos_ids), ("pad_id", (pad_id,))):
+def _check_vocabulary(size: int, ends: Ends, params) -> None:
+    allowed, stops = ends.allowed_tokens, ends.stops
+    if allowed is not None and allowed.shape != (size,):
+        raise ValueError(f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed.shape}")
+    if stops is not None and stops.shape[1:] != (size,):
+        raise ValueError(f"stops must have the shape [S, {size}] of the vocabulary, got {stops.shape}")
+    for name, ids in (("eos_ids", ends.eos_ids), ("pad_id", (ends.pad_id,))):
         if any(not 0 <= i < size for i in ids):
             raise ValueError(f"{name} must lie in [0, {size}), the vocabulary of the policy, got {ids}")
+    may_go_on = np.ones(size, bool) if allowed is None else allowed.copy()
+    may_go_on[list(ends.eos_ids)] = False
+    if params.min_new_tokens and not may_go_on.any():
+        raise ValueError("min_new_tokens must be 0 where only tokens of eos_ids are allowed")

@@ -131,6 +131,7 @@ class Task:
         renamed: Fields of earlier versions with what they are called now: {"old.name": "new.name"}.
         display: How its measures are shown.
         not_planned: What `--plan` does not count, in words.
+        judges_prompts: Whether an unchanged prompt can be judged in a completion's place (sampling.keep_prompt).
     """
 
     config: ClassVar[type] = Config
@@ -139,6 +140,7 @@ class Task:
     renamed: ClassVar[Mapping[str, str]] = {}
     display: ClassVar[Display] = Display()
     not_planned: ClassVar[str] = ""
+    judges_prompts: ClassVar[bool] = False
 
     def check(self, config: Any) -> None:
         """Refuses what does not go together; called when a config is made.

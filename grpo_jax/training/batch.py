@@ -95,6 +95,7 @@ def make_batch(
     pictures: Pictures | PictureStates | None = None,
     mesh: jax.sharding.Mesh | None = None,
     answers: Any = None,
+    kept: int = 0,
 ) -> Batch:
     """What is learned from, on the policy's devices.
 
@@ -110,6 +111,8 @@ def make_batch(
         pictures: What the prompts show, as `Batch` has it.
         mesh: The policy's devices where they are several.
         answers: Pictures [P, G, I, ..] among the samples' tokens, or None.
+        kept: The last completions of each group that nobody wrote (sampling.keep_prompt): they have no token to learn
+            from, and their rewards count as the others' do.
     """
     device = next(iter(objectives.rewards.devices()))
     written = samples.mask
@@ -146,7 +149,9 @@ def make_batch(
         advantages = estimate_turn_advantages(returns, batch.turn, mask, algorithm, objectives.weights)
         batch = batch._replace(advantages=advantages)
     else:
-        batch = batch._replace(advantages=estimate_advantages(rewards, mask, algorithm, objectives.weights))
+        # What nobody wrote has a vote where advantages are whitened, by tokens that of one.
+        votes = mask.at[:, mask.shape[1] - kept :, 0].set(True) if kept else mask
+        batch = batch._replace(advantages=estimate_advantages(rewards, votes, algorithm, objectives.weights))
     if batch.present is not None:  # a completion that nothing is learned from is not read either
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
     if answers is None:  # among pictures a row holds one completion

@@ -4,11 +4,14 @@ import json
 import sys
 import types
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from grpo_jax.errors import UserError
 from grpo_jax.reports.writers import JsonLines, open_writers
 from grpo_jax.runs.directory import RunDirectory
+from grpo_jax.tasks.display import GalleryEntry
 
 
 def test_rows_are_strict_json(tmp_path):
@@ -93,3 +96,48 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
     with pytest.raises(UserError, match=r"wandb does not start \(api_key not configured\); run `wandb login`"):
         open_writers(run, ["wandb"])
+
+
+def gallery():
+    pictures = [np.full((4, 6, 3), value, np.uint8) for value in (10, 200)]
+    return [GalleryEntry("a dog", "a brown dog", *pictures, {}), GalleryEntry("a text", "another", None, None, {})]
+
+
+def test_tensorboard_shows_the_gallery(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = RunDirectory.open(tmp_path / "run")
+    (lines, board), _ = open_writers(run, ["tensorboard"])
+    lines.close()
+    board.write(7, {"loss": 1.0})
+    board.finish({}, [], gallery())
+    board.close()
+    found = EventAccumulator(str(run.tensorboard))
+    found.Reload()
+    assert found.Tags()["images"] == ["gallery/000/before", "gallery/000/after"]
+    (event,) = found.Images("gallery/000/after")
+    assert (event.step, event.width, event.height) == (7, 6, 4)
+    (run.path / "after.png").write_bytes(event.encoded_image_string)
+    assert np.asarray(Image.open(run.path / "after.png")).tolist() == gallery()[0].after.tolist()
+
+
+def test_wandb_gets_completions_and_pictures(tmp_path, monkeypatch):
+    """By wandb itself, which writes to the disk where it is offline."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = RunDirectory.open(tmp_path / "run")
+    lines, writer = open_writers(run, ["wandb"])[0]
+    lines.close()
+    columns = {"completion": ["a", "b"], "reward/x": np.array([0.5, 1.0], np.float32), "pictures": [[b"1"], [b"2"]]}
+    writer.completions(1, columns)
+    writer.write(1, {"loss": 1.0})
+    writer.finish({"reward": 1.0}, [], gallery())
+    writer.close()
+    (media,) = (run.path / "wandb").glob("offline-run-*/files/media")
+    (table,) = media.glob("table/completions*.json")
+    found = json.loads(table.read_text())
+    assert found["columns"] == ["completion", "reward/x"] and found["data"] == [["a", 0.5], ["b", 1.0]]
+    (table,) = media.glob("table/table/gallery*.json")
+    rows = json.loads(table.read_text())["data"]
+    assert [row[:2] for row in rows] == [["a dog", "a brown dog"], ["a text", "another"]]
+    assert [row[2:] for row in rows] == [["Image", "Image"], [None, None]]  # the pictures are in its artifact

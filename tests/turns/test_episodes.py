@@ -19,6 +19,7 @@ from grpo_jax.rollout.episodes import Answer
 from grpo_jax.rollout.inputs.encoding import Encoded
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.sampling.episodes import make_episode_sampler
+from grpo_jax.sampling.stopping import stop_table
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_turn_objectives, teaching_groups
@@ -77,13 +78,13 @@ def environment(respond=told, *, lenient=False, rewards=None, turns=TURNS, say=s
         score=score,
         reward_names=tuple(rewards or ("length", "high")),
         watch_names=(),
-        answering=Answering(turns, respond, say, STREAM, PAD, lenient, **more),
+        answering=Answering(turns, respond, say, STREAM, PAD, lenient, ENDS, **more),
     )
 
 
-def sampler(allowed=None):
+def sampler(allowed=None, **more):
     params = SamplingParams(GROUP, STEPS, 1.0)
-    return make_episode_sampler(tiny("llama").policy, params, eos_ids=ENDS, pad_id=PAD, allowed_tokens=allowed)
+    return make_episode_sampler(tiny("llama").policy, params, eos_ids=ENDS, pad_id=PAD, allowed_tokens=allowed, **more)
 
 
 SAMPLER = sampler()
@@ -148,6 +149,26 @@ def test_a_stream_is_the_episode_without_holes(rollout):
         counts.add(len(episode.turns))
         assert episode.last.answer is None if len(episode.turns) == TURNS else episode.last.answer.done
     assert counts == {1, 2, 3}
+
+
+def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark():
+    """It was not written, and the chat template has it; the turn is none that was cut off all the same."""
+    pieces = [f" {token}".encode() for token in range(64)]
+    rollout = play(sampler=sampler(stops=stop_table([" 1", " 2"], pieces, pieces)))
+    stopped = 0
+    for p, g in np.ndindex(4, GROUP):
+        episode, expected = rollout.episodes[p][g], []
+        for turn in episode.turns:
+            written = words(turn.written)
+            ended = written[-1] in ENDS
+            assert turn.truncated == (len(written) == STEPS and not ended and str(written[-1])[0] not in "12")
+            assert not any(str(token)[0] in "12" for token in written[:-1])
+            expected += written
+            if turn is not episode.last:
+                expected += say(turn.answer, ended, ())
+                stopped += not ended and not turn.truncated
+        assert rollout.samples.tokens[p, g][rollout.samples.present[p, g]].tolist() == expected
+    assert stopped > 3
 
 
 def test_rewards_come_of_each_turn(rollout):

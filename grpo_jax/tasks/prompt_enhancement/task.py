@@ -25,6 +25,7 @@ class PromptEnhancement(PictureTask):
     """Rewrites prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
 
     default_config: ClassVar[str | None] = "prompt_enhancement_miniature"
+    judges_prompts: ClassVar[bool] = True
     renamed: ClassVar[Mapping[str, str]] = {
         "renderer": "judges.renderer",
         "scorer.watch_model": 'a judge of its own, judges.NAME.model, and "alignment@NAME" in watch',

@@ -1,0 +1,103 @@
+"""README.md of a trained policy's folder: what it was trained on and for, and what that changed; nobody's paths."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.config.build import to_dict
+from grpo_jax.tasks.display import Display, of_turns
+
+_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(config: Any, summary: Mapping[str, Any], display: Display = Display()) -> str:
+    """The card in Markdown, with the front matter that the Hugging Face hub reads.
+
+    Args:
+        config: Of a language run.
+        summary: What summary.json holds.
+        display: How the task's measures are shown.
+    """
+    import yaml
+
+    base, task = config.policy.path, _public(to_dict(config)["task"]["kind"])
+    algorithm = config.algorithm
+    tags = ["grpo_jax", "reinforcement-learning", algorithm.advantage, algorithm.preset]
+    front: dict[str, Any] = {"library_name": "transformers", "tags": list(dict.fromkeys(tags))}
+    if _is_hub_id(base):
+        front["base_model"] = base
+    adapted = f", LoRA of rank {config.policy.lora.rank} merged into it" if config.policy.lora.used else ""
+    facts = {
+        "Task": task,
+        "Base policy": f"{base if _is_hub_id(base) else _public(base)}{adapted}",
+        "Prompts": _public(config.data.prompts or "the task's own"),
+        "Rewards": _rewards(config),
+        "Judges": ", ".join(f"{name}: {_public(kind)}" for name, kind in _judges(config)) or "none",
+        "Advantages and loss": f"{algorithm.advantage}, {algorithm.preset}",
+        "Iterations": f"{summary['iterations']} of {config.training.prompts_per_batch} prompts with "
+        f"{config.sampling.group_size} completions each",
+        "Seed": str(summary.get("seed", config.seed)),
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# A policy trained with grpo_jax: {task}",
+        "\n".join(f"- **{name}**: {_cell(value)}" for name, value in facts.items()),
+        f"## Measures\n\n{_measures(summary, display)}",
+        f"## Versions\n\n{_table(('package', 'version'), summary.get('versions', {}).items())}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rewards(config: Any) -> str:
+    """As the config has them; conditions among them."""
+
+    def told(reward: Any) -> str:
+        text = f"{reward.label} (weight {reward.weight:g})"
+        waits = reward.condition_on not in (None, "none")
+        return f"{text}, where {reward.condition_on} ≥ {reward.threshold:g}" if waits else text
+
+    return ", ".join(map(told, config.rewards)) or "the task's own"
+
+
+def _judges(config: Any) -> list[tuple[str, str]]:
+    return [(name, judge["kind"]) for name, judge in to_dict(config)["judges"].items()]
+
+
+def _measures(summary: Mapping[str, Any], display: Display) -> str:
+    evaluation = summary.get("evaluation", {})
+    if not evaluation:
+        return "No prompts were held out: nothing was measured before and after training."
+
+    def value(name: str, number: float | None) -> str:
+        known = number is not None and math.isfinite(number)
+        return f"{number:.{display.digits_of(name)}f}" if known else "–"
+
+    rows = [
+        (name, *(value(name, values.get(when)) for when in ("before", "after")))
+        for name, values in evaluation.items()
+        if not of_turns(name, evaluation)
+    ]
+    about = f"Of {summary['prompts']} held-out prompts, greedy, before and after training; `total` is maximised."
+    return f"{about}\n\n{_table(('measure', 'before', 'after'), rows)}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(str(cell)) for cell in line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _is_hub_id(name: str) -> bool:
+    return bool(_HUB.fullmatch(name)) and not name.startswith(".") and not Path(name).exists()
+
+
+def _public(name: str) -> str:
+    """A name without the folders that it lies in: of a path its end, of "file.py:Name" too; others as they are."""
+    return re.sub(r".*[/\\](?=[^/\\])", "", name)

@@ -1,0 +1,116 @@
+"""The unchanged prompt as completions of its group: its rewards count, and nothing is trained on it."""
+
+import jax
+import numpy as np
+import pyarrow.parquet
+import pytest
+import yaml
+from support.text_task import ROOT, rewriting, rows, steered_run
+
+from grpo_jax.config import make_config
+from grpo_jax.errors import UserError
+from grpo_jax.runs.iteration import batch_of, make_learner, sample_batch
+from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.policy import run_config
+
+KEPT, GROUP = 2, 4
+
+
+@pytest.fixture(scope="module")
+def values(place):
+    return rewriting(place)
+
+
+def parts_of(values, **sections):
+    config = make_config({**values, **sections})
+    return load_parts(config, lambda *_: None)
+
+
+def advantages_of(rewards, written):
+    """GDPO of rewards [P, G, N] of weights 1 and 0.5; all have a vote, the first `written` of a group are trained."""
+    apart = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+    summed = apart @ np.array([1.0, 0.5])
+    return ((summed - summed.mean()) / (summed.std(ddof=1) + 1e-4))[:, :written]
+
+
+@pytest.fixture
+def judge(monkeypatch, tmp_path):
+    monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
+
+
+def updated(parts, batch):
+    """Parameters after one update, and its loss."""
+    learner = make_learner(parts)
+    state, report = learner.update(learner.start(parts.policy.variables), batch, jax.random.key(0))
+    return jax.device_get(state.variables["params"]), float(report["loss"])
+
+
+def test_the_update_is_that_of_groups_with_the_prompt_in_masked_rows(values, judge):
+    """Against whole groups that were sampled, their last rows replaced by hand."""
+    kept = parts_of(values, sampling=values["sampling"] | {"keep_prompt": KEPT})
+    judged = sample_batch(kept, kept.policy.variables, 0, 0)
+    batch = batch_of(kept, judged)
+    whole = parts_of(values)
+    sampled = sample_batch(whole, whole.policy.variables, 0, 0)
+    written = GROUP - KEPT
+    texts, prompts = judged.rollout.texts, [row.prompt for row in judged.rollout.rows]
+    assert [group[:written] for group in texts] == [group[:written] for group in sampled.rollout.texts]
+    assert [group[written:] for group in texts] == [[prompt] * KEPT for prompt in prompts]
+
+    wishes = [row.columns["wish"] for row in judged.rollout.rows]
+    letters = [
+        [sum(c.isalpha() for c in text) / 8 + text.count(wish) for text in group]
+        for group, wish in zip(texts, wishes, strict=True)
+    ]
+    rewards = np.stack([letters, [[-len(text) / 10 for text in group] for group in texts]], axis=-1)
+    np.testing.assert_allclose(judged.rollout.judgement.rewards, rewards, rtol=1e-6)
+    np.testing.assert_allclose(batch.advantages[:, :written], advantages_of(rewards, written), atol=1e-5)
+    alone = advantages_of(rewards[:, :written], written)
+    assert np.abs(batch.advantages[:, :written] - alone).max() > 0.1  # the prompt's rewards matter
+
+    start = jax.device_get(whole.policy.variables["params"])
+    mask = np.array(sampled.rollout.samples.mask)
+    mask[:, written:] = False
+    by_hand = sampled.rollout._replace(samples=sampled.rollout.samples._replace(mask=mask))
+    expected = batch_of(whole, sampled._replace(rollout=by_hand))._replace(advantages=batch.advantages)
+    (came, loss), (wanted, wanted_loss) = updated(kept, batch), updated(whole, expected)
+    assert loss == pytest.approx(wanted_loss, abs=1e-6)
+    moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), came, start)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), came, wanted)
+
+
+def test_a_run_tells_what_was_written_and_what_was_kept(place):
+    run = steered_run(place)
+    section, (row,) = run_config(run).sampling, rows(run)
+    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pylist()
+    own = [entry for entry in table if not entry["kept_prompt"]]
+    others = [entry for entry in table if entry["kept_prompt"]]
+    assert len(own) == 4 * section.written_completions and len(others) == 4 * section.keep_prompt
+    assert all(entry["text"] == entry["prompt"] and entry["length"] == 0 and entry["usable"] for entry in others)
+    assert row["reward/letters/mean"] == pytest.approx(np.mean([entry["reward/letters"] for entry in own]))
+    assert row["completion_tokens"] == np.mean([entry["length"] for entry in own]) > 0
+    totals = [entry["reward/letters"] + 0.5 * entry["reward/brief"] for entry in others]
+    assert row["kept_prompt/total/mean"] == pytest.approx(np.mean(totals), rel=1e-6)
+    assert row["unchanged"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "text"}, "0 with this task, in which an unchanged prompt is no answer, got 2"),
+        ({"sampling": {"keep_prompt": 4, "group_size": 4}}, r"a number in \[0, group_size - 1 = 3\]"),
+        ({"sampling": {"keep_prompt": 2, "turns": 2}}, "0 with sampling.turns above 1"),
+        ({"algorithm": {"advantage": "gae"}}, "0 with advantage 'gae', which compares no groups"),
+    ],
+)
+def test_where_it_means_nothing_it_is_refused(values, changes, message):
+    values = {**values, "sampling": {"keep_prompt": 2}, **changes}
+    with pytest.raises(UserError, match=f"sampling.keep_prompt: expected {message}"):
+        make_config(values)
+
+
+def test_the_shipped_task_that_rewrites_prompts_takes_it():
+    values = yaml.safe_load((ROOT / "configs" / "prompt_enhancement_miniature.yaml").read_text())
+    values["sampling"] = values.get("sampling", {}) | {"keep_prompt": 2}
+    assert make_config(values).sampling.written_completions == make_config(values).sampling.group_size - 2

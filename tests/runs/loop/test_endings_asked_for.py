@@ -1,0 +1,172 @@
+"""Who is told of a run and may stop it, and a run that ends early: the same however often it is stopped on the way."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import yaml
+from support.text_task import rows
+
+from grpo_jax.config import make_config
+from grpo_jax.errors import UserError
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.loop.callbacks import Callbacks, Moment
+from grpo_jax.runs.loop.early_stopping import Waited, after_validation, reason_to_end
+from grpo_jax.train import run
+
+STEPS = 4  # of six: nothing exceeds the first validation by so much, and three more are waited for
+
+
+@pytest.fixture(scope="module")
+def config(place):
+    values = yaml.safe_load(place.config.read_text())
+    values["algorithm"] = {}
+    values["training"] = {"prompts_per_batch": 4, "max_steps": 6, "save_every": 2}
+    values["training"] |= {"early_stopping_patience": 3, "early_stopping_threshold": 1e3}
+    values["training"] |= {"early_stopping_metric": "letters"}
+    values["evaluation"] = {"every": 1, "sampled": False, "gallery": 0}
+    return make_config(values)
+
+
+def go(config, folder, **more):
+    """The run in this process; with the changes of `training` that a resume may make."""
+    training = dataclasses.replace(config.training, **more.pop("training", {}))
+    resume = (folder / "config.yaml").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE_RUN", str(folder))
+        return run(dataclasses.replace(config, run_dir=str(folder), resume=resume, training=training), **more)
+
+
+@pytest.fixture(scope="module")
+def told(config, tmp_path_factory):
+    """A run that nobody stopped, what it returned, and what its callbacks were told, in order."""
+    folder, moments = tmp_path_factory.mktemp("told") / "run", []
+
+    def take(name):
+        def callback(moment):
+            if moment.checkpoint is not None:
+                assert moment.checkpoint.is_dir()
+                with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
+                    assert checkpoints.read_meta(moment.step)["step"] == moment.step
+            moments.append((name, moment))
+
+        return callback
+
+    names = Callbacks._fields
+    return folder, go(config, folder, **{name: take(name) for name in names}), moments
+
+
+def test_callbacks_are_told_in_order_and_what_metrics_jsonl_says(told):
+    folder, _, moments = told
+    expected = []
+    for step in range(1, STEPS + 1):
+        expected += [("on_iteration", step), ("on_validation", step)]
+        expected += [("on_checkpoint", step)] if step % 2 == 0 else []
+    assert [(name, moment.step) for name, moment in moments] == expected
+    written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [moment.metrics for name, moment in moments if name == "on_iteration"] == written
+    validated = [moment.metrics for name, moment in moments if name == "on_validation"]
+    assert all(metrics.items() <= row.items() for metrics, row in zip(validated, written, strict=True))
+    assert {"validation/score", "validation/letters"} < validated[0].keys()
+    assert all(moment.iterations == 6 and moment.run_dir == folder for _, moment in moments)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        moments[0][1].step = 7
+
+
+def test_early_stopping_ends_a_run_with_all_that_an_end_has(told):
+    folder, summary, _ = told
+    first = rows(folder)[0]["validation/letters"]
+    reason = f"validation/letters has not exceeded {first:.4g}, of iteration 1, in 3 validations"
+    assert summary["early_stopping"] == reason and not summary["stopped"] and summary["iterations"] == STEPS
+    assert f"early stopping after iteration {STEPS}: {reason}" in (folder / "train.log").read_text()
+    assert json.loads((folder / "summary.json").read_text())["reward"] == summary["reward"]
+    assert (folder / "policy" / "model.safetensors").exists() and (folder / "report.html").exists()
+
+
+def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp_path, capsys):
+    folder = tmp_path / "run"
+
+    def tire(moment):
+        raise RuntimeError("tired")
+
+    with pytest.raises(UserError, match=r"on_iteration: RuntimeError: tired\. Saved after iteration 1; mend it"):
+        go(config, folder, on_iteration=tire)
+    summary = go(config, folder, on_validation=lambda moment: np.bool_(moment.step == 2))
+    assert summary == {"stopped": True, "iteration": 2}
+    assert "on_validation asks to stop" in capsys.readouterr().out
+    assert go(config, folder, training={"max_hours": 1e-9}) == {"stopped": True, "iteration": 3}
+    assert "training.max_hours = 1e-09 are over\nstopped and saved after iteration 3" in capsys.readouterr().out
+    ended = go(config, folder, on_iteration=lambda moment: True)  # of the last iteration: nothing is left to stop
+    other, expected, _ = told
+    assert not ended["stopped"] and ended["early_stopping"] == expected["early_stopping"]
+    assert rows(folder) == rows(other) and ended["evaluation"] == expected["evaluation"]
+    weights = "policy/model.safetensors"
+    assert (folder / weights).read_bytes() == (other / weights).read_bytes()
+
+    again = go(config, folder)  # it is over: nothing is trained
+    assert again["iterations"] == STEPS and rows(folder) == rows(other)
+    further = go(config, folder, training={"early_stopping_patience": 4})
+    assert further["iterations"] == STEPS + 1 and rows(folder)[:STEPS] == rows(other)
+
+
+def test_the_policys_card_says_what_it_is(told, place):
+    folder, summary, _ = told
+    card = (folder / "policy" / "README.md").read_text()
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "transformers",
+        "tags": ["grpo_jax", "reinforcement-learning", "gdpo", "grpo"],
+    }
+    assert str(place.folder) not in card and "/" not in body.replace("https://", "")
+    assert "**Task**: text" in body and "**Base policy**: policy" in body and "**Prompts**: prompts.jsonl" in body
+    assert "**Rewards**: letters (weight 1), brief (weight 0.5)" in body
+    assert f"**Iterations**: {STEPS} of 4 prompts with 4 completions each" in body
+    for name in ("letters", "brief", "total"):
+        values = summary["evaluation"][name]
+        assert f"| {name} | {values['before']:.3f} | {values['after']:.3f} |" in body
+    assert f"| jax | {summary['versions']['jax']} |" in body
+
+
+def test_waiting_counts_what_is_no_better():
+    training = make_config(
+        task="text", training={"early_stopping_patience": 2, "early_stopping_threshold": 0.1}
+    ).training
+    waited, ended = Waited(), []
+    for iteration, score in enumerate([1.0, 1.05, 1.2, float("nan"), 1.25, 1.31], 1):
+        waited = after_validation(waited, {"score": score}, iteration, training)
+        ended.append((waited.best, waited.validations, bool(reason_to_end(waited, training))))
+    assert ended == [
+        *((1.0, 0, False), (1.0, 1, False), (1.2, 0, False)),
+        *((1.2, 1, False), (1.2, 2, True), (1.31, 0, False)),  # a missing score is no better
+    ]
+    missing = after_validation(Waited(), {}, 1, training)
+    assert "was missing in 2 validations" in reason_to_end(after_validation(missing, {}, 2, training), training)
+
+
+@pytest.mark.parametrize("answer", [1, "stop", []])
+def test_what_a_callback_returns_is_true_false_or_nothing(answer, tmp_path):
+    callbacks = Callbacks(on_iteration=lambda moment: answer)
+    with pytest.raises(UserError, match="on_iteration: expected it to return True to stop, else False or None"):
+        callbacks.ask("on_iteration", Moment(1, 2, {}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluation": {"every": 0}}, "early_stopping_patience: expected 0 with evaluation.every 0"),
+        ({"data": {"held_out": 0}}, "early_stopping_patience: expected 0, for there are no validation prompts"),
+        (
+            {"training": {"early_stopping_metric": "lettres"}},
+            "early_stopping_metric: expected one of score, letters, brief",
+        ),
+        ({"training": {"max_hours": -1}}, "max_hours: expected a number >= 0"),
+    ],
+)
+def test_settings_that_make_no_sense(place, changes, message, tmp_path):
+    values = yaml.safe_load(place.config.read_text()) | {"run_dir": str(tmp_path / "run")}
+    values["training"] = {"prompts_per_batch": 4, "early_stopping_patience": 2} | changes.get("training", {})
+    for name in ("evaluation", "data"):
+        values[name] |= changes.get(name, {})
+    with pytest.raises(UserError, match=f"training.{message}"):
+        run(make_config(values))

@@ -1,0 +1,133 @@
+"""Several completions of each held-out prompt: mean@k, pass@k and their intervals, as formulas and in a run."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from support.text_task import steered_run
+
+from grpo_jax import evaluate
+from grpo_jax.config import make_config
+from grpo_jax.core.repeated import mean_interval, pass_at_k
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.rollout import collect
+from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.policy import run_config
+
+COUNT, LOW = 6, 0.375
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_all_draws_of_k_that_hold_a_pass(k):
+    """Over every subset of k of n completions, by hand."""
+    passed = np.array([0, 1, 3, 5])
+    draws = [list(itertools.combinations([number < c for number in range(5)], k)) for c in passed]
+    np.testing.assert_allclose(
+        pass_at_k(passed, np.full(4, 5), k), [np.mean([any(d) for d in all_of]) for all_of in draws]
+    )
+
+
+def test_pass_at_k_of_many_completions_is_finite_and_of_too_few_there_is_none():
+    came = pass_at_k(np.array([3, 2, 0]), np.array([4000, 2, 0]), 100)
+    assert came[0] == pytest.approx(1 - math.comb(3997, 100) / math.comb(4000, 100), rel=1e-9)
+    assert np.isnan(came[1:]).all()
+    with pytest.raises(ValueError, match="at most judged"):
+        pass_at_k(np.array([2]), np.array([1]), 1)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        pass_at_k(np.array([1]), np.array([1]), 0)
+
+
+def test_intervals_hold_the_mean_as_often_as_they_say():
+    rng = np.random.default_rng(0)
+    found = [mean_interval(rng.exponential(size=200)) for _ in range(1000)]
+    assert 0.93 < np.mean([interval.low < 1 < interval.high for interval in found]) < 0.97
+    assert mean_interval(np.array([2.0, np.nan]))[:1] == (2.0,) and np.isnan(mean_interval(np.array([2.0, np.nan])).low)
+    assert np.isnan(mean_interval(np.array([np.nan]))).all()
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    return steered_run(place)
+
+
+def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
+    """Drawn and judged again by hand, with the settings of the evaluation and not of training."""
+    monkeypatch.setenv("JUDGE_RUN", str(run))
+    config = run_config(run)
+    by_hand = dataclasses.replace(config.sampling, group_size=COUNT, keep_prompt=0, temperature=0.7, top_k=50)
+    parts = load_parts(dataclasses.replace(config, sampling=by_hand), lambda *_: None)
+    rollout = collect(
+        *(parts.environment, parts.samplers.training, parts.policy.variables, parts.test_rows),
+        key=parts.key,
+        iteration=0,
+        evaluation=True,
+    )
+    letters, brief = np.moveaxis(rollout.judgement.rewards.astype(float), -1, 0)
+    summary = json.loads((run / "summary.json").read_text())
+    samples, measures = summary["samples"], summary["samples"]["measures"]
+    assert (samples["k"], samples["temperature"], samples["top_k"], samples["threshold"]) == (COUNT, 0.7, 50, LOW)
+    assert list(measures) == ["letters", "brief", "total"] and list(measures["total"]) == [f"mean@{COUNT}"]
+    assert list(measures["letters"]) == [f"mean@{COUNT}", "pass@1", "pass@2", "pass@4", f"pass@{COUNT}"]
+    for name, drawn in (("letters", letters), ("brief", brief), ("total", letters + 0.5 * brief)):
+        mean, low, high = measures[name][f"mean@{COUNT}"]["before"]
+        assert mean == pytest.approx(drawn.mean(), rel=1e-5)
+        assert mean == pytest.approx(summary["evaluation"][name]["before_sampled"], rel=1e-5)
+        half = 1.96 * drawn.mean(1).std(ddof=1) / np.sqrt(len(drawn))
+        assert (low, high) == pytest.approx((mean - half, mean + half), abs=1e-4)
+    shares = [
+        values
+        for name in ("letters", "brief")
+        for key, when in measures[name].items()
+        if key.startswith("pass")
+        for values in when.values()
+    ]
+    assert all(0 <= low <= share <= high <= 1 for share, low, high in shares)
+    passes = (letters >= LOW).sum(1)
+    assert 0 < passes.sum() < letters.size
+    assert measures["letters"]["pass@1"]["before"][0] == pytest.approx(passes.mean() / COUNT)
+    pairs = [1 - math.comb(COUNT - int(c), 2) / math.comb(COUNT, 2) for c in passes]
+    assert measures["letters"]["pass@2"]["before"][0] == pytest.approx(np.mean(pairs))
+    assert measures["letters"][f"pass@{COUNT}"]["before"][0] == pytest.approx((passes > 0).mean())
+    assert measures["letters"]["pass@1"]["after"] != measures["letters"]["pass@1"]["before"]
+
+
+def test_terminal_and_report_show_them(run):
+    before, after = (
+        json.loads((run / "summary.json").read_text())["samples"]["measures"]["letters"]["pass@2"][when]
+        for when in ("before", "after")
+    )
+    told = "{:.3f} [{:.3f}, {:.3f}]"
+    log, page = (run / "train.log").read_text(), (run / "report.html").read_text()
+    (line,) = [line for line in log.splitlines() if line.split()[:2] == ["letters", "pass@2"]]
+    assert told.format(*before) in line and line.endswith(told.format(*after))
+    assert f"<td>{told.format(*after)}</td>" in page and f"{COUNT} completions of each held-out prompt" in page
+
+
+def test_evaluate_takes_other_settings(run, capsys, monkeypatch):
+    monkeypatch.setenv("JUDGE_RUN", str(run))
+    assert evaluate.main(["--run", str(run), "--json"]) == 0
+    found, summary = json.loads(capsys.readouterr().out), json.loads((run / "summary.json").read_text())
+    for name, statistics in found["samples"]["measures"].items():
+        for statistic, values in statistics.items():
+            assert values["final"] == summary["samples"]["measures"][name][statistic]["after"]
+    assert evaluate.main(["--run", str(run), "--samples", "2", "--temperature", "1.5"]) == 0
+    told = capsys.readouterr().out
+    assert "2 completions of each held-out prompt at temperature 1.5." in told and "pass@2" in told
+    assert "pass@4" not in told
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"samples": 4, "sampled": False}, "samples: expected 1 with evaluation.sampled false, got 4"),
+        ({"samples": 0}, "samples: expected a number >= 1"),
+        ({"temperature": 0}, "temperature: expected null or a number > 0"),
+        ({"top_p": 0}, r"top_p: expected null or a number in \(0, 1\]"),
+    ],
+)
+def test_settings_that_make_no_sense(section, message):
+    with pytest.raises(UserError, match=f"evaluation.{message}"):
+        make_config(task="text", evaluation=section)

@@ -56,7 +56,7 @@ def _rewards(config: Any) -> str:
     """As the config has them; conditions among them."""
 
     def told(reward: Any) -> str:
-        text = f"{reward.label} (weight {reward.weight:g})"
+        text = f"{reward.called} (weight {reward.weight:g})"
         waits = reward.condition_on not in (None, "none")
         return f"{text}, where {reward.condition_on} ≥ {reward.threshold:g}" if waits else text
 

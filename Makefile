@@ -17,7 +17,7 @@ train: $(VENV)/.installed
 	$(BIN)/python -m grpo_jax.train $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-install:
 	$(PYTHON) scripts/test_install.py $(ARGS)

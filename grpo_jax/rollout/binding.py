@@ -236,8 +236,8 @@ def _find(
 def _refuse(name: str, source: Source, where: str) -> None:
     if os.path.isdir(name):
         raise UserError(
-            f"{where}: {said(name)} is a folder, and a reward is a function: write one that asks the model in it, and "
-            "name it as file.py:function (docs/rewards.md)"
+            f"{where}: {said(name)} is a folder: a reward model is a judge, --judges.NAME sequence_classification "
+            "--judges.NAME.path FOLDER, and NAME is the reward (docs/judges.md)"
         )
     measures = source.default_watch if where == "watch" else ()  # of those that follow a pattern, examples
     known = ", ".join(sorted({*source.rewards, *measures})) or "no reward of its own"

@@ -102,7 +102,7 @@ def test_rewards_are_named_by_plain_texts():
     [
         (
             ["{folder}"],
-            "rewards: {folder} is a folder, and a reward is a function: write one that asks",
+            "rewards: {folder} is a folder: a reward model is a judge, --judges.NAME sequence_classification",
         ),
         (["{own}:seen", "{own}:seen"], "rewards: expected each reward under another name .*give one a label"),
         ([{"name": "{own}:seen", "label": "total"}], "rewards.label: expected another name: the weighted sum has it"),

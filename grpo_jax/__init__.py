@@ -36,6 +36,7 @@ _PUBLIC = {
     "rollout.episodes": ("Answer", "Episode", "Turn"),
     "rollout.prompts": ("make_prompt_set",),
     "sampling.sampler": ("Samples", "make_sampler"),
+    "sampling.texts": ("generate",),
     "sampling.token_choice": ("SamplingParams",),
     "tasks.display": ("Chart", "Curve", "Display", "Findings", "Table"),
     "tasks.task": ("Setup", "Task", "World"),

@@ -1,0 +1,63 @@
+"""A policy asked in one call writes what transformers writes."""
+
+import jax
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.tiny_models import causal_lm  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from grpo_jax import generate, load_policy  # noqa: E402
+
+PROMPTS = ["What is rain?", "a red ring"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return causal_lm(tmp_path_factory.mktemp("texts") / "policy", seed=3)
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return load_policy(folder)
+
+
+def test_greedy_texts_are_those_of_transformers(policy, folder):
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    expected = []
+    for prompt in PROMPTS:
+        message = [{"role": "user", "content": prompt}]
+        asked = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.no_grad():
+            written = model.generate(
+                **asked, max_new_tokens=12, do_sample=False, eos_token_id=list(policy.eos_ids), pad_token_id=0
+            )
+        expected.append([tokenizer.decode(written[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)])
+    assert generate(policy, PROMPTS, max_new_tokens=12) == expected
+
+
+def test_completions_differ_by_seed_and_place(policy):
+    settings = {"completions": 3, "max_new_tokens": 12, "temperature": 1.0, "top_p": 0.99}
+    written = generate(policy, PROMPTS, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", None)  # nothing is made anew
+        assert generate(policy, PROMPTS, **settings) == written
+    assert [len(group) for group in written] == [3, 3] and len({text for group in written for text in group}) == 6
+    assert generate(policy, PROMPTS, seed=1, **settings) != written
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "error", "message"),
+    [
+        ("one text", {}, TypeError, "prompts: expected a list of texts, got one"),
+        ([], {}, ValueError, "prompts: expected at least one, got none"),
+        (PROMPTS, {"temperature": -1.0}, ValueError, "temperature"),
+        (PROMPTS, {"top": 3}, TypeError, "top"),
+    ],
+)
+def test_mistakes_are_told(policy, prompts, options, error, message):
+    with pytest.raises(error, match=message):
+        generate(policy, prompts, **options)

@@ -18,7 +18,7 @@ from grpo_jax.config.named import KEY, class_name, find_class
 from grpo_jax.config.reading import read_yaml, require_text
 from grpo_jax.errors import UserError, said, shown
 
-_LISTED = 130  # characters
+_LISTED = 155  # characters
 
 
 class Words(str):

@@ -14,9 +14,12 @@ from grpo_jax.rollout.data import SPLITS, PromptSet
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.tasks.picture_rewards import REWARDS, conditioned
 from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, split_counts
+from grpo_jax.tasks.prompt_enhancement.compositional import compositional_records
 from grpo_jax.tasks.rendering import make_render
 from grpo_jax.tasks.task import Setup, World, oracle_column
 
+COMPOSITIONAL = "compositional"
+"""As data.prompts: objects, counts, colours and places, with questions for a judge that sees."""
 DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("faithfulness", 0.5), RewardSection("length", 0.2))
 
 
@@ -46,6 +49,9 @@ class PromptEnhancement(PictureTask):
 
 
 def _prompts(config: Config) -> PromptSet:
+    if config.data.prompts == COMPOSITIONAL:
+        counts = split_counts(config)
+        return make_prompt_set(*map(compositional_records, SPLITS, counts))
     if config.data.prompts != MINIATURE:
         require(bool(config.data.prompts), "data.prompts", "a .jsonl or .txt file, or builtin", config.data.prompts)
         return prompts_of(config.data)

@@ -1,0 +1,59 @@
+"""Compositional prompts: every kind in every split, combinations apart, questions that say what the prompt says."""
+
+import pytest
+
+from grpo_jax.config.run import make_config
+from grpo_jax.tasks.prompt_enhancement.compositional import (
+    COLOURS,
+    KINDS,
+    OBJECTS,
+    compositional_records,
+    split_of,
+    wishes,
+)
+from grpo_jax.tasks.prompt_enhancement.task import _prompts
+
+SPLITS = ("train", "validation", "test")
+ALL = {split: compositional_records(split, 10**6) for split in SPLITS}
+
+
+def test_splits_share_no_prompt_and_no_combination():
+    combinations = {split: set() for split in SPLITS}
+    for wish in wishes():
+        if (split := split_of(wish)) is not None:
+            combinations[split].update(wish.combinations)
+    for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
+        assert not combinations[one] & combinations[other]
+        assert not {row["prompt"] for row in ALL[one]} & {row["prompt"] for row in ALL[other]}
+    assert min(map(len, combinations.values())) > 100
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_first_prompts_are_of_all_kinds(split):
+    few = compositional_records(split, 12)
+    assert few == ALL[split][:12] == compositional_records(split, 12)
+    expected = set(KINDS) if split == "train" else set(KINDS) - {"object"}
+    assert {row["kind"] for row in few} == expected
+    assert len({row["prompt"] for row in ALL[split]}) == len(ALL[split]) > 200
+
+
+@pytest.mark.parametrize("row", [row for split in SPLITS for row in ALL[split][:40]], ids=lambda row: row["prompt"])
+def test_questions_name_what_is_asked_for(row):
+    named = [name for name in OBJECTS if name in row["prompt"].split() or OBJECTS[name] in row["prompt"].split()]
+    asked = " ".join(row["questions"])
+    assert named and all(name in asked or OBJECTS[name] in asked for name in named)
+    assert all(word in asked for word in row["prompt"].split() if word in (*COLOURS, "two", "three", "four", "above"))
+    assert all(question.endswith("?") for question in row["questions"])
+
+
+def test_a_config_names_them():
+    sizes = {"prompts": 20, "validation_prompts": 10}
+    prompts = _prompts(make_config(task="prompt_enhancement", data={"prompts": "compositional"}, evaluation=sizes))
+    assert [len(part) for part in (prompts.train, prompts.validation, prompts.test)] == [2048, 10, 20]
+    assert prompts.test[0].prompt == ALL["test"][0]["prompt"]
+    assert prompts.test[0].columns["questions"] == ALL["test"][0]["questions"]
+
+
+def test_there_are_three_splits():
+    with pytest.raises(ValueError, match="split: expected"):
+        compositional_records("dev", 3)

@@ -73,7 +73,7 @@ class LanguagePolicy(NamedTuple):
 def load_policy(
     folder: str | Path, *, compute_dtype: str = "float32", remat: str = "products", vision: bool = False
 ) -> LanguagePolicy:
-    """Loads a Llama, Qwen2, Qwen2.5, Qwen3, GPT-2 or Qwen-VL folder.
+    """Loads a Llama, Mistral, Qwen2, Qwen2.5, Qwen3, GPT-2 or Qwen-VL folder.
 
     Args:
         folder: A local folder, or a hub id.

@@ -25,6 +25,7 @@ LLAMA = dict(
     num_attention_heads=4,
 )
 QWEN2 = LLAMA | dict(model_type="qwen2")
+MISTRAL = LLAMA | dict(model_type="mistral", num_key_value_heads=2)
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
 TOKENS = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
 
@@ -36,7 +37,7 @@ def without(fields, name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (LLAMA | dict(model_type="mamba"), "'llama', 'qwen2', .*'gpt2'.*mamba"),
+        (LLAMA | dict(model_type="mamba"), "'llama', 'mistral', 'qwen2', .*'gpt2'.*mamba"),
         (without(LLAMA, "model_type"), "model_type must be one of .* got None"),
         (without(LLAMA, "hidden_size"), "hidden_size"),
         (LLAMA | dict(hidden_act="relu2"), "relu2"),
@@ -69,6 +70,9 @@ def without(fields, name):
         (GPT2 | dict(vocab_size=10**12), "vocab_size: expected a whole number from 1 to 16777216, got 1000000000000"),
         (GPT2 | dict(scale_attn_weights="no"), "scale_attn_weights: expected true or false, got 'no'"),
         (LLAMA | dict(model_type=["llama"]), "model_type must be one of"),
+        (MISTRAL | dict(attention_bias=True), "attention_bias=True is not supported: Mistral has no biases"),
+        (MISTRAL | dict(mlp_bias=True), "mlp_bias"),
+        (MISTRAL | dict(layer_types=["full_attention", "sliding_attention"]), "layer_types=.* not supported"),
         (LLAMA | dict(num_hidden_layers=True), "num_hidden_layers: expected a whole number"),
         (LLAMA | dict(num_hidden_layers=-1), "num_hidden_layers: expected a whole number"),
         (LLAMA | dict(rms_norm_eps="small"), "rms_norm_eps: expected a finite number >= 0, got 'small'"),
@@ -117,6 +121,14 @@ def test_old_and_new_forms_of_config_json_read_the_same():
     new = LLAMA | dict(rope_parameters=yarn | dict(rope_type="yarn", rope_theta=1e5))
     assert read_config(old) == read_config(new)
     assert read_config(old).rope.attention_factor > 1
+
+
+def test_what_a_mistral_folder_leaves_out_is_as_transformers_has_it():
+    left_out = without(MISTRAL, "num_key_value_heads") | dict(num_attention_heads=16, hidden_size=64)
+    config = read_config(left_out)
+    assert (config.num_kv_heads, config.windows) == (8, (4096, 4096))
+    assert read_config(left_out | dict(sliding_window=None)).windows == (None, None)
+    assert read_config(left_out | dict(num_key_value_heads=None)).num_kv_heads == 16
 
 
 def test_names_that_transformers_also_takes_for_gpt2():

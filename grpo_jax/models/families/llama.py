@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3: RMS norms, rotations, a gated MLP."""
+"""Llama, Mistral, Qwen2 and Qwen3: RMS norms, rotations, a gated MLP."""
 
 from collections.abc import Callable
 

@@ -13,7 +13,7 @@ from grpo_jax.models.layers import ACTIVATIONS
 from grpo_jax.models.rope import SCALINGS, RopeConfig
 from grpo_jax.models.vision.config import VisionConfig
 
-TEXT_TYPES = ("llama", "qwen2", "qwen3")
+TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 _REQUIRED = (
@@ -50,6 +50,7 @@ _ROPE_KINDS = {
 }
 _DEFAULT_THETA = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5}
 _DEFAULT_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+_DEFAULTS = {"mistral": {"num_key_value_heads": 8, "sliding_window": 4096}}
 _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
 
 
@@ -175,7 +176,7 @@ def _first(value: Any, fallback: Any) -> Any:
 def _text_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """The language model's fields; vision models since transformers 4.52 nest them in text_config."""
     if model_type not in VISION_TYPES or not config.get("text_config"):
-        return dict(config)
+        return {**_DEFAULTS.get(model_type, {}), **config}
     fields = dict(config["text_config"])
     # Tying is decided at the top level; folders written before transformers 5 said it below.
     fields["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or fields.get("tie_word_embeddings"))
@@ -186,6 +187,8 @@ def _refuse_unsupported(fields: Mapping[str, Any], model_type: str) -> None:
     refuse_changed(fields, NEUTRAL, model_type)
     if model_type.startswith("qwen2") and fields.get("attention_bias") is False:
         raise ValueError("attention_bias=False is not supported: Qwen2 always has query, key, value biases")
+    if model_type == "mistral" and fields.get("attention_bias"):
+        raise ValueError("attention_bias=True is not supported: Mistral has no biases")
     if model_type != "llama" and fields.get("mlp_bias"):
         raise ValueError(f"mlp_bias=True is not supported for model_type {model_type!r}")
 
@@ -211,6 +214,11 @@ def _windows(fields: Mapping[str, Any], model_type: str) -> tuple[int | None, ..
         if window is not None or any(name != "full_attention" for name in types or ()):
             raise ValueError(f"sliding_window={window}, layer_types={shown(types)} not supported for {model_type!r}")
         return (None,) * layers
+    if model_type == "mistral":
+        kind = "full_attention" if window is None else "sliding_attention"
+        if types is not None and list(types) != [kind] * layers:
+            raise ValueError(f"sliding_window={window}, layer_types={shown(types)} not supported for {model_type!r}")
+        return (window,) * layers
     if not fields.get("use_sliding_window", False):
         window = None
     if types is None:

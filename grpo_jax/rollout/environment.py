@@ -82,10 +82,12 @@ def make_score(
                 columns["baseline_images"] = pictures.baseline_images
         if episodes is not None:
             columns["episodes"] = [episode for group_of in episodes for episode in group_of]
-        if tokens is not None:
-            columns["completion_ids"] = [ids for group_of in tokens for ids in group_of]
-        elif tokenize is not None:
-            columns["completion_ids"] = [tokenize(text) for text in completions]
+        written = [ids for group_of in tokens or [] for ids in group_of] or [[] for _ in completions]
+        if tokens is not None or tokenize is not None:  # what the policy did not write has no tokens of its own
+            columns["completion_ids"] = [
+                ids or ([] if tokenize is None else tokenize(text))
+                for ids, text in zip(written, completions, strict=True)
+            ]
         if columns_of is not None:
             columns |= columns_of(completions, columns)
         values = [

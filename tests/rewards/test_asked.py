@@ -94,6 +94,17 @@ def test_rewards_are_named_by_plain_texts():
     assert to_dict(make_config(task="text", rewards="b:g"))["rewards"][0]["name"] == "b:g"
 
 
+def test_a_text_that_the_policy_did_not_write_has_its_own_tokens():
+    """As where a group keeps the unchanged prompt."""
+
+    def count(completions, completion_ids, **columns):
+        return [len(ids) for ids in completion_ids]
+
+    score = make_score({"count": count}, {}, missing=False, tokenize=lambda text: list(text.encode()))
+    rewards, _ = score([Row(0, "abc", {})], [["x", "abc"]], None, tokens=[[[7], []]])
+    assert rewards[..., 0].tolist() == [[1, 3]]
+
+
 # mistakes
 
 

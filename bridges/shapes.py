@@ -8,20 +8,61 @@ from pathlib import Path
 
 import torch
 
+from bridges import bundled
 from bridges.loading import first_line, local_folder, quiet_loading
 from grpo_jax.errors import UserError
 
 MODELS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+PUBLISHED_PIPELINES: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
+    "stabilityai/stable-diffusion-3-medium-diffusers": (
+        {
+            "transformer": 2_084_951_104,
+            "vae": 83_819_683,
+            "text_encoder": 123_650_304,
+            "text_encoder_2": 694_659_840,
+            "text_encoder_3": 4_762_310_656,
+        },
+        (128, 256, 512, 512),
+        1024,
+    ),
+    "stabilityai/sdxl-turbo": (
+        {
+            "unet": 2_567_463_684,
+            "vae": 83_653_863,
+            "text_encoder": 123_060_480,
+            "text_encoder_2": 694_659_840,
+        },
+        (128, 256, 512, 512),
+        512,
+    ),
+    "black-forest-labs/FLUX.1-schnell": (
+        {
+            "transformer": 11_891_178_560,
+            "vae": 83_819_683,
+            "text_encoder": 123_060_480,
+            "text_encoder_2": 4_762_310_656,
+        },
+        (128, 256, 512, 512),
+        1024,
+    ),
+}
+"""Numbers in each model, widths of the VAE's blocks and edge of a picture, of pipelines on the hub."""
+
 
 def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
-    """Numbers in each model of a pipeline's folder, widths of its VAE's blocks, edge of its pictures.
+    """Numbers in each model of a pipeline, widths of its VAE's blocks, edge of its pictures.
+
+    Args:
+        path: a folder, a hub id of `PUBLISHED_PIPELINES`, or "miniature".
 
     Raises:
         UserError: there is no such folder, or a config in it is missing or of another kind.
     """
-    folder = local_folder(path)
+    if path in PUBLISHED_PIPELINES:
+        return PUBLISHED_PIPELINES[path]
+    folder = bundled(path, "renderer") or local_folder(path)
     if folder is None or not (folder / "model_index.json").is_file():
         raise UserError(f"renderer {path}: expected a folder with model_index.json and the components' config.json")
     index = _read(folder / "model_index.json")

@@ -118,17 +118,7 @@ def lesson(rng: np.random.Generator, wrong: dict[str, str]) -> tuple[str, str]:
                 if name in requested
                 else str(rng.choice(values))
             )
-    return world.phrase(rng, words), caption_of(said)
-
-
-def caption_of(words: dict[str, str]) -> str:
-    """The canonical form with what is missing left out."""
-    parts = ["a", *(words[k] for k in ("sharpness", "size", "colour", "shape") if k in words)]
-    if "position" in words:
-        parts.append(f"at the {words['position']}")
-    if "background" in words:
-        parts.append(f"on {words['background']}")
-    return " ".join(parts)
+    return world.phrase(rng, words), world.caption_of(said)
 
 
 def _write_untrained(folder: Path, seed: int) -> None:

@@ -297,6 +297,16 @@ def canonical_caption(scene: Scene) -> str:
     return CANONICAL_FORM.format(**{name: getattr(scene, name) for name in ATTRIBUTES})
 
 
+def caption_of(words: dict[str, str]) -> str:
+    """The canonical form with what is missing left out."""
+    parts = ["a", *(words[k] for k in ("sharpness", "size", "colour", "shape") if k in words)]
+    if "position" in words:
+        parts.append(f"at the {words['position']}")
+    if "background" in words:
+        parts.append(f"on {words['background']}")
+    return " ".join(parts)
+
+
 def complete(requested: dict[str, str]) -> Scene:
     """The scene that has the requested attributes, and the defaults for the rest."""
     words = {**DEFAULTS, **requested}

@@ -52,10 +52,10 @@ class HiddenLens:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the cache."""
-        from bridges import bundled, shapes
+        from bridges import shapes
 
-        sizes, _, _ = shapes.pipeline_sizes(str(bundled("miniature", "renderer")))
+        sizes, _, _ = shapes.pipeline_sizes("miniature")
         return [
-            ("pipeline", 4 * sum(sizes.values()), "float32"),
+            ("pipeline", shapes.ITEM_BYTES["float32"] * sum(sizes.values()), "float32"),
             ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
         ]

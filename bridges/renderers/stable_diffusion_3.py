@@ -7,21 +7,6 @@ from typing import Any, Literal
 
 from grpo_jax.config.fields import may_change, require
 
-PUBLISHED: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
-    "stabilityai/stable-diffusion-3-medium-diffusers": (
-        {
-            "transformer": 2_084_951_104,
-            "vae": 83_819_683,
-            "text_encoder": 123_650_304,
-            "text_encoder_2": 694_659_840,
-            "text_encoder_3": 4_762_310_656,
-        },
-        (128, 256, 512, 512),
-        1024,
-    ),
-}
-"""Numbers in each model, widths of the VAE's blocks and edge of a picture, of pipelines on the hub."""
-
 
 @dataclass(frozen=True)
 class StableDiffusion3:
@@ -90,10 +75,9 @@ class StableDiffusion3:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE."""
-        from bridges import bundled, shapes
+        from bridges import shapes
 
-        known = PUBLISHED.get(self.path) or shapes.pipeline_sizes(str(bundled(self.path, "renderer") or self.path))
-        sizes, widths, edge = known
+        sizes, widths, edge = shapes.pipeline_sizes(self.path)
         used = {name: size for name, size in sizes.items() if self.use_t5 or name != "text_encoder_3"}
         return shapes.renderer_memory(
             used,

@@ -7,30 +7,6 @@ from typing import Any, Literal
 
 from grpo_jax.config.fields import may_change, require
 
-PUBLISHED: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
-    "stabilityai/sdxl-turbo": (
-        {
-            "unet": 2_567_463_684,
-            "vae": 83_653_863,
-            "text_encoder": 123_060_480,
-            "text_encoder_2": 694_659_840,
-        },
-        (128, 256, 512, 512),
-        512,
-    ),
-    "black-forest-labs/FLUX.1-schnell": (
-        {
-            "transformer": 11_891_178_560,
-            "vae": 83_819_683,
-            "text_encoder": 123_060_480,
-            "text_encoder_2": 4_762_310_656,
-        },
-        (128, 256, 512, 512),
-        1024,
-    ),
-}
-"""Numbers in each model, widths of the VAE's blocks and edge of a picture, of pipelines on the hub."""
-
 
 @dataclass(frozen=True)
 class TextToImage:
@@ -131,10 +107,9 @@ class TextToImage:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE; LoRA weights are merged."""
-        from bridges import bundled, shapes
+        from bridges import shapes
 
-        known = PUBLISHED.get(self.path) or shapes.pipeline_sizes(str(bundled(self.path, "renderer") or self.path))
-        sizes, widths, edge = known
+        sizes, widths, edge = shapes.pipeline_sizes(self.path)
         return shapes.renderer_memory(
             sizes,
             widths,

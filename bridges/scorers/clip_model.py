@@ -66,4 +66,4 @@ class ClipModel:
         from bridges import shapes
 
         count = PUBLISHED.get(self.path) or shapes.model_size(self.path)
-        return [("CLIP", count * (4 if self.dtype == "float32" else 2), self.dtype), ("scoring", 2**28, "allowance")]
+        return [("CLIP", count * shapes.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]

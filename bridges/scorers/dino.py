@@ -50,4 +50,4 @@ class Dino:
         from bridges import shapes
 
         count = PUBLISHED.get(self.model) or shapes.model_size(self.model)
-        return [("DINO", count * (4 if self.dtype == "float32" else 2), self.dtype), ("scoring", 2**28, "allowance")]
+        return [("DINO", count * shapes.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]

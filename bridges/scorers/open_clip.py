@@ -58,4 +58,4 @@ class OpenClip:
         folder = bundled(self.model, "scorer")
         name = self.model if folder is None else f"local-dir:{folder}"
         count = PUBLISHED.get(name.replace("/", "-")) or shapes.clip_size(name)
-        return [("CLIP", count * (4 if self.dtype == "float32" else 2), self.dtype), ("scoring", 2**28, "allowance")]
+        return [("CLIP", count * shapes.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]

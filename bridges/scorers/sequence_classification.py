@@ -64,5 +64,5 @@ class SequenceClassification:
         from bridges import shapes
 
         size = shapes.model_size(self.path, "AutoModelForSequenceClassification")
-        weights = size * (4 if self.dtype == "float32" else 2)
+        weights = size * shapes.ITEM_BYTES[self.dtype]
         return [("reward model", weights, self.dtype), ("scoring", 2**29, "allowance")]

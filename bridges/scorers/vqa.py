@@ -66,5 +66,5 @@ class Vqa:
         from bridges import shapes
 
         size = shapes.model_size(self.path, "AutoModelForImageTextToText")
-        weights = size * (4 if self.dtype == "float32" else 2)
+        weights = size * shapes.ITEM_BYTES[self.dtype]
         return [("model", weights, self.dtype), ("looking", 2**30, "allowance")]

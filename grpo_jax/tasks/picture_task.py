@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_jax.config.fields import require
+from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
+from grpo_jax.rollout.data import SPLITS, PromptSet
+from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.texts import Reading
 from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.picture_rewards import conditioned
@@ -17,6 +20,9 @@ from grpo_jax.tasks.task import Task
 MINIATURE = "miniature"
 """As data.prompts: those of the small world that ships with the package."""
 TRAINING_PROMPTS, TEST_PROMPTS = 2048, 256
+
+Maker = Callable[[str, int], Iterable[Mapping[str, Any]]]
+"""(split, how many) → records."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,29 @@ class PictureTask(Task):
         """The prompt that a completion makes."""
         form = config.data.form
         return lambda written, prompt: parse_rewrite(written, form, prompt)
+
+
+def picture_prompts(config: Config, makers: Mapping[str, Maker], files: str) -> PromptSet:
+    """The prompts that data.prompts names: what a maker of that name makes of each split and its size, or files.
+
+    Args:
+        config: The run's.
+        makers: By name.
+        files: What else may be named, for who names nothing.
+
+    Raises:
+        UserError: Nothing is named, or it cannot be read.
+    """
+    name = config.data.prompts
+    if name not in makers:
+        require(bool(name), "data.prompts", files, name)
+        return prompts_of(config.data)
+    return make_prompt_set(*map(makers[name], SPLITS, split_counts(config)))
+
+
+def miniature_prompts(split: str, count: int) -> list[dict[str, Any]]:
+    """What people ask for in the miniature's world."""
+    return own_package("bridges", "miniature.world").prompts(split, count)
 
 
 def split_counts(config: Config) -> tuple[int, int, int]:

@@ -59,11 +59,8 @@ def compositional_records(split: str, count: int) -> list[dict[str, Any]]:
     """
     if split not in ("train", "validation", "test"):
         raise ValueError(f'split: expected "train", "validation" or "test", got {split!r}')
-    groups = [
-        sorted((wish for wish in wishes() if wish.kind == kind and split_of(wish) == split), key=_place)
-        for kind in KINDS
-    ]
-    turns = itertools.zip_longest(*groups)
+    own = sorted((wish for wish in wishes() if split_of(wish) == split), key=_place)
+    turns = itertools.zip_longest(*([wish for wish in own if wish.kind == kind] for kind in KINDS))
     chosen = itertools.islice((wish for turn in turns for wish in turn if wish is not None), count)
     return [{"prompt": wish.prompt, "questions": list(wish.questions), "kind": wish.kind} for wish in chosen]
 

@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grpo_jax.config.fields import require
-from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.data import SPLITS, PromptSet
-from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
+from grpo_jax.rollout.data import PromptSet
 from grpo_jax.tasks.picture_rewards import REWARDS, conditioned
-from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, split_counts
+from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, miniature_prompts, picture_prompts
 from grpo_jax.tasks.prompt_enhancement.compositional import compositional_records
 from grpo_jax.tasks.rendering import make_render
 from grpo_jax.tasks.task import Setup, World, oracle_column
@@ -49,11 +46,5 @@ class PromptEnhancement(PictureTask):
 
 
 def _prompts(config: Config) -> PromptSet:
-    if config.data.prompts == COMPOSITIONAL:
-        counts = split_counts(config)
-        return make_prompt_set(*map(compositional_records, SPLITS, counts))
-    if config.data.prompts != MINIATURE:
-        require(bool(config.data.prompts), "data.prompts", "a .jsonl or .txt file, or builtin", config.data.prompts)
-        return prompts_of(config.data)
-    world, counts = own_package("bridges", "miniature.world"), split_counts(config)
-    return make_prompt_set(*(world.prompts(split, count) for split, count in zip(SPLITS, counts, strict=True)))
+    makers = {MINIATURE: miniature_prompts, COMPOSITIONAL: compositional_records}
+    return picture_prompts(config, makers, "a .jsonl or .txt file, or builtin")

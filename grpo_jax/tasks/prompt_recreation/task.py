@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -14,11 +14,10 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import SPLITS, PromptSet, Row
+from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.inputs.pictures import size_of
-from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.tasks.picture_rewards import conditioned
-from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, split_counts
+from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, picture_prompts
 from grpo_jax.tasks.prompt_recreation.rewards import REWARDS
 from grpo_jax.tasks.rendering import make_render
 from grpo_jax.tasks.task import Setup, World
@@ -53,7 +52,7 @@ class PromptRecreation(PictureTask):
     def load(self, setup: Setup) -> World:
         """Pictures, and what draws; the judges come later."""
         config = setup.config
-        rows = setup.prompts or _rows(config)
+        rows = setup.prompts or picture_prompts(config, {MINIATURE: _shown}, "a .jsonl or .parquet file")
         return World(
             prompts=PromptSet(*(seen(part, self.pictures) for part in rows)),
             rewards=REWARDS,
@@ -91,9 +90,6 @@ def _grey(row: Row) -> np.ndarray:
     return np.full((height, width, 3), _GREY, np.uint8)
 
 
-def _rows(config: Config) -> PromptSet:
-    if config.data.prompts != MINIATURE:
-        require(bool(config.data.prompts), "data.prompts", "a .jsonl or .parquet file", config.data.prompts)
-        return prompts_of(config.data)
-    lessons, counts = own_package("bridges", "miniature.lessons"), split_counts(config)
-    return make_prompt_set(*(lessons.pictures(split, count) for split, count in zip(SPLITS, counts, strict=True)))
+def _shown(split: str, count: int) -> list[dict[str, Any]]:
+    """Pictures of the miniature's world."""
+    return own_package("bridges", "miniature.lessons").pictures(split, count)

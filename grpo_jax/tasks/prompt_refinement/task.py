@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_jax.config.fields import require
-from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
-from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
+from grpo_jax.rollout.data import Row, noise_seed
 from grpo_jax.tasks.picture_rewards import REWARDS, conditioned
-from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, split_counts
+from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, miniature_prompts, picture_prompts
 from grpo_jax.tasks.prompt_refinement.answers import INSTRUCTION, Shown, make_respond
 from grpo_jax.tasks.rendering import make_render
 from grpo_jax.tasks.task import Setup, World, oracle_column
@@ -62,7 +60,8 @@ class PromptRefinement(PictureTask):
             return {"unchanged": [row.prompt for row in rows], **_oracle(rows, config)}
 
         return World(
-            prompts=setup.prompts or _prompts(config),
+            prompts=setup.prompts
+            or picture_prompts(config, {MINIATURE: miniature_prompts}, "a .jsonl or .txt file, or builtin"),
             rewards=REWARDS,
             default_rewards=DEFAULT_REWARDS,
             render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
@@ -83,11 +82,3 @@ def _oracle(rows: Sequence[Row], config: Config) -> dict[str, list[str]]:
         return oracle_column(rows)
     seeds = [noise_seed(config.seed, 0, row.id, evaluation=True) for row in rows]
     return {"oracle": [known(row.columns["requested"], seed) for row, seed in zip(rows, seeds, strict=True)]}
-
-
-def _prompts(config: Config) -> PromptSet:
-    if config.data.prompts != MINIATURE:
-        require(bool(config.data.prompts), "data.prompts", "a .jsonl or .txt file, or builtin", config.data.prompts)
-        return prompts_of(config.data)
-    world, counts = own_package("bridges", "miniature.world"), split_counts(config)
-    return make_prompt_set(*(world.prompts(split, count) for split, count in zip(SPLITS, counts, strict=True)))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
+from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
@@ -28,16 +29,6 @@ from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_configured_step
 
-TINY = {
-    "model_type": "qwen2",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
 SMALL = (
     *("--training.prompts_per_batch=4", "--sampling.group_size=3", "--sampling.max_new_tokens=6"),
     *("--data.max_prompt_tokens=16", "--training.accumulation=2", "--training.inner_epochs=1"),
@@ -55,7 +46,7 @@ def devices_have_started():
 def folder(tmp_path):
     """A policy's config.json and nothing else."""
     (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(QWEN2_FIELDS))
     return tmp_path / "policy"
 
 
@@ -72,7 +63,7 @@ def configured(*arguments):
 
 def of_tiny(*arguments):
     config = configured(*arguments)
-    return config, hf.model_config("tiny", TINY)
+    return config, hf.model_config("tiny", QWEN2_FIELDS)
 
 
 def test_what_is_held_is_what_a_run_holds(not_compiled):
@@ -222,7 +213,6 @@ def text_encoder(width, layers):
 
 def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
     from bridges import shapes
-    from bridges.renderers import stable_diffusion_3
     from bridges.scorers import open_clip
 
     components = {
@@ -258,7 +248,7 @@ def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "model_index.json").write_text(json.dumps(components))
-    published = stable_diffusion_3.PUBLISHED["stabilityai/stable-diffusion-3-medium-diffusers"]
+    published = shapes.PUBLISHED_PIPELINES["stabilityai/stable-diffusion-3-medium-diffusers"]
     assert shapes.pipeline_sizes(str(tmp_path)) == published
     for name, size in open_clip.PUBLISHED.items():
         assert shapes.clip_size(name) == size

@@ -5,6 +5,7 @@ import json
 
 import jax
 import pytest
+from support.tiny_decoders import QWEN2_FIELDS
 from support.vision.folders import SETTINGS, picture, write_rows
 
 from grpo_jax.config.command_line import parse
@@ -19,14 +20,8 @@ from grpo_jax.training import memory as training_memory
 from grpo_jax.training.memory import Shown, update_bytes
 
 TINY = {
+    **QWEN2_FIELDS,
     "model_type": "qwen2_5_vl",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
     "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
     "vision_config": {"depth": 2, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
     | {"num_heads": 2, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]},

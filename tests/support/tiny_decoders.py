@@ -13,6 +13,17 @@ from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.lora import LoraConfig
 
+QWEN2_FIELDS = {
+    "model_type": "qwen2",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+"""As config.json says them."""
 WIDTH = 32
 PROMPTS, GROUP, LENGTH, STEPS = 3, 4, 6, 5
 

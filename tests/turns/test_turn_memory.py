@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.config import make_config
 from grpo_jax.models import hf
@@ -14,16 +15,6 @@ from grpo_jax.training import memory as training_memory
 from grpo_jax.training.memory import batch_shapes, state_shapes
 from grpo_jax.training.objectives import make_forward
 
-TINY = {
-    "model_type": "qwen2",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
 PROMPTS, GROUP, STEPS, ANSWER, TURNS = 4, 3, 6, 11, 3
 
 
@@ -37,7 +28,7 @@ def configured(**training):
         algorithm={"turn_advantage": "return"},
         rewards=[{"name": "mine.py:reward"}],
     )
-    return config, hf.model_config("tiny", TINY)
+    return config, hf.model_config("tiny", QWEN2_FIELDS)
 
 
 def test_an_updates_batch_is_as_long_as_an_episode_may_be():

@@ -76,12 +76,15 @@ def picture_prompts(config: Config, makers: Mapping[str, Maker], files: str) -> 
         files: What else may be named, for who names nothing.
 
     Raises:
-        UserError: Nothing is named, or it cannot be read.
+        UserError: Nothing is named, it cannot be read, or what is made is to be read from somewhere.
     """
     name = config.data.prompts
     if name not in makers:
         require(bool(name), "data.prompts", files, name)
         return prompts_of(config.data)
+    for field in ("columns", "validation", "test"):
+        given = getattr(config.data, field)
+        require(not given, f"data.{field}", f'nothing with data.prompts "{name}", which is made', given)
     return make_prompt_set(*map(makers[name], SPLITS, split_counts(config)))
 
 

@@ -115,7 +115,9 @@ class Recommendation(Task):
 
     def check(self, config: Config) -> None:
         """Refuses fields that this task does not read, and lessons of a world that is not there."""
-        require(not config.data.prompts, "data.prompts", "nothing: prompts are made of histories", config.data.prompts)
+        for name in ("prompts", "validation", "test", "columns"):
+            given = getattr(config.data, name)
+            require(not given, f"data.{name}", "nothing: prompts are made of histories", given)
         taught = config.warm_start.steps == 0 or self.pairs in ("next", "forms") or self.source == "dummy"
         require(taught, "task.pairs", "next or forms: the others are of the dummy world alone", self.pairs)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from grpo_jax.config.run import make_config
+from grpo_jax.errors import UserError
 from grpo_jax.tasks.prompt_enhancement.compositional import (
     COLOURS,
     KINDS,
@@ -52,6 +53,14 @@ def test_a_config_names_them():
     assert [len(part) for part in (prompts.train, prompts.validation, prompts.test)] == [2048, 10, 20]
     assert prompts.test[0].prompt == ALL["test"][0]["prompt"]
     assert prompts.test[0].columns["questions"] == ALL["test"][0]["questions"]
+
+
+@pytest.mark.parametrize("prompts", ["compositional", "miniature"])
+@pytest.mark.parametrize("field", [{"validation": "more.jsonl"}, {"test": "more.jsonl"}, {"columns": {"prompt": "q"}}])
+def test_what_is_made_is_read_from_nowhere(prompts, field):
+    config = make_config(task="prompt_enhancement", data={"prompts": prompts, **field})
+    with pytest.raises(UserError, match=f'data.{next(iter(field))}: expected nothing with data.prompts "{prompts}"'):
+        _prompts(config)
 
 
 def test_there_are_three_splits():

@@ -95,6 +95,8 @@ NEXT = {"task.pairs": "next", "training.prompts_per_batch": 2, "warm_start.batch
         ({"task.retrieval.temperature": 0}, "task.retrieval.temperature: expected a number > 0"),
         ({"warm_start.batch": 64}, "warm_start.batch: expected at most"),
         ({"training.prompts_per_batch": 64}, "64"),
+        ({"data.prompts": "rows.jsonl"}, "data.prompts: expected nothing: prompts are made of histories"),
+        ({"data.test": "rows.jsonl"}, "data.test: expected nothing: prompts are made of histories"),
         ({"data.max_prompt_tokens": 3}, "max_prompt_tokens"),
         ({"policy.path": "no_folder"}, "no_folder"),
         ({"policy.new.heads": 5}, "policy.new.heads: expected a number that divides width"),

@@ -1,0 +1,205 @@
+"""The G best texts of a catalogue for each prompt, or G drawn without replacement: beams over the tree of its texts.
+
+A beam is a path from the root; each step extends all of a prompt's and keeps G. The G most likely texts are found if
+none of them left the beams on its way. With a Gumbel number for each path that agrees with its parent's, the same
+search draws G distinct texts without replacement (Kool, van Hoof & Welling 2019, https://arxiv.org/abs/1903.06059).
+
+Axes: P prompts, G beams, T tokens, V vocabulary, B candidates of a beam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from grpo_jax.core.trie import ROOT, Trie, children, depth_of, follow
+from grpo_jax.models.cache import Cache
+from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
+from grpo_jax.sampling.token_choice import SamplingParams
+from grpo_jax.sampling.writing import Samples, logits_of
+
+
+class Beams(NamedTuple):
+    """The paths that are kept, best first.
+
+    Attributes:
+        node: int32 [P, G], where each stands in the tree.
+        total: float32 [P, G], its log-probability; -inf for a beam that is not used yet.
+        rank: float32 [P, G], what paths are kept by: `total`, or that with its noise.
+        tokens: int32 [P, G, T].
+        mask: bool [P, G, T], its tokens.
+        logprobs: float32 [P, G, T].
+    """
+
+    node: jax.Array
+    total: jax.Array
+    rank: jax.Array
+    tokens: jax.Array
+    mask: jax.Array
+    logprobs: jax.Array
+
+
+def make_beam_sampler(
+    policy, params: SamplingParams, *, pad_id: int, trie: Trie, without_replacement: bool = False
+) -> Callable[..., Samples]:
+    """Make the function that writes the G best texts of a tree, in falling order, or draws G distinct ones.
+
+    Args:
+        policy: Has `prefill`, `unstack`, `decode`, `init_cache` and `head`; see `grpo_jax.models.decoder.Policy`.
+        params: G is the group size, T at least the longest text's tokens. Of the rest only the temperature counts: it
+            divides the logits (0 counts as 1).
+        pad_id: Token that fills up.
+        trie: The texts.
+        without_replacement: Draw instead: the first is a sample of the policy, each further one a sample of it among
+            the texts not drawn yet, in this order.
+
+    Returns:
+        `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples`, arguments as of `make_sampler`;
+        both log-probabilities are the policy's over the tree. It raises ValueError for a policy of another vocabulary.
+
+    Raises:
+        ValueError: The tree has fewer texts than G, or longer ones than T.
+    """
+    depth, texts, group = depth_of(trie), int((np.asarray(trie.text) >= 0).sum()), params.group_size
+    if texts < group:
+        raise ValueError(f"group_size must be at most {texts}, the texts of the tree, got {group}")
+    if depth > params.max_new_tokens:
+        raise ValueError(f"max_new_tokens must be at least {depth}, the tokens of the longest text, got {params}")
+    temperature = params.temperature or 1.0
+
+    @jax.jit
+    def write(trie: Trie, variables, prompts, mask, keys, pictures) -> Samples:
+        prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))
+        head, unstacked = policy.head(variables).astype(prefix.hidden.dtype), policy.unstack(variables)
+        if head.shape[0] != trie.vocab_size:
+            raise ValueError(f"trie must be of the policy's vocabulary of {head.shape[0]}, got {trie.vocab_size}")
+
+        def extend(index, beams: Beams, hidden) -> tuple[Beams, jax.Array]:
+            logits = logits_of(head, hidden.reshape(-1, hidden.shape[-1])).T / temperature
+            step_keys = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys) if without_replacement else None
+            logits = logits.reshape(*hidden.shape[:-1], -1)
+            return extend_beams(trie, beams, logits, index, step_keys, group=group, pad_id=pad_id)
+
+        def step(carry):
+            index, beams, cache = carry
+            last = lax.dynamic_index_in_dim(beams.tokens, index - 1, axis=2, keepdims=False)
+            hidden, cache = policy.decode(unstacked, prefix, last, cache)
+            beams, parents = extend(index, beams, hidden)
+            return index + 1, beams, _reordered(cache, parents)
+
+        def unfinished(carry):
+            index, beams, _ = carry
+            return (index < depth) & (trie.text[beams.node] < 0).any()
+
+        beams, _ = extend(jnp.int32(0), _root(len(prompts), pad_id, params.max_new_tokens), prefix.hidden[:, None])
+        beams = _widened(beams, group)
+        cache = policy.init_cache(len(prompts), group, max(depth - 1, 1))
+        beams = lax.while_loop(unfinished, step, (jnp.int32(1), beams, cache))[1]
+        return Samples(beams.tokens, beams.mask, beams.logprobs, beams.logprobs, trie.text[beams.node] < 0)
+
+    def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
+        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
+        check_prompts(tokens, mask, keys)
+        check_room(getattr(policy, "max_positions", None), mask, depth)
+        *padded, _ = pad_to_bucket(tokens, mask, keys, pad_id)
+        found = write(trie, variables, *padded, pad_rows(pictures, len(padded[0])))
+        return jax.tree.map(lambda x: x[: len(tokens)], found)
+
+    return sample
+
+
+def extend_beams(
+    trie: Trie,
+    beams: Beams,
+    logits: jax.Array,
+    index: jax.Array,
+    keys: jax.Array | None,
+    *,
+    group: int,
+    pad_id: int,
+) -> tuple[Beams, jax.Array]:
+    """One step: the best `group` paths among all extensions, and the beam that each came from, int32 [P, group].
+
+    Args:
+        trie: The texts.
+        beams: The paths so far; whole texts stay as they are.
+        logits: float [P, B, V] of the next token, for each beam.
+        index: Place of that token.
+        keys: Typed keys [P] to draw without replacement; None for the most likely paths.
+        group: G, how many are kept; fewer if there are fewer extensions.
+        pad_id: What a whole text goes on with.
+    """
+    vocabulary = logits.shape[-1]
+    allowed = children(trie, beams.node)
+    logits = jnp.where(allowed, logits.astype(jnp.float32), -jnp.inf)
+    own = logits - jnp.where(allowed.any(-1), jax.nn.logsumexp(logits, axis=-1), 0)[..., None]
+    whole = trie.text[beams.node] >= 0
+    stays = jnp.arange(vocabulary) == pad_id
+    own = jnp.where(whole[..., None], jnp.where(stays, 0.0, -jnp.inf), own)
+    total = beams.total[..., None] + own
+    rank = total if keys is None else _with_noise(total, beams.rank, keys)
+
+    some = min(group, vocabulary)
+    best, tokens = lax.top_k(rank, some)
+    rank, place = lax.top_k(best.reshape(len(best), -1), min(group, best.shape[1] * some))
+    parents = (place // some).astype(jnp.int32)
+    tokens = jnp.take_along_axis(tokens.reshape(len(tokens), -1), place, axis=1)
+
+    def of_parent(values: jax.Array) -> jax.Array:
+        return jax.vmap(lambda rows, chosen: rows[chosen])(values, parents)
+
+    def of_token(values: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(of_parent(values), tokens[..., None], axis=-1)[..., 0]
+
+    whole, node = of_parent(whole), of_parent(beams.node)
+    at = (..., index)
+    kept = Beams(
+        node=jnp.where(whole, node, follow(trie, node, tokens)),
+        total=of_token(total),
+        rank=rank,
+        tokens=of_parent(beams.tokens).at[at].set(jnp.where(whole, pad_id, tokens)),
+        mask=of_parent(beams.mask).at[at].set(~whole),
+        logprobs=of_parent(beams.logprobs).at[at].set(jnp.where(whole, 0.0, of_token(own))),
+    )
+    return kept, parents
+
+
+def _root(prompts: int, pad_id: int, length: int) -> Beams:
+    """One path for each prompt, of no token."""
+    one, slab = jnp.zeros((prompts, 1), jnp.float32), (prompts, 1, length)
+    node = jnp.full((prompts, 1), ROOT, jnp.int32)
+    return Beams(node, one, one, jnp.full(slab, pad_id, jnp.int32), jnp.zeros(slab, bool), jnp.zeros(slab, jnp.float32))
+
+
+def _widened(beams: Beams, group: int) -> Beams:
+    """With beams that are not used yet, after the first step, where the root has fewer children than G."""
+    more = group - beams.total.shape[1]
+    grown = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)), mode="edge"), beams)
+    unused = jnp.arange(group) >= group - more
+    return grown._replace(total=jnp.where(unused, -jnp.inf, grown.total), rank=jnp.where(unused, -jnp.inf, grown.rank))
+
+
+def _with_noise(total: jax.Array, rank: jax.Array, keys: jax.Array) -> jax.Array:
+    """Gumbel numbers of all extensions [P, B, V]; the largest of a beam is its own (Kool et al., appendix B)."""
+    drawn = total + jax.vmap(lambda key: jax.random.gumbel(key, total.shape[1:]))(keys)
+    exists = jnp.isfinite(total)
+    drawn = jnp.where(exists, drawn, -jnp.inf)
+    largest = jnp.max(drawn, axis=-1, keepdims=True)
+    below = jnp.where(exists, drawn - jnp.where(jnp.isfinite(largest), largest, 0), -1.0)
+    rank = jnp.where(jnp.isfinite(rank), rank, 0)[..., None]
+    excess = rank - jnp.where(exists, drawn, 0) + jnp.log(-jnp.expm1(below))
+    return jnp.where(exists, rank - jnp.maximum(excess, 0) - jnp.log1p(jnp.exp(-jnp.abs(excess))), -jnp.inf)
+
+
+def _reordered(cache: Cache, parents: jax.Array) -> Cache:
+    """The keys and values of the beams that were kept: [P, K, G, ..] by parents [P, G]."""
+
+    def kept(part: jax.Array) -> jax.Array:
+        return jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=1))(part, parents)
+
+    return cache._replace(keys=tuple(map(kept, cache.keys)), values=tuple(map(kept, cache.values)))

@@ -21,7 +21,7 @@ from grpo_jax.core.trie import ROOT, Trie, children, depth_of, follow
 from grpo_jax.models.cache import Cache
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import Samples, logits_of
+from grpo_jax.sampling.writing import Array, Samples, logits_of
 
 
 class Beams(NamedTuple):
@@ -42,6 +42,18 @@ class Beams(NamedTuple):
     tokens: jax.Array
     mask: jax.Array
     logprobs: jax.Array
+
+
+class Ranking(NamedTuple):
+    """The best texts of each prompt, best first.
+
+    Attributes:
+        texts: int32 [P, K], which texts of the tree.
+        scores: float32 [P, K], their log-probabilities.
+    """
+
+    texts: Array
+    scores: Array
 
 
 def make_beam_sampler(
@@ -65,15 +77,76 @@ def make_beam_sampler(
     Raises:
         ValueError: The tree has fewer texts than G, or longer ones than T.
     """
-    depth, texts, group = depth_of(trie), int((np.asarray(trie.text) >= 0).sum()), params.group_size
-    if texts < group:
-        raise ValueError(f"group_size must be at most {texts}, the texts of the tree, got {group}")
-    if depth > params.max_new_tokens:
-        raise ValueError(f"max_new_tokens must be at least {depth}, the tokens of the longest text, got {params}")
-    temperature = params.temperature or 1.0
+    check_group(trie, params.group_size)
+    length = params.max_new_tokens
+    if depth_of(trie) > length:
+        raise ValueError(f"max_new_tokens must be at least {depth_of(trie)}, the longest text's tokens, got {length}")
+    search = _make_search(policy, params, pad_id=pad_id, trie=trie)
 
     @jax.jit
     def write(trie: Trie, variables, prompts, mask, keys, pictures) -> Samples:
+        beams = search(trie, variables, prompts, mask, keys if without_replacement else None, pictures)
+        return Samples(beams.tokens, beams.mask, beams.logprobs, beams.logprobs, trie.text[beams.node] < 0)
+
+    def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
+        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
+        check_prompts(tokens, mask, keys)
+        check_room(getattr(policy, "max_positions", None), mask, depth_of(trie))
+        *padded, real = pad_to_bucket(tokens, mask, keys, pad_id)
+        found = write(trie, variables, *padded, pad_rows(pictures, len(real)))
+        return jax.tree.map(lambda x: x[: len(tokens)], found)
+
+    return sample
+
+
+def make_ranker(policy, listed: int, *, pad_id: int, trie: Trie, temperature: float = 1.0) -> Callable[..., Ranking]:
+    """Make the function that lists the K best texts of a tree for each prompt.
+
+    Args:
+        policy: As of `make_beam_sampler`.
+        listed: K, as many beams.
+        pad_id: Token that fills up.
+        trie: The texts.
+        temperature: Divides the logits; 0 counts as 1.
+
+    Returns:
+        `rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking`.
+
+    Raises:
+        ValueError: The tree has fewer texts than K.
+    """
+    check_group(trie, listed)
+    search = _make_search(policy, SamplingParams(listed, depth_of(trie), temperature), pad_id=pad_id, trie=trie)
+
+    @jax.jit
+    def found(trie: Trie, variables, prompts, mask, pictures) -> Ranking:
+        beams = search(trie, variables, prompts, mask, None, pictures)
+        return Ranking(trie.text[beams.node], beams.total)
+
+    def rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking:
+        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
+        keys = jax.random.split(jax.random.key(0), len(tokens))  # nothing is drawn
+        check_prompts(tokens, mask, keys)
+        check_room(getattr(policy, "max_positions", None), mask, depth_of(trie))
+        padded, shown, _, real = pad_to_bucket(tokens, mask, keys, pad_id)
+        ranking = found(trie, variables, padded, shown, pad_rows(pictures, len(real)))
+        return jax.tree.map(lambda x: x[: len(tokens)], ranking)
+
+    return rank
+
+
+def check_group(trie: Trie, group: int) -> None:
+    """Refuses a group that is larger than the tree with a ValueError."""
+    texts = int((np.asarray(trie.text) >= 0).sum())
+    if texts < group:
+        raise ValueError(f"group_size must be at most {texts}, the texts of the tree, got {group}")
+
+
+def _make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Beams]:
+    """search(trie, variables, prompts, mask, keys or None, pictures) → `Beams`, inside of a compiled function."""
+    depth, group, temperature = depth_of(trie), params.group_size, params.temperature or 1.0
+
+    def search(trie: Trie, variables, prompts, mask, keys, pictures) -> Beams:
         prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))
         head, unstacked = policy.head(variables).astype(prefix.hidden.dtype), policy.unstack(variables)
         if head.shape[0] != trie.vocab_size:
@@ -81,7 +154,7 @@ def make_beam_sampler(
 
         def extend(index, beams: Beams, hidden) -> tuple[Beams, jax.Array]:
             logits = logits_of(head, hidden.reshape(-1, hidden.shape[-1])).T / temperature
-            step_keys = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys) if without_replacement else None
+            step_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(keys)
             logits = logits.reshape(*hidden.shape[:-1], -1)
             return extend_beams(trie, beams, logits, index, step_keys, group=group, pad_id=pad_id)
 
@@ -97,20 +170,10 @@ def make_beam_sampler(
             return (index < depth) & (trie.text[beams.node] < 0).any()
 
         beams, _ = extend(jnp.int32(0), _root(len(prompts), pad_id, params.max_new_tokens), prefix.hidden[:, None])
-        beams = _widened(beams, group)
         cache = policy.init_cache(len(prompts), group, max(depth - 1, 1))
-        beams = lax.while_loop(unfinished, step, (jnp.int32(1), beams, cache))[1]
-        return Samples(beams.tokens, beams.mask, beams.logprobs, beams.logprobs, trie.text[beams.node] < 0)
+        return lax.while_loop(unfinished, step, (jnp.int32(1), _widened(beams, group), cache))[1]
 
-    def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
-        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
-        check_prompts(tokens, mask, keys)
-        check_room(getattr(policy, "max_positions", None), mask, depth)
-        *padded, _ = pad_to_bucket(tokens, mask, keys, pad_id)
-        found = write(trie, variables, *padded, pad_rows(pictures, len(padded[0])))
-        return jax.tree.map(lambda x: x[: len(tokens)], found)
-
-    return sample
+    return search
 
 
 def extend_beams(

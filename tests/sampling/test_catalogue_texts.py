@@ -11,7 +11,7 @@ from support.tiny_decoders import LLAMA
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.trie import children, make_trie, walk
 from grpo_jax.models.decoder import init_variables, make_policy
-from grpo_jax.sampling.beams import make_beam_sampler
+from grpo_jax.sampling.beams import make_beam_sampler, make_ranker
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.text_scores import make_scorer
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -173,6 +173,15 @@ def test_beams_are_the_best_texts_in_order(model, trie, exact, group):
         assert (np.diff(own) <= 1e-6).all()
         if wide_enough:
             assert chosen.tolist() == np.argsort(-logs, kind="stable").tolist()
+
+
+def test_a_ranking_names_the_texts_that_the_beams_write(model, trie):
+    policy, variables = model
+    ranking = make_ranker(policy, 9, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
+    written = make_beam_sampler(policy, SamplingParams(9, LENGTH), pad_id=PAD, trie=trie)
+    found = written(variables, PROMPTS, MASK, keys())
+    assert (np.asarray(ranking.texts) == numbers(found)).all()
+    np.testing.assert_allclose(ranking.scores, np.asarray(found.logprobs).sum(-1), rtol=1e-5)
 
 
 def test_without_replacement_first_and_second_follow_plackett_and_luce(model, trie, exact):

@@ -17,6 +17,7 @@ from scipy import sparse
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
+from grpo_jax.tasks.recommendation.examples import HELD_OUT
 from grpo_jax.tasks.recommendation.metrics import RankCounts, TieRule, count_better, rank_of
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 
@@ -45,10 +46,6 @@ class Retriever(Protocol):
     ) -> Ranks:
         """By the weighted sum of several texts' vectors each."""
         ...
-
-
-HELD_OUT = 2
-"""Items at the end of a sequence that training does not know: the validation and the test target."""
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance: float = 1e-6) -> RankCounts:

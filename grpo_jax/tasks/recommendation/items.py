@@ -10,9 +10,11 @@ import numpy as np
 
 from grpo_jax.models.new import NOT_A_WORD
 from grpo_jax.rollout.data import Row
+from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
+from grpo_jax.tasks.recommendation.prior import Known, fused_scores
 
-LISTED_RANK = "listed_rank"
-"""The column in which a row's ranking says where its target stands."""
+LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
+"""The columns in which a row's ranking says where its target stands: by the policy alone, and with the prior."""
 
 
 class Items(NamedTuple):
@@ -57,16 +59,28 @@ def items_of(titles: Sequence[str], writes: str) -> Items:
 
 
 def ranking_columns(
-    items: Items, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
+    items: Items, known: Known | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
 ) -> dict[str, Sequence[Any]]:
-    """Where each row's target stands in its ranking, from 1, the history left out; the last place if not listed."""
+    """Where each row's target stands in its ranking, from 1, the history left out; the last place if not listed.
+
+    Args:
+        items: What can be written.
+        known: The prior; None for the policy alone.
+        rows: P.
+        numbers: int [P, K], which of the texts are listed, best first.
+        scores: f32 [P, K].
+    """
     listed = items.rows[numbers]
     places = []
     for row, best in zip(rows, listed, strict=True):
         target, history = row.columns["target_row"], set(row.columns["history"])
         others = [item for item in best.tolist() if item == target or item not in history]
         places.append(others.index(target) + 1 if target in others else items.count)
-    return {LISTED_RANK: places}
+    if known is None:
+        return {LISTED_RANK: places}
+    histories, targets = ([row.columns[name] for row in rows] for name in ("history", "target_row"))
+    fused = count_better(fused_scores(listed, scores, known(histories)), np.array(targets), histories)
+    return {LISTED_RANK: places, FUSED_RANK: rank_of(fused).tolist()}
 
 
 def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Any]) -> np.ndarray:

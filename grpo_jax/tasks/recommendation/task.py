@@ -20,14 +20,15 @@ from grpo_jax.tasks.recommendation import dummy, metrics
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs
 from grpo_jax.tasks.recommendation.items import completion_ranks, item_word, items_of, ranking_columns
+from grpo_jax.tasks.recommendation.prior import PriorSection, make_prior
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, open_retriever
 from grpo_jax.tasks.recommendation.rewards import BUILT_IN, make_reward, reward_columns, where_ranked
 from grpo_jax.tasks.recommendation.words import policy_words
 from grpo_jax.tasks.task import Choices, Setup, Task, World
 
-RANK = "rank"
-"""Always watched, last: the tables are made of it."""
+FUSED, RANK = "fused", "rank"
+"""Always watched, last: the tables are made of them; the first where there is a prior."""
 
 _MEASURES: dict[str, Callable[..., np.ndarray]] = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
 
@@ -67,6 +68,7 @@ class Recommendation(Task):
             of the rules, "hearsay": titles whose words are right in a quarter of the cases, the last title's in more.
         pair_characters: Taught titles are cut to so many characters; 0 for never.
         retrieval: What ranks the items.
+        prior: What is added to the log-probabilities of a policy that ranks them itself, for a second ranking.
     """
 
     source: str = "dummy"
@@ -93,6 +95,7 @@ class Recommendation(Task):
     pairs: Literal["next", "forms", "lessons", "hearsay"] = "next"
     pair_characters: int = 0
     retrieval: RetrievalSection = field(default_factory=RetrievalSection)
+    prior: PriorSection = field(default_factory=PriorSection)
 
     default_config: ClassVar[str | None] = "recommendation_dummy"
     renamed: ClassVar[Mapping[str, str]] = {
@@ -104,7 +107,7 @@ class Recommendation(Task):
     display: ClassVar[Display] = Display(
         headline=("ndcg@10",),
         live=(("watch/ndcg@10/mean", "ndcg@10"),),
-        hidden=(RANK,),
+        hidden=(FUSED, RANK),
         digits={"ndcg": 4, "hr": 4, "mrr": 4},
     )
     not_planned: ClassVar[str] = "what ranks the catalogue"
@@ -123,6 +126,8 @@ class Recommendation(Task):
         named = self.writes == "item" or "{items}" not in self.template
         require(named, "template", "no {items} in it: items have words of their own with writes: item", self.template)
         asking = self.writes == "query" or self.pairs == "next"
+        alone = self.writes != "query" or not self.prior.used
+        require(alone, "prior", "weights of 0: what a query finds has no log-probability", self.prior)
         require(asking, "pairs", "next: a policy that ranks itself is taught items", self.pairs)
         require(self.pair_characters >= 0, "pair_characters", "a number >= 0", self.pair_characters)
 
@@ -153,6 +158,7 @@ class Recommendation(Task):
         setup.say("retrieval", f"{section.encoder}, {where}, ties {section.ties}; {tested}")
 
         items = None if self.writes == "query" else items_of(catalogue.titles, self.writes)
+        known = make_prior(self.prior, catalogue.titles, dataset.users) if self.prior.used else None
 
         def ranked(completions: Sequence[str], columns: Mapping[str, Any]) -> dict[str, Any]:
             if items is not None:
@@ -168,17 +174,17 @@ class Recommendation(Task):
             default_rewards=(RewardSection("ndcg"),),
             default_watch=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
             measures=measure,
-            always_watched=(RANK,),
+            always_watched=(FUSED, RANK) if known else (RANK,),
             columns=ranked,
             adapt=where_ranked,
             references=lambda rows: {"oracle": [_oracle(self, row) for row in rows]},
-            remember=policy_ranks,
-            findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered),
+            remember=functools.partial(policy_ranks, fused=known is not None),
+            findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered, known),
             shown={"wanted": "target_title"},
             pairs=lambda: self._pairs(dataset, setup.config.seed),
             words=lambda: policy_words(self, catalogue.titles, limit=setup.config.policy.new.vocabulary),
             identity=retriever.fingerprint._asdict(),
-            choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items)),
+            choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )
 
     def _pairs(self, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
@@ -200,7 +206,7 @@ def _oracle(task: Recommendation, row: Row) -> str:
 
 def _rewards(items: int) -> dict[str, Any]:
     made = {name: Maker(functools.partial(_built_in, name, items)) for name in BUILT_IN}
-    return {**made, RANK: _rank}
+    return {**made, RANK: _rank, FUSED: _fused}
 
 
 def _built_in(name: str, items: int, **options: Any) -> Reward:
@@ -209,6 +215,11 @@ def _built_in(name: str, items: int, **options: Any) -> Reward:
 
 def _rank(rank: Sequence[float], **_: Any) -> list[float | None]:
     return [None if np.isnan(value) else value for value in rank]
+
+
+def _fused(completions: Sequence[str], fused_rank: Sequence[float] = (), **_: Any) -> list[float | None]:
+    """Of held-out prompts alone; missing in training."""
+    return list(fused_rank) or [None] * len(completions)
 
 
 def measure(name: str) -> Reward | None:

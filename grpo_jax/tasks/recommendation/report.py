@@ -22,7 +22,7 @@ from grpo_jax.tasks.recommendation.table import (
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.dataset import Dataset
-    from grpo_jax.tasks.recommendation.prior import Known
+    from grpo_jax.tasks.recommendation.ranking.prior import Known
     from grpo_jax.tasks.recommendation.task import Recommendation
 
 

@@ -19,8 +19,9 @@ from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import dummy, metrics
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs
-from grpo_jax.tasks.recommendation.items import completion_ranks, item_word, items_of, ranking_columns
-from grpo_jax.tasks.recommendation.prior import PriorSection, make_prior
+from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, item_word, items_of, ranking_columns
+from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
+from grpo_jax.tasks.recommendation.ranking.recommending import Recommender, make_recommender
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, open_retriever
 from grpo_jax.tasks.recommendation.rewards import BUILT_IN, make_reward, reward_columns, where_ranked
@@ -186,6 +187,10 @@ class Recommendation(Task):
             identity=retriever.fingerprint._asdict(),
             choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )
+
+    def recommender(self, config: Any, policy: Any, *, catalogue: str | None = None) -> Recommender:
+        """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
+        return make_recommender(config, policy, catalogue=catalogue)
 
     def _pairs(self, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
         rows = dataset.taught

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from grpo_jax.models.new import NOT_A_WORD
 from grpo_jax.tasks.recommendation.examples import PLACES
-from grpo_jax.tasks.recommendation.items import item_word
+from grpo_jax.tasks.recommendation.ranking.items import item_word
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.task import Recommendation

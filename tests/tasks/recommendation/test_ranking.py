@@ -1,5 +1,6 @@
 """A policy that ranks the catalogue itself: what is written, what is listed, and a run through the command."""
 
+import itertools
 import json
 
 import numpy as np
@@ -7,8 +8,12 @@ import pyarrow.parquet as parquet
 import pytest
 import yaml
 
+from grpo_jax.recommend import load_recommender
+from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.data import Row
-from grpo_jax.tasks.recommendation.items import (
+from grpo_jax.tasks.recommendation.dummy import make_world
+from grpo_jax.tasks.recommendation.metrics import ndcg
+from grpo_jax.tasks.recommendation.ranking.items import (
     FUSED_RANK,
     LISTED_RANK,
     completion_ranks,
@@ -16,8 +21,7 @@ from grpo_jax.tasks.recommendation.items import (
     items_of,
     ranking_columns,
 )
-from grpo_jax.tasks.recommendation.metrics import ndcg
-from grpo_jax.tasks.recommendation.prior import PriorSection, fused_scores, make_prior
+from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, fused_scores, make_prior
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 from grpo_jax.train import main
 
@@ -142,3 +146,37 @@ def test_what_does_not_go_together_is_refused_by_name(words, wrong, tmp_path, ca
     assert main([f"--config={tmp_path / 'config.yaml'}", f"--run_dir={tmp_path / 'run'}", *words]) == 2
     assert wrong in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_trained_run_recommends_and_says_why(run, capsys, tmp_path):
+    titles = make_world(users=120, items=280, length=8, fickle=0.1, noise=0.02, seed=0).catalogue.titles
+    asked = load_recommender(run)
+    found = asked([titles[3], "i7"], 5)
+    assert len(found) == 5 and not {"i3", "i7"} & {item.item for item in found}
+    assert all(one.score >= other.score for one, other in itertools.pairwise(found))
+    for item in found:
+        assert set(item.words) <= set(item.title.split()) & set(f"{titles[3]} {titles[7]}".split())
+    assert recommend_main(["--run", str(run), "--history", f"{titles[3]} | i7", "--k", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert all(item.title in printed for item in found)
+    (tmp_path / "histories.txt").write_text(f"{titles[3]}|i7\n\n{titles[1]}\n")
+    assert recommend_main(["--run", str(run), "--file", str(tmp_path / "histories.txt"), "--k", "5"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [item["item"] for item in first["items"]] == [item.item for item in found]
+    assert second["history"] == [titles[1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--history", "no such thing at all"], "history: no item is called 'no such thing at all'"),
+        (["--history", " | "], "history: expected at least one title"),
+        (["--history", "i1", "--k", "0"], "--k: expected a number >= 1"),
+        (["--history", "i1", "--catalogue", "other.tsv"], "catalogue: expected the run's"),
+        (["--file", "absent.txt"], "--file: cannot read"),
+        (["--history", "i1", "--checkpoint", "99"], "99"),
+    ],
+)
+def test_what_cannot_be_recommended_is_said(run, words, wrong, capsys):
+    assert recommend_main(["--run", str(run), *words]) == 2
+    assert wrong in capsys.readouterr().err

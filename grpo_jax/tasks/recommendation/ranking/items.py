@@ -11,7 +11,7 @@ import numpy as np
 from grpo_jax.models.new import NOT_A_WORD
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
-from grpo_jax.tasks.recommendation.prior import Known, fused_scores
+from grpo_jax.tasks.recommendation.ranking.prior import Known, fused_scores
 
 LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
 """The columns in which a row's ranking says where its target stands: by the policy alone, and with the prior."""
@@ -34,7 +34,7 @@ class Items(NamedTuple):
 
     def row_of(self, text: str) -> int:
         """The item that a completion is; -1 if none."""
-        return self.by_text.get(_words(text), -1)
+        return self.by_text.get(plain(text), -1)
 
 
 def item_word(row: int) -> str:
@@ -52,8 +52,8 @@ def items_of(titles: Sequence[str], writes: str) -> Items:
     texts = [item_word(row) for row in range(len(titles))] if writes == "item" else list(titles)
     by_text: dict[str, int] = {}
     for row, text in enumerate(texts):
-        if _words(text):
-            by_text.setdefault(_words(text), row)
+        if plain(text):
+            by_text.setdefault(plain(text), row)
     rows = np.array(sorted(by_text.values()))
     return Items([texts[row] for row in rows], rows, len(titles), by_text)
 
@@ -91,6 +91,6 @@ def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[
     return np.where(found, 1.0, float(items.count))
 
 
-def _words(text: str) -> str:
+def plain(text: str) -> str:
     """A title as a tokenizer of plain words gives it back, and as any other does."""
     return " ".join(re.sub(NOT_A_WORD, " ", text.casefold()).split())

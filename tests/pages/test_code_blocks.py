@@ -20,7 +20,9 @@ ELSEWHERE = {
     "docs/algorithms.md": "tests/project/test_algorithms_page.py",
     "docs/judges.md": "tests/scorers/test_clip_model.py",
 }
-"""Pages whose blocks another test runs, with what they print or make; the tutorial has one of its own too."""
+"""Pages whose blocks another test runs, with what they print or make."""
+WHOLE = ("tutorial", "recipes")
+"""Folders of docs/ whose pages other tests run whole, with their files, commands and what they print."""
 SMALL = {
     "sampling": {"group_size": 2, "max_new_tokens": 4},
     "training": {"max_steps": 1, "prompts_per_batch": 2},
@@ -38,7 +40,7 @@ def blocks(page: str) -> list[str]:
 WITH_PYTHON = [
     page
     for page in (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
-    if blocks(page) and page not in ELSEWHERE and not page.startswith("docs/tutorial/")
+    if blocks(page) and page not in ELSEWHERE and page.split("/")[1] not in WHOLE
 ]
 
 
@@ -103,6 +105,10 @@ def test_python_of_a_page_runs(page, desk):
 def test_pages_that_are_left_out_are_read_elsewhere():
     for page, test in ELSEWHERE.items():
         assert blocks(page) and Path(page).name in (ROOT / test).read_text()
+    others = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    for folder in WHOLE:
+        read = any(re.search(rf"docs\W+{folder}", text) for text in others)
+        assert read or not (ROOT / "docs" / folder).exists(), folder
 
 
 def test_a_tool_is_answered_and_judged():

@@ -1,6 +1,8 @@
 """Held-out measurement from a checkpoint.
 
-python -m grpo_jax.evaluate --run DIR [--checkpoint best]
+On the command line:
+
+    python -m grpo_jax.evaluate --run DIR [--checkpoint best]
 """
 
 from __future__ import annotations

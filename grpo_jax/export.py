@@ -1,6 +1,8 @@
 """Writes the trained policy as a Hugging Face folder, or its adapters alone as a PEFT folder.
 
-python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters]
+On the command line:
+
+    python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters]
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """A trained policy as a function from prompt to prompt.
 
-from grpo_jax import load_rewriter
-rewrite = load_rewriter("runs/my_run")
-rewrite("a huge crimson disc")
-rewrite("What is this?", pictures=["cat.png"])
+As in
+
+    from grpo_jax import load_rewriter
+
+    rewrite = load_rewriter("runs/my_run")
+    rewrite("a huge crimson disc")
+    rewrite("What is this?", pictures=["cat.png"])
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The training command, a thin shell over `run`.
 
-python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]
-python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
+On the command line:
+
+    python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]
+    python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
 """
 
 from __future__ import annotations

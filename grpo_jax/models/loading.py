@@ -62,7 +62,7 @@ class LanguagePolicy(NamedTuple):
         return tokens, mask
 
     def decode(self, samples: Any) -> list[list[str]]:
-        """Completions of a sampler as texts [P][G], special tokens left out."""
+        """Completions of a sampler as texts `[P][G]`, special tokens left out."""
         tokens, mask = jax.device_get((samples.tokens, samples.mask))
         return [
             [self.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(*group, strict=True)]

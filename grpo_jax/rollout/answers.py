@@ -118,7 +118,7 @@ def make_say(
 
 
 def spoken(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Any = None) -> Said:
-    """Token lists [P][G] as arrays; at least one place wide."""
+    """Token lists `[P][G]` as arrays; at least one place wide."""
     width = max(1, *(len(tokens) for group in encoded for tokens in group))
     array = np.full((len(encoded), len(encoded[0]), width), pad_id, np.int32)
     mask = np.zeros(array.shape, bool)

@@ -23,9 +23,9 @@ class Environment(NamedTuple):
         encode: Rows → `Encoded`: tokens i32 [P, L] and bool [P, L], left-padded to a length that depends on no batch,
             and the pictures that stand among them.
         decode: (token ids of one completion, the user's prompt) → (completion as written, text to judge, usable).
-        render: (rows, texts [P][G], iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
-        score: (rows, texts [P][G], pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
-            tasks of several turns `episodes` has those [P][G] that end with the texts; `tokens` [P][G] are what the
+        render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
+        score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
+            tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what the
             policy wrote, where it did.
         reward_names: N names.
         watch_names: W names.
@@ -52,9 +52,9 @@ def make_score(
     columns_of: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None,
     tokenize: Callable[[str], list[int]] | None = None,
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """score(rows, texts [P][G], pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
+    """score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
 
-    Episodes [P][G] reach the rewards as the column "episodes", tokens [P][G] as "completion_ids".
+    Episodes `[P][G]` reach the rewards as the column "episodes", tokens `[P][G]` as "completion_ids".
 
     Args:
         rewards: N functions by name.

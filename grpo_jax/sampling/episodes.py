@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from grpo_jax.models.cache import Cache, Rows
 from grpo_jax.sampling.sampler import bucket_size, check_prompts, check_room, checked_tokens, pad_rows, pad_to_bucket
@@ -65,12 +66,12 @@ class EpisodeSampler(NamedTuple):
 
 
 def make_episode_sampler(
-    policy,
+    policy: Any,
     params: SamplingParams,
     *,
     eos_ids: tuple[int, ...],
     pad_id: int,
-    allowed_tokens=None,
+    allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
 ) -> EpisodeSampler:
     """Makes the functions that write episodes; of the first turn, all is as with `sampler.make_sampler`.

@@ -6,10 +6,12 @@ prompt tokens, T completion tokens, D model width, V vocabulary; R is a row, one
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.sampling.writing import Ends, Samples, generate, samples_of
@@ -94,12 +96,12 @@ def checked_tokens(allowed_tokens):
 
 
 def make_sampler(
-    policy,
+    policy: Any,
     params: SamplingParams,
     *,
     eos_ids: tuple[int, ...],
     pad_id: int,
-    allowed_tokens=None,
+    allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
 ) -> Callable[..., Samples]:
     """Make the function that writes completions.

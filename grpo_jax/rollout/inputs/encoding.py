@@ -14,10 +14,12 @@ from grpo_jax.models.hf.chat import PICTURE, Message, conversation_encoder, defa
 from grpo_jax.models.hf.processor import PictureSettings, make_prepare, read_settings
 from grpo_jax.models.vision.patches import Picture
 from grpo_jax.models.vision.stacking import pack_rows
-from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.data import Facts, Row, facts_of
 from grpo_jax.rollout.inputs.conversations import messages_of
 from grpo_jax.rollout.inputs.pictures import read_rgb, refusal, size_of
 from grpo_jax.sampling.sampler import bucket_size
+
+_LONGEST, _MARGIN = 4096, 8
 
 
 class Encoded(NamedTuple):
@@ -82,14 +84,17 @@ def make_encode(
         section: Form, instruction, and the most tokens of a prompt, its pictures' included.
         pad_id: Fills up on the left.
         vocab_size: V, the model's; a token beyond it is refused.
-        rows: Rows whose longest sets L, and whose pictures set the sizes, so that all batches have few shapes.
+        rows: Rows whose longest sets L, and whose pictures set the sizes, so that all batches have few shapes. Of more
+            than 4096 without pictures those are looked at that have the most text, and all that could be too long; a
+            batch with a longer one than they are is wider.
         eyes: Of a policy that sees; asked for where a row has pictures.
 
     Raises:
         UserError: A prompt is longer than data.max_prompt_tokens, a picture cannot be used, or as
             `conversation_encoder`.
     """
-    some = any(row.pictures for row in rows)
+    facts = facts_of(rows)
+    some = facts.pictures.any()
     if some and eyes is None:
         raise UserError(_BLIND)
     seeing = eyes() if some and eyes is not None else None
@@ -110,7 +115,8 @@ def make_encode(
         return ids
 
     longest, slots, patches = 1, 0, 0
-    for row in rows:
+    for place in _measured(facts, tokens_of, section):
+        row = rows[place]
         grids = [] if seeing is None else _grids(row, seeing.settings)
         longest, slots = max(longest, len(checked(row, grids))), max(slots, len(grids))
         patches = max([patches, *(h * w for h, w in grids)])
@@ -124,6 +130,22 @@ def make_encode(
         return Encoded(tokens, mask, pack_rows(prepared, seeing.vision, slots=slots, patches=patches))
 
     return encode
+
+
+def _measured(facts: Facts, tokens_of: Callable[[Row, Sequence[int]], list[int]], section: DataSection) -> list[int]:
+    """The places of rows that are encoded beforehand: no tokenizer makes more tokens of a text than it has bytes."""
+    count = len(facts.sizes)
+    if count <= _LONGEST:
+        return list(range(count))
+    try:
+        frame = len(tokens_of(Row(0, "x"), [])) + _MARGIN
+    except UserError:  # a template that takes no prompt by itself
+        frame = section.max_prompt_tokens
+    repeats = max(1, section.instruction.count("{prompt}"))
+    most = facts.sizes * repeats + frame * np.maximum(facts.messages, 1)
+    looked_at = (most > section.max_prompt_tokens) | (facts.pictures > 0)
+    looked_at[np.argsort(-facts.sizes, kind="stable")[:_LONGEST]] = True
+    return np.flatnonzero(looked_at).tolist()
 
 
 def _tokens_of(
@@ -157,7 +179,7 @@ def tell_system_prompt(
     tokenizer: Any, section: DataSection, rows: Sequence[Row], say: Callable[[str, str], None]
 ) -> None:
     """Says what the chat template tells the policy before prompts that nobody gave a system prompt."""
-    own = section.system_prompt or all(row.messages and row.messages[0].role == "system" for row in rows)
+    own = section.system_prompt or facts_of(rows).told.all()
     if own or not _chats(tokenizer, section):
         return
     told = default_system_prompt(tokenizer, enable_thinking=section.enable_thinking)

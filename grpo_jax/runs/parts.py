@@ -23,7 +23,7 @@ from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
 from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, facts_of, iterations_in_all
 from grpo_jax.rollout.environment import Environment, make_score
-from grpo_jax.rollout.inputs.encoding import make_encode, tell_system_prompt
+from grpo_jax.rollout.inputs.encoding import check_tools, make_encode, tell_system_prompt
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.texts import allowed_tokens, make_decode, without_forbidden
 from grpo_jax.rollout.trainer import Trainer
@@ -129,6 +129,7 @@ def load_parts(
         say("devices", f"policy on {_listed(devices)}")
     rows = all_rows(world.prompts)
     pictures = world.answers_with_pictures or bool(facts_of(rows).pictures.any())
+    check_tools(config.data, rows)
     folder = hf.read_folder(policy_folder(config))
     encode = make_encode(
         folder.tokenizer,
@@ -227,7 +228,7 @@ def make_answering(config: Config, world: World, loaded: Any) -> Answering | Non
         vocab_size=loaded.config.vocab_size,
         most=section.max_answer_tokens,
         vision=vision,
-        enable_thinking=config.data.enable_thinking,
+        **config.data.template_options,
     )
     lenient = config.on_judge_error == "missing"
     eos_ids = tuple(loaded.eos_ids)

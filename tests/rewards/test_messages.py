@@ -34,13 +34,13 @@ def plain(prompts, completions, **kwargs):
 """
 
 
-@pytest.mark.parametrize("isolated", [False, True])
-def test_a_run_gives_messages_to_rewards_that_want_them(isolated, place, tmp_path):
+def test_a_run_gives_messages_to_rewards_that_want_them(place, tmp_path):
+    """Those that do not get texts; in the run's process and in one of their own."""
     file = tmp_path / "trl_rewards.py"
     file.write_text(TRL)
-    named = {"messages": True, "isolated": isolated}
-    rewards = [{"name": f"{file}:{name}", **named} for name in ("format_reward", "asked")]
-    rewards += [{"name": f"{file}:{name}", "isolated": isolated} for name in ("beside", "plain")]
+    wanted = {"format_reward": True, "asked": True, "beside": False, "plain": False}
+    rewards = [{"name": f"{file}:{name}", "messages": messages} for name, messages in wanted.items()]
+    rewards += [{**reward, "isolated": True, "label": f"apart_{reward['name'].split(':')[1]}"} for reward in rewards]
     lines = []
     for letter in "abcdefghijklmnop":
         talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": f"{letter}{letter} 12"}]
@@ -51,10 +51,12 @@ def test_a_run_gives_messages_to_rewards_that_want_them(isolated, place, tmp_pat
     words = [f"--{name}={value}" for name, value in short.items()]
     assert train_here(place.config, tmp_path / "run", *words, "--rewards", json.dumps(rewards)) == 0
     table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step_000001.parquet").to_pydict()
-    assert table["reward/format_reward"] == table["reward/plain"] == [len(text) for text in table["completion"]]
-    chats = [prompt[0] == prompt[1] for prompt in table["prompt"]]
-    assert table["reward/asked"] == [4.0 if chat else 2.0 for chat in chats] and len({*chats}) == 2
-    assert set(table["reward/beside"]) == {1.0}
+    lengths, chats = [len(text) for text in table["completion"]], [one[0] == one[1] for one in table["prompt"]]
+    assert len({*chats}) == 2
+    for home in ("reward/", "reward/apart_"):
+        assert table[f"{home}format_reward"] == table[f"{home}plain"] == lengths
+        assert table[f"{home}asked"] == [4.0 if chat else 2.0 for chat in chats]
+        assert set(table[f"{home}beside"]) == {1.0}
 
 
 def test_pictures_are_parts_of_prompt_messages():

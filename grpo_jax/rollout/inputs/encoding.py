@@ -146,7 +146,7 @@ def make_encode(
 def _measured(facts: Facts, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
     """The places of rows that are encoded beforehand: no tokenizer makes more tokens of a text than it has bytes."""
     count = len(facts.sizes)
-    if count <= _LONGEST or isinstance(section.tools, str):
+    if count <= _LONGEST or isinstance(section.tools, str):  # a column's tools are no part of the text
         return range(count)
     try:
         frame = len(tokens_of(Row(0, "x"), [])) + _MARGIN

@@ -51,12 +51,12 @@ class PromptEnhancement(PictureTask):
 
 def _prompts(config: Config) -> PromptSet:
     makers = {MINIATURE: miniature_prompts, COMPOSITIONAL: compositional_records}
-    makers[BOTH] = partial(_both_records, load_prompts("builtin", held_out=config.data.held_out))
+    makers[BOTH] = partial(_both_records, config.data.held_out)
     return picture_prompts(config, makers, "a .jsonl or .txt file, or builtin")
 
 
-def _both_records(builtin: PromptSet, split: str, count: int) -> list[dict[str, Any]]:
+def _both_records(held_out: float, split: str, count: int) -> list[dict[str, Any]]:
     """A built-in prompt, a compositional one, and so on: of however many are measured, half are of each list."""
-    rows = getattr(builtin, split)
+    rows = getattr(load_prompts("builtin", held_out=held_out), split)
     plain = [{"prompt": row.prompt, **row.columns} for row in rows]
     return [record for pair in zip(plain, compositional_records(split, len(rows)), strict=True) for record in pair]

@@ -6,6 +6,7 @@ The parts come as functions in an `Environment`; nothing here knows a model, a t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -274,7 +275,7 @@ def _judges(environment: Environment, iteration: int, evaluation: bool) -> list[
         alone = [[Episode((Turn(text),)) for text in group] for group in chunk.texts]
         told: dict[str, Any] = {} if environment.answering is None else {"episodes": alone}
         if chunk.written is not None:
-            told["tokens"] = written_tokens(chunk.written.samples)
+            told["tokens"] = partial(written_tokens, chunk.written.samples)
         rewards, watched = environment.score(chunk.rows, chunk.texts, chunk.pictures, **told)
         return chunk._replace(rewards=rewards, watched=watched)
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,20 +59,22 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-def write_atomically(path: str | Path, data: bytes | str) -> None:
+def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable[bytes]]) -> None:
     """Writes a whole file or none of it: into a temporary one beside it, then a rename.
+
+    What is much is given as a function of its pieces, which is called again where writing is tried again.
 
     Raises:
       UserError: the disk is full or the place is not writable; the old file, if any, is still there.
     """
     path = Path(path)
-    content = data.encode() if isinstance(data, str) else data
+    content = [data.encode() if isinstance(data, str) else data] if isinstance(data, bytes | str) else data
 
     def write() -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(content)
+                file.writelines(content if isinstance(content, list) else content())
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:

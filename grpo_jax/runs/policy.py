@@ -94,7 +94,12 @@ def make_new_policy(config: Config, words: Callable[[], Sequence[str]] | None) -
 
 
 def load_policy(
-    config: Config, devices: Sequence[jax.Device], say: Callable[..., None], *, pictures: bool | None = False
+    config: Config,
+    devices: Sequence[jax.Device],
+    say: Callable[..., None],
+    *,
+    pictures: bool | None = False,
+    read: Any = None,
 ) -> Policy:
     """Loads what policy.* names.
 
@@ -104,6 +109,7 @@ def load_policy(
         say: say(name, detail) prints a line.
         pictures: The policy will be shown pictures; without, its vision tower is not loaded unless it is trained. None:
             it may be, if it has one.
+        read: Its folder, where `hf.read_folder` has read it already.
 
     Raises:
         UserError: The folder is missing, broken or unsupported, or does not fit mesh, adapters, lengths or pictures.
@@ -119,7 +125,7 @@ def load_policy(
     if section.quantised != "none":
         store = partial(quantise, kind=section.quantised, device=devices[0])
     try:
-        loaded = hf.load_folder(policy_folder(config), param_dtype=dtype, put=store)
+        loaded = hf.load_weights(read or hf.read_folder(policy_folder(config)), param_dtype=dtype, put=store)
     except ValueError as error:  # a weight that does not divide
         raise UserError(f"policy.mesh: {error}") from error
     lora = lora_config(section.lora, loaded.config)

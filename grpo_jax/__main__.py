@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train.main(rest)
     if name == "plan":
         return train.main([PLAN, *rest])
-    if name == "resume" and rest and not rest[0].startswith("-"):
-        return train.main(["--resume", "--run_dir", *rest])
+    if name == "resume" and rest and (rest[0] in ("-h", "--help") or not rest[0].startswith("-")):
+        return train.main(["--resume", *([] if rest[0].startswith("-") else ["--run_dir"]), *rest])
     if name == "evaluate":
         return evaluate.main(rest)
     if name == "export":

@@ -74,17 +74,20 @@ def find_config(name: str) -> Path:
     """
     if os.path.exists(name) and not os.path.isdir(name):  # of any text, one too long for a path among them
         return Path(name)
-    package = Path(__file__).parents[1]
-    folders = [package / "configs", package.parent / "configs"]
     stem = Path(name).name.removesuffix(".yaml")
     # A mistyped path elsewhere must not find a shipped config of the same name.
     bare = Path(name).parent in (Path(), Path("configs"))
-    for folder in folders if bare else ():
-        candidate = folder / f"{stem}.yaml"
-        if os.path.isfile(candidate):
-            return candidate
-    shipped = {path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")}
+    shipped = shipped_configs()
+    if bare and stem in shipped:
+        return shipped[stem]
     raise UserError(f"--config {said(name)}: no such file; configs that ship with grpo_jax: {listed(shipped)}")
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configs that ship with the package, by their names: of the wheel, or of a checkout."""
+    package = Path(__file__).parents[1]
+    folders = [package.parent / "configs", package / "configs"]
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.config.build import require_known
-from grpo_jax.config.options import Option, Section, first_sentence, sections_of, type_word
+from grpo_jax.config.options import Option, Section, clause, first_sentence, sections_of, type_word
 from grpo_jax.config.other_names import TRL
 from grpo_jax.errors import UserError
 
@@ -127,12 +127,12 @@ def _overview(screen: Screen, sections: Sequence[Section], values: Mapping[str, 
             "Used most, with the values in force:",
             _row("--config", "FILE", "YAML file or name of a shipped config; several are laid over each other"),
             _row("--task", _brief(options["task"].value), f"{', '.join(options['task'].names)}, …"),
-            *(_row(f"--{option.name}", _brief(option.value), _clause(option.line)) for option in used),
+            *(_row(f"--{option.name}", _brief(option.value), clause(option.line)) for option in used),
             _row("--print_config", "", "print the config in force as YAML, and stop"),
             "",
             "Sections (--help SECTION and --help SECTION.FIELD say more, --help all everything; --config and",
             "--task beside it decide which there are):",
-            *(_row(section.name, "", _clause(section.about)) for section in sections),
+            *(_row(section.name, "", clause(section.about)) for section in sections),
             "",
             "More: docs/ at https://github.com/grpo-jax/grpo_jax; grpo completion bash|zsh|fish for the TAB key.",
         ]
@@ -141,11 +141,6 @@ def _overview(screen: Screen, sections: Sequence[Section], values: Mapping[str, 
 
 def _brief(value: Any) -> str:
     return f"[{len(value)} entries]" if isinstance(value, list) and value else _shown(value, _VALUES)
-
-
-def _clause(line: str) -> str:
-    """What a field or section is, without what is said beside it."""
-    return first_sentence(line).partition("; ")[0].rstrip(".")
 
 
 def _row(name: str, value: str, text: str) -> str:
@@ -158,7 +153,7 @@ def _below(sections: Sequence[Section]) -> list[str]:
     """The sections inside another one, as one part of its help."""
     if not sections:
         return []
-    rows = [_row(f"--help {section.name}", "", _clause(section.about)) for section in sections]
+    rows = [_row(f"--help {section.name}", "", clause(section.about)) for section in sections]
     return ["\n".join(["Inside it:", *rows])]
 
 

@@ -114,8 +114,13 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=\.) (?=[A-Z\"`])", paragraph, maxsplit=1)[0]
 
 
+def clause(line: str) -> str:
+    """What a field or section is, without what is said beside it."""
+    return re.split("[;:] ", first_sentence(line))[0].rstrip(".")
+
+
 def choices_of(hint: Any) -> tuple[str, ...]:
-    """The values that a type can have, where they can be listed; of a list those of an entry."""
+    """The values that a type can have, where they can be listed."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is bool:
         return ("true", "false")
@@ -124,7 +129,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
     if origin in (Union, types.UnionType):
         found = [choices_of(one) for one in inner if one is not type(None)]
         return (*(word for words in found for word in words), "null") if all(found) else ()
-    return choices_of(inner[0]) if origin is list else ()
+    return ()
 
 
 _WORDS = {int: "INT", float: "NUMBER", str: "TEXT", type(None): "null", Any: "VALUE"}

@@ -137,7 +137,7 @@ def test_options_that_take_one_of_few_values_say_which():
     options = {option.name: option for part in sections_of(type(config), to_dict(config)) for option in part.options}
     assert choices_of(options["policy.quantised"].hint) == ("none", "int8", "int4")
     assert choices_of(options["resume"].hint) == ("true", "false") and choices_of(options["seed"].hint) == ()
-    assert "tensorboard" in choices_of(options["report_to"].hint)
+    assert choices_of(options["report_to"].hint) == ()  # a list is written as one
     assert type_word(options["optimizer.learning_rate"].hint) == "NUMBER|null"
     assert options["task"].names == tuple(built_in_names(TASKS))
     assert not options["rewards[].weight"].is_argument and options["rewards"].is_argument

@@ -20,6 +20,7 @@ EXTRAS = {
     **dict.fromkeys(("sklearn", "ray", "sentence_transformers"), "recommendation"),
     **dict.fromkeys(("gymnax", "six"), "cartpole"),
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
+    **{name: name for name in ("mlflow", "trackio")},
     "qwix": "quantised",
 }
 """The extra that brings a module which is imported only where it is needed."""

@@ -44,8 +44,8 @@ class Config:
         resume: Continue the run in run_dir from its last checkpoint.
         deterministic: Ask GPUs for repeatable kernels (slower); the CPU always is.
         debug: Show tracebacks of user errors.
-        report_to: Metric writers beside metrics.jsonl.
-        wandb_project: Project of the run on Weights & Biases.
+        report_to: Metric writers beside metrics.jsonl (docs/ending.md).
+        project: What the run belongs to: project on Weights & Biases and trackio, experiment on MLflow.
         on_judge_error: "stop" saves and ends the run; "missing" gives that completion no reward.
         judge_timeout: Seconds one chunk may spend in a judge; 0 for no limit.
         judges: What judges texts and pictures, each by a name that rewards and devices refer to: the kind of a judge
@@ -74,8 +74,10 @@ class Config:
     resume: bool = may_change(False)
     deterministic: bool = may_change(False)
     debug: bool = may_change(False)
-    report_to: list[Literal["tensorboard", "wandb"]] = may_change(default_factory=lambda: ["tensorboard"])
-    wandb_project: str = may_change("grpo_jax")
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = may_change(
+        default_factory=lambda: ["tensorboard"]
+    )
+    project: str = may_change("grpo_jax")
     on_judge_error: Literal["stop", "missing"] = may_change("stop")
     judge_timeout: float = may_change(1800.0)
     judges: dict[str, Any] = named(*JUDGES, default_factory=dict)

@@ -12,6 +12,7 @@ from grpo_jax.errors import StageError, UserError, one_line
 from grpo_jax.reports.console import Console, Epoch, LiveLine, epoch_line, result_lines
 from grpo_jax.reports.model_card import model_card
 from grpo_jax.reports.page import write_report
+from grpo_jax.reports.trackers import TRACKERS, require_tracker
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.task import Finished
@@ -28,8 +29,11 @@ class RunOutput:
           stream: in place of standard output.
 
         Raises:
-          UserError: the run directory cannot be used.
+          UserError: the run directory cannot be used, or a service of `report_to` is not installed.
         """
+        for name in TRACKERS:
+            if name in config.report_to:
+                require_tracker(name)
         self._config, self._display = config, config.task.display
         self.directory = RunDirectory.open(config.run_dir, resume=config.resume)
         try:

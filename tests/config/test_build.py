@@ -177,7 +177,7 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
         for section in SECTIONS
     }
     memory = {"accumulation", "memory_budget_gib", "chunk_prompts"}
-    run = {"run_dir", "resume", "debug", "report_to", "wandb_project"}
+    run = {"run_dir", "resume", "debug", "report_to", "project"}
     assert {name: fields for name, fields in found.items() if fields} == {
         "Config": run | {"deterministic", "on_judge_error", "judge_timeout", "devices"},
         "TrainingSection": memory

@@ -8,7 +8,7 @@ Nothing of Python runs when TAB is pressed; after an update of the package the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from grpo_jax import evaluate, export
@@ -142,7 +142,7 @@ def _zsh(words: Words) -> str:
 def _filled(script: str, words: Words, assigned: str) -> str:
     """A script with the branches of its two questions: which values, which options."""
 
-    def branches(found: dict[str, Sequence[str]], indent: int) -> str:
+    def branches(found: Mapping[str, Sequence[str]], indent: int) -> str:
         return "\n".join(f"{'':{indent}}{name}) {assigned.format(' '.join(of))};;" for name, of in found.items())
 
     values = {**words.values, "completion": SHELLS}

@@ -95,23 +95,21 @@ class MLflow:
         self._directory, self._last, self._status = run, 0, "KILLED"  # until it is finished
         id_file = run.path / "mlflow_id"
 
-        def start() -> str:
-            self._client = mlflow.MlflowClient()
-            known = _kept(id_file)
+        def start() -> tuple[Any, str]:
+            client, known = mlflow.MlflowClient(), _kept(id_file)
             if known is not None:
-                self._client.update_run(known, status="RUNNING")
-                return known
-            experiment = self._client.get_experiment_by_name(_project(config))
-            place = experiment.experiment_id if experiment else self._client.create_experiment(_project(config))
-            return self._client.create_run(place, run_name=run.path.name).info.run_id
-
-        is_new = _kept(id_file) is None
-        self._id = _started("mlflow", "see MLFLOW_TRACKING_URI", start)
-        write_atomically(id_file, self._id)
-        if is_new:  # parameters of a run cannot be changed
+                client.update_run(known, status="RUNNING")
+                return client, known
+            experiment = client.get_experiment_by_name(_project(config))
+            place = experiment.experiment_id if experiment else client.create_experiment(_project(config))
+            made = client.create_run(place, run_name=run.path.name).info.run_id
             told = [mlflow.entities.Param(name, str(value)[:_LONGEST]) for name, value in _leaves(config)]
-            for first in range(0, len(told), _AT_ONCE):
-                self._client.log_batch(self._id, params=told[first : first + _AT_ONCE])
+            for first in range(0, len(told), _AT_ONCE):  # once: parameters of a run cannot be changed
+                client.log_batch(made, params=told[first : first + _AT_ONCE])
+            return client, made
+
+        self._client, self._id = _started("mlflow", "see MLFLOW_TRACKING_URI", start)
+        write_atomically(id_file, self._id)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs one row."""

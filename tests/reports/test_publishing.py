@@ -1,6 +1,7 @@
 """A trained policy on the hub: pushed by the hub's own library to a server that speaks the few words it needs."""
 
 import base64
+import io
 import json
 import re
 import threading
@@ -10,7 +11,10 @@ import pytest
 from huggingface_hub import constants
 
 from grpo_jax import export, train
+from grpo_jax.config import make_config
 from grpo_jax.models.hf import load_folder
+from grpo_jax.reports.output import RunOutput
+from grpo_jax.tasks.task import Finished
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -104,6 +108,20 @@ def test_a_run_pushes_its_policy_at_its_end(run_dir, hub):
     assert {path.name: path.read_bytes() for path in (run_dir / "policy").iterdir()} == files
     assert "README.md" in files and "me/at_the_end" in hub.private
     assert f"pushed: {constants.ENDPOINT}/me/at_the_end" in (run_dir / "train.log").read_text()
+
+
+def test_a_hub_that_refuses_is_a_note_at_the_end_of_a_run(hub, tmp_path):
+    hub.full.add("me/full")
+    config = make_config(task="text", run_dir=str(tmp_path / "run"), push_to_hub="me/full", report_to=[])
+    stream = io.StringIO()
+    with RunOutput(config, stream=stream) as output:
+        output.truncate(0)
+        output.directory.policy.mkdir()
+        (output.directory.policy / "config.json").write_text("{}")
+        output.finish(Finished({"iterations": 1, "evaluation": {}}), config=config)
+    policy = tmp_path / "run" / "policy"
+    assert stream.getvalue().endswith(f"{policy} is complete, to push it again: hf upload me/full {policy} .\n")
+    assert "push_to_hub: the hub answered 507 (" in stream.getvalue() and (tmp_path / "run" / "summary.json").is_file()
 
 
 def test_export_pushes_the_folder_with_its_card(run_dir, hub, tmp_path, capsys):

@@ -10,14 +10,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, guarded, leave, version
+from grpo_jax.errors import UserError, guarded, leave, require_options, version
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """What reads the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_jax.evaluate",
         description="Restores a policy from a run directory and measures it on the held-out prompts.",
@@ -31,8 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
-    options = parser.parse_args(arguments)
-    return guarded(lambda: _evaluate_run(options), debug=options.debug)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+
+    def act() -> None:
+        parser = make_parser()
+        require_options(parser, words)
+        _evaluate_run(parser.parse_args(words))
+
+    return guarded(act, debug="--debug" in words)
 
 
 def _evaluate_run(options: argparse.Namespace) -> None:

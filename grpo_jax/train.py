@@ -4,6 +4,7 @@ On the command line:
 
     python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]
     python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
+    python -m grpo_jax.train … --help [SECTION]
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def act() -> int:
         planned, rest = take_request(words)
-        config = parse(rest)
+        config = parse(rest, "plan" if planned is not None else "resume" if "--resume" in rest else "train")
         if planned is not None:
             from grpo_jax.planning.command import show_plan
 

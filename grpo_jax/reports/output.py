@@ -9,9 +9,11 @@ from typing import Any, TextIO
 
 from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.errors import StageError, UserError, one_line
+from grpo_jax.models.hf.hub import push_folder, require_hub
 from grpo_jax.reports.console import Console, Epoch, LiveLine, epoch_line, result_lines
 from grpo_jax.reports.model_card import model_card
 from grpo_jax.reports.page import write_report
+from grpo_jax.reports.trackers import TRACKERS, require_tracker
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.task import Finished
@@ -28,8 +30,15 @@ class RunOutput:
           stream: in place of standard output.
 
         Raises:
-          UserError: the run directory cannot be used.
+          UserError: the run directory cannot be used, a service of `report_to` is not installed, or nobody is logged
+            in to the hub that the policy is to be pushed to.
         """
+        for name in TRACKERS:
+            if name in config.report_to:
+                require_tracker(name)
+        self._repo = getattr(config, "push_to_hub", "")  # which a task may have no use for
+        if self._repo:
+            require_hub(self._repo)
         self._config, self._display = config, config.task.display
         self.directory = RunDirectory.open(config.run_dir, resume=config.resume)
         try:
@@ -135,6 +144,17 @@ class RunOutput:
         for line in [*result_lines(summary, self._display), *finished.lines]:
             self.say(line)
         self.say(f"report: {self.directory.report}", style="bold green")
+        if self._repo and self.directory.policy.is_dir():
+            self._push()
+
+    def _push(self) -> None:
+        """Pushes the policy's folder; a hub that refuses is a note, for the run is complete."""
+        try:
+            address = push_folder(self.directory.policy, self._repo, private=self._config.hub_private)
+        except UserError as error:
+            self.note(str(error))
+        else:
+            self.say(f"pushed: {address}")
 
     def close(self) -> None:
         """Closes live line, writers and log."""

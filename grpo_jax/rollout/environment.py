@@ -54,8 +54,8 @@ def make_score(
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     """score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
 
-    Episodes `[P][G]` reach the rewards as the column "episodes", tokens `[P][G]`, or what makes them, as "completion_ids",
-    and prompts and completions as chat messages, where a reward asks for them.
+    Episodes `[P][G]` reach the rewards as the column "episodes", tokens `[P][G]`, or what makes them, as
+    "completion_ids", and prompts and completions as chat messages, where a reward asks for them.
 
     Args:
         rewards: N functions by name.

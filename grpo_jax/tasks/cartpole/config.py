@@ -1,7 +1,7 @@
 """What a CartPole run is made of: frozen dataclasses and their checks.
 
-Every field has its help line in the docstring of its class; `python -m grpo_jax.train --task cartpole --help` prints
-them.
+Every field has its help line in the docstring of its class; `python -m grpo_jax.train --task cartpole --help all`
+prints them.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ class CartPoleConfig:
         run_dir: Folder of the run; null makes runs/TASK-TIME.
         resume: Continue the run in run_dir from its last checkpoint.
         debug: Show tracebacks of user errors.
-        report_to: Metric writers beside metrics.jsonl.
-        wandb_project: Project of the run on Weights & Biases.
+        report_to: Metric writers beside metrics.jsonl (docs/ending.md).
+        project: What the run belongs to: project on Weights & Biases and trackio, experiment on MLflow.
         algorithm: Advantages and loss.
         rollout: What one iteration plays.
         network: The policy.
@@ -215,8 +215,10 @@ class CartPoleConfig:
     run_dir: str | None = may_change(None)
     resume: bool = may_change(False)
     debug: bool = may_change(False)
-    report_to: list[Literal["tensorboard", "wandb"]] = may_change(default_factory=lambda: ["tensorboard"])
-    wandb_project: str = may_change("grpo_jax")
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = may_change(
+        default_factory=lambda: ["tensorboard"]
+    )
+    project: str = may_change("grpo_jax")
     algorithm: CartPoleAlgorithm = field(default_factory=CartPoleAlgorithm)
     rollout: CartPoleRollout = field(default_factory=CartPoleRollout)
     network: CartPoleNetwork = field(default_factory=CartPoleNetwork)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,15 +12,18 @@ def share(names: Iterable[str], source: Path, to: Path) -> None:
     """Gives files of a folder a second name in another one, which is made.
 
     Args:
-        names: Of the files, relative to both folders.
+        names: Of the files, relative to both folders; within them, whatever a damaged manifest says.
         source: Where they are.
         to: Must not exist.
 
     Raises:
         OSError: A file is gone, or the file system has no hard links.
     """
+    wanted, there = set(names), {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    if not wanted <= there:
+        raise FileNotFoundError(f"{source} has no {min(wanted - there)}")
     to.mkdir(parents=True)
-    for name in names:
+    for name in wanted:
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         os.link(source / name, to / name)
 
@@ -29,9 +31,8 @@ def share(names: Iterable[str], source: Path, to: Path) -> None:
 def bytes_held(folders: Iterable[Path]) -> int:
     """What the files in folders take on the disk together, each file once however many names it has."""
     sizes = {}
-    for path in (path for folder in folders for path in folder.rglob("*")):
+    for path in (os.path.join(at, name) for folder in folders for at, _, names in os.walk(folder) for name in names):
         with suppress(OSError):  # removed meanwhile
-            found = path.lstat()
-            if stat.S_ISREG(found.st_mode):
-                sizes[found.st_dev, found.st_ino] = found.st_size
+            found = os.lstat(path)
+            sizes[found.st_dev, found.st_ino] = found.st_size
     return sum(sizes.values())

@@ -1,6 +1,7 @@
 """Checkpoints of one step are on the disk once, and each is whole without the others."""
 
 import errno
+import json
 import os
 import shutil
 
@@ -130,6 +131,22 @@ def test_a_process_shares_what_it_goes_on_from_and_nothing_that_another_one_left
         checkpoints.save_final(4, state_of(5), {})  # learned otherwise since
         assert found_in(checkpoints, "final")[:2] == wanted(5)[:2]
         assert found_in(checkpoints, 4) == wanted(4)
+
+
+def test_a_file_that_is_gone_or_lies_elsewhere_is_not_shared(folder):
+    for name in ("gone", "../../config.yaml"):
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder.parent / "config.yaml").parent.mkdir(exist_ok=True)
+        (folder.parent / "config.yaml").write_text("task: text")
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(3, state_of(3), {}, wait=True)
+            manifest = folder / "step_3" / "manifest.json"
+            listed = json.loads(manifest.read_text())
+            listed["files"][name] = {"bytes": 10, "sha256": "0"}
+            manifest.write_text(json.dumps(listed))
+            checkpoints.save_final(3, state_of(3), {})
+            assert found_in(checkpoints, "final") == wanted(3)  # written in full
+        assert bytes_held([folder]) > 1.5 * SIZE
 
 
 def test_the_oldest_go_beyond_the_bytes_that_may_be_kept(folder):

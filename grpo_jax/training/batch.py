@@ -134,7 +134,7 @@ def make_batch(
         rewards = jnp.where(teaches, rewards, jnp.nan)
     pictures, answers = jax.device_put((pictures, answers), device) if mesh is None else (pictures, answers)
     uncut: Any = prompts  # until it is known what their groups read
-    batch = Batch(*uncut, tokens, mask, rollout_logprobs=logprobs, pictures=pictures)
+    batch = Batch(uncut[0], uncut[1], tokens, mask, rollout_logprobs=logprobs, pictures=pictures)
     if samples.turn is not None:
         present, turn = (jax.device_put(trimmed(array, read), device) for array in (read, samples.turn))
         batch = batch._replace(present=present, turn=turn, answers=answers)

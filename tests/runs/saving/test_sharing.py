@@ -172,7 +172,7 @@ def test_what_a_run_removes_while_it_is_read_is_read_again_or_named(folder, monk
 
         def overtaken(series, number, item, target):
             monkeypatch.setattr(Series, "read", read)
-            step = writing.latest_step() + 1
+            step = (writing.latest_step() or 0) + 1
             writing.save(step, state_of(step), {}, wait=True)
             writing.save_best(step, state_of(step), {})
             return read(series, number, item, target)

@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="Folder to write.")
-    parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
+    parser.add_argument("--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s).")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

@@ -26,7 +26,7 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
 
     Args:
         run_dir: Run directory of a training run.
-        checkpoint: "final", "best", or a step.
+        checkpoint: "final", "best", "latest", or a step.
 
     Returns:
         rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself where the policy's answer is unusable.

@@ -78,8 +78,13 @@ def run(
         except Stopped:
             output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
             return {"stopped": True, "iteration": 0}
-        keep = config.training.keep_checkpoints
-        with Checkpoints(output.directory.checkpoints, keep=keep, note=output.note) as checkpoints:
+        training = config.training
+        with Checkpoints(
+            output.directory.checkpoints,
+            keep=training.keep_checkpoints,
+            keep_bytes=training.keep_gib * 2**30,
+            note=output.note,
+        ) as checkpoints:
             callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
             return execute(Run(program, checkpoints, output, clock, callbacks), stop)
 

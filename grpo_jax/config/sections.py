@@ -213,6 +213,8 @@ class TrainingSection:
         chunk_prompts: Prompts that travel together through sampling, rendering and scoring; 0 for all.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside best and final.
+        keep_gib: What all checkpoints may take on the disk together; beyond it the oldest go, never best, final and the
+            newest. While one is written there is one more. 0 for no bound.
         max_hours: Hours after which this process saves and stops behind an iteration, for --resume to go on; 0 for
             never.
         early_stopping_patience: End training after so many validations in a row without a better one; 0 for never.
@@ -231,6 +233,7 @@ class TrainingSection:
     chunk_prompts: int = may_change(0)
     save_every: int = may_change(25)
     keep_checkpoints: int = may_change(2)
+    keep_gib: float = may_change(0.0)
     max_hours: float = may_change(0.0)
     early_stopping_patience: int = may_change(0)
     early_stopping_threshold: float = 0.0
@@ -249,7 +252,7 @@ class TrainingSection:
         ranges = dict.fromkeys(positive, (1, COUNT)) | dict.fromkeys(("max_steps", "save_every"), (0, COUNT))
         ranges |= {"prompts_per_batch": (1, LENGTH), "chunk_prompts": (0, LENGTH)}
         require_sizes(self, "training.", ranges | {"early_stopping_patience": (0, COUNT)})
-        for name in ("memory_budget_gib", "max_hours", "early_stopping_threshold"):
+        for name in ("memory_budget_gib", "keep_gib", "max_hours", "early_stopping_threshold"):
             require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
         parts = self.minibatches * self.accumulation
         require(

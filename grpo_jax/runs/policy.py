@@ -236,7 +236,7 @@ def restore_policy(
 def restore_variables(
     variables: dict[str, Any], run_dir: str | Path, checkpoint: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint's variables ("final", "best" or a step) on the devices of `variables`, and its meta.
+    """A checkpoint's variables ("final", "best", "latest" or a step) on the devices of `variables`, and its meta.
 
     It holds the trained collections alone; frozen weights are those of the folder.
     """

@@ -181,7 +181,8 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
     assert {name: fields for name, fields in found.items() if fields} == {
         "Config": run | {"push_to_hub", "hub_private", "deterministic", "on_judge_error", "judge_timeout", "devices"},
         "TrainingSection": memory
-        | {"max_steps", "num_epochs", "save_every", "keep_checkpoints", "max_hours", "early_stopping_patience"},
+        | {"max_steps", "num_epochs", "save_every", "keep_checkpoints", "keep_gib", "max_hours"}
+        | {"early_stopping_patience"},
         "PolicySection": {"remat", "mesh"},
         "EvaluationSection": {"gallery"},
         "RewardSection": {"isolated"},
@@ -195,7 +196,7 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
             *("backend", "encoder", "service", "address", "timeout", "attempts", "budget", "window", "cache", "device"),
         },
         "CartPoleConfig": run,
-        "CartPoleTraining": {"iterations", "save_every", "keep_checkpoints", "max_hours"},
+        "CartPoleTraining": {"iterations", "save_every", "keep_checkpoints", "keep_gib", "max_hours"},
     }
 
 

@@ -120,3 +120,5 @@ def test_trimming_keeps_the_longest_row(longest, kept):
     array = np.arange(100).reshape(2, 50)
     np.testing.assert_array_equal(trimmed(array, mask), array[:, :kept])
     np.testing.assert_array_equal(trimmed(array, mask[:, ::-1], left=True), array[:, 50 - kept :])
+    whole = kept if 50 - kept >= 20 else 50
+    np.testing.assert_array_equal(trimmed(array, mask, worth=20), array[:, :whole])

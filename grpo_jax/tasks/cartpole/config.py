@@ -152,6 +152,8 @@ class CartPoleTraining:
         iterations: Iterations in all.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside final.
+        keep_gib: What all checkpoints may take on the disk together; beyond it the oldest go, never final and the
+            newest. While one is written there is one more. 0 for no bound.
         max_hours: Hours after which this process saves and stops behind a measured block, for --resume to go on; 0 for
             never.
     """
@@ -159,13 +161,15 @@ class CartPoleTraining:
     iterations: int = may_change(100)
     save_every: int = may_change(0)
     keep_checkpoints: int = may_change(2)
+    keep_gib: float = may_change(0.0)
     max_hours: float = may_change(0.0)
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         ranges = {"iterations": (1, COUNT), "save_every": (0, COUNT), "keep_checkpoints": (1, COUNT)}
         require_sizes(self, "training.", ranges)
-        require(self.max_hours >= 0, "training.max_hours", "a number >= 0", self.max_hours)
+        for name in ("keep_gib", "max_hours"):
+            require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def _values(series, stride, frame):
         lines.append({"name": line.name, "place": line.place, "x": None if xs == before else xs, "y": ys})
         before = xs
     text = json.dumps({"frame": frame, "lines": lines}, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#x27;")
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("'", "&#x27;")
 
 
 def _legend(series):

@@ -12,7 +12,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.reports.charts import MOST_LINES, Series, line_chart, number, series_of, swatch
 from grpo_jax.reports.curves import all_measures, charts_of, further_charts
 from grpo_jax.reports.document import document
-from grpo_jax.reports.kept import read_json
+from grpo_jax.reports.kept import read_summary
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.display import Chart, Display
 
@@ -49,9 +49,10 @@ def write_comparison(path: str | Path, runs: Sequence[RunDirectory], displays: S
     """
     if len(runs) > MOST_LINES:
         raise UserError(f"at most {MOST_LINES} runs can be told apart in one page, got {len(runs)}")
+    names, rows = names_of([run.path for run in runs]), [read_metrics(run.metrics) for run in runs]
     compared = [
-        Compared(name, read_metrics(run.metrics), read_json(run.summary) or {}, _flat(read_config(run.config)))
-        for name, run in zip(names_of([run.path for run in runs]), runs, strict=True)
+        Compared(name, found, read_summary(run, found), _flat(read_config(run.config)))
+        for name, found, run in zip(names, rows, runs, strict=True)
     ]
     title = f"Comparison of {len(runs)} runs"
     sections = [
@@ -65,12 +66,14 @@ def write_comparison(path: str | Path, runs: Sequence[RunDirectory], displays: S
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """The ends of the paths, as many folders long as it takes to tell them apart."""
-    for length in range(1, max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    """The end of each path, as many folders of it as it takes to tell it from the others."""
+
+    def name(path: Path) -> str:
+        ends = (Path(*path.parts[-length:]) for length in range(1, len(path.parts)))
+        alone = (end for end in ends if sum(other.parts[-len(end.parts) :] == end.parts for other in paths) == 1)
+        return str(next(alone, path))
+
+    return [name(path) for path in paths]
 
 
 def _runs(compared: Sequence[Compared]) -> str:

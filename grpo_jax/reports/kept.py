@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.errors import UserError, one_line
+from grpo_jax.errors import UserError, one_line, shown
 from grpo_jax.reports.completions import MEGABYTES, read_completions
 from grpo_jax.rollout.inputs.pictures import File, read_rgb
 from grpo_jax.runs.directory import RunDirectory, finite, read_metrics, write_atomically
@@ -48,21 +48,26 @@ def keep(run: RunDirectory, kept: Kept) -> None:
     write_atomically(run.kept, json.dumps(finite(told), indent=1) + "\n")
 
 
-def contents(run: RunDirectory, megabytes: float = MEGABYTES) -> dict[str, Any]:
+def contents(
+    run: RunDirectory, megabytes: float = MEGABYTES, *, summary: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What the folder of a run holds for its page: the arguments of `page.write_report`, all but `path` and `display`.
 
     Args:
         run: Finished or not.
         megabytes: Of completions.
+        summary: Of a run that is about to write it.
 
     Raises:
         UserError: A file of it is damaged.
     """
-    kept = _read_kept(run)
+    rows = read_metrics(run.metrics)
+    summary = read_summary(run, rows) if summary is None else finite(summary)
+    kept = _read_kept(run) if summary else Kept(starts=(0,), config=_config(run))
     return {
         "title": run.path.name,
-        "summary": read_json(run.summary) or {},
-        "metrics_rows": read_metrics(run.metrics),
+        "summary": summary,
+        "metrics_rows": rows,
         "gallery": kept.gallery,
         "episodes": kept.episodes,
         "tables": kept.tables,
@@ -72,12 +77,25 @@ def contents(run: RunDirectory, megabytes: float = MEGABYTES) -> dict[str, Any]:
     }
 
 
+def read_summary(run: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What summary.json holds; nothing of a run that has not finished, or goes on after it had.
+
+    Args:
+        run: Whose.
+        rows: Of its metrics.jsonl.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    summary = _read_json(run.summary) or {}
+    if not isinstance(summary, dict):
+        raise UserError(f"{run.summary}: expected an object, got {shown(summary)}")
+    return {} if rows and summary.get("iterations", rows[-1]["step"]) < rows[-1]["step"] else summary
+
+
 def _read_kept(run: RunDirectory) -> Kept:
-    told = read_json(run.kept)
-    if told is None:  # it has not ended
-        config = run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else ""
-        told = {"tables": [], "starts": [0], "config": config}
-    gallery, episodes = (read_json(run.images / name) or [] for name in ("gallery.json", "episodes.json"))
+    told = _read_json(run.kept) or {"tables": [], "starts": [0], "config": _config(run)}
+    gallery, episodes = (_read_json(run.images / name) or [] for name in ("gallery.json", "episodes.json"))
     try:
         return Kept(
             [_entry(run.images, f"{place:03d}", entry) for place, entry in enumerate(gallery)],
@@ -90,12 +108,12 @@ def _read_kept(run: RunDirectory) -> Kept:
         raise UserError(f"{run.path}: report.json or images/ is not as a run writes it ({one_line(error)})") from error
 
 
-def read_json(path: Path) -> Any:
-    """What a file holds; None where there is none.
+def _config(run: RunDirectory) -> str:
+    return run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else ""
 
-    Raises:
-        UserError: It is not JSON.
-    """
+
+def _read_json(path: Path) -> Any:
+    """None where there is no such file."""
     if not path.is_file():
         return None
     try:

@@ -14,7 +14,7 @@ from grpo_jax.reports.kept import Kept, contents, keep
 from grpo_jax.reports.model_card import model_card
 from grpo_jax.reports.page import write_report
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers
-from grpo_jax.runs.directory import RunDirectory, finite, read_metrics, write_atomically
+from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.task import Finished
 
 
@@ -117,8 +117,7 @@ class RunOutput:
             write_atomically(self.directory.policy / "README.md", model_card(config, summary, self._display))
         kept = Kept(finished.gallery, finished.episodes, [*tables, *finished.tables_below], starts, to_yaml(config))
         keep(self.directory, kept)
-        shown = contents(self.directory) | {"summary": finite(summary)}
-        write_report(self.directory.report, display=self._display, **shown)
+        write_report(self.directory.report, display=self._display, **contents(self.directory, summary=summary))
         for writer in list(self._writers):
             self._try(writer, lambda writer=writer: writer.finish(summary, tables, finished.gallery))
         self.directory.write_summary(summary)  # last: a run that has one is complete

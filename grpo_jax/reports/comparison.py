@@ -96,7 +96,7 @@ def _runs(compared: Sequence[Compared]) -> str:
     columns = ["run", "task", "seed", "iterations", "best iteration (score)", "time"]
     tasks = {run.fields.get("task.kind") for run in compared}
     note = "These are of different tasks: what has the same name may not be the same." if len(tasks) > 1 else ""
-    return _section("Runs", note, _table(columns, [row(place, run) for place, run in enumerate(compared)]))
+    return _section("Runs", note, _table(columns, [row(place, run) for place, run in enumerate(compared)], "runs"))
 
 
 def _measures(compared: Sequence[Compared]) -> str:

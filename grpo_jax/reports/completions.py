@@ -57,7 +57,8 @@ def read_completions(folder: str | Path, megabytes: float = MEGABYTES) -> Logged
     damaged, cut = [], False
     for place in spread(len(files)):
         try:
-            read = pyarrow.parquet.read_table(files[place], partitioning=None)
+            with pyarrow.parquet.ParquetFile(files[place]) as file:
+                read = file.read()
         except (OSError, pyarrow.ArrowException):
             damaged.append(files[place].name)
             continue

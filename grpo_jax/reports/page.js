@@ -1,4 +1,4 @@
-// What report.html does, behind tables.js: values under the pointer, and the browser of completions. Nothing is fetched.
+// What report.html does, behind tables.js: values under the pointer, the browser of completions. Nothing is fetched.
 // What a run wrote reaches the page as text nodes alone, never as HTML.
 
 const ROWS = 50;  // of one page of the completions
@@ -20,12 +20,13 @@ function drawn(name, attributes, ...children) {
   return made;
 }
 
-// Text with what was searched for marked.
+// Text with what was searched for marked; of a folded line, what is far before the first place is left out.
 function marked(text, query) {
   const wanted = query.trim().toLowerCase(), lower = text.toLowerCase();
   if (!wanted || lower.length !== text.length) return [text];
   const parts = [];
-  let from = 0;
+  let from = Math.max(0, lower.indexOf(wanted) - 60);
+  if (from) parts.push(element("span", { class: "lead" }, text.slice(0, from)), element("span", { class: "dots" }, "…"));
   for (let at = lower.indexOf(wanted); at >= 0; at = lower.indexOf(wanted, from)) {
     parts.push(text.slice(from, at), element("mark", {}, text.slice(at, at + wanted.length)));
     from = at + wanted.length;
@@ -33,7 +34,7 @@ function marked(text, query) {
   return [...parts, text.slice(from)];
 }
 
-// ------------------------------------------------------------------------------------------------------ values of curves
+// ----------------------------------------------------------------------------------------------------- values of curves
 
 // Shows the values of a figure's nearest iteration: under the pointer or finger, or by the arrow keys.
 function readable(figure) {
@@ -93,13 +94,14 @@ function readable(figure) {
 
 // A small curve: the mean of each iteration as a line, each completion as a dot.
 function smallCurve(column, points, place) {
-  const values = points.flatMap(([, , all]) => all), frame = [points[0][0], points.at(-1)[0], 42, 306, 0, 0, 90, 10];
+  const values = points.flatMap(([, , all]) => all), frame = [points[0][0], points.at(-1)[0], 54, 306, 0, 0, 90, 10];
   const margin = Math.min(...values) === Math.max(...values) ? Math.abs(values[0]) * 0.1 || 1 : 0;
   [frame[4], frame[5]] = [Math.min(...values) - margin, Math.max(...values) + margin];
   const [first, last, left, right, low, high, bottom, top] = frame;
   const toX = (step) => left + ((step - first) / (last - first || 1)) * (right - left);
   const toY = (value) => bottom + ((value - low) / (high - low)) * (top - bottom);
-  const colour = `var(--series-${(place % 6) + 1})`, words = (attributes, text) => drawn("text", { class: "tick", ...attributes }, text);
+  const colour = `var(--series-${(place % 6) + 1})`;
+  const words = (attributes, text) => drawn("text", { class: "tick", ...attributes }, text);
   const svg = drawn("svg", { viewBox: "0 0 320 112", role: "img", "aria-label": column.label });
   for (const value of [low, high]) {
     svg.append(drawn("line", { class: "grid", x1: left, x2: right, y1: toY(value), y2: toY(value) }));
@@ -107,13 +109,15 @@ function smallCurve(column, points, place) {
   }
   svg.append(words({ x: left, y: 106 }, number(first)), words({ x: right, y: 106, "text-anchor": "end" }, number(last)));
   for (const [step, , all] of points) {
-    for (const value of all) svg.append(drawn("circle", { class: "one", cx: toX(step), cy: toY(value), r: 2.5, style: `fill: ${colour}` }));
+    for (const value of all) {
+      svg.append(drawn("circle", { class: "one", cx: toX(step), cy: toY(value), r: 2.5, style: `fill: ${colour}` }));
+    }
   }
   const path = points.map(([step, mean]) => `${toX(step).toFixed(1)} ${toY(mean).toFixed(1)}`).join("L");
   svg.append(drawn("path", { class: "smooth", d: `M${path}`, style: `stroke: ${colour}` }));
   const lines = [{ name: "mean", place, x: points.map((point) => point[0]), y: points.map((point) => point[1]) }];
-  const data = JSON.stringify({ frame, lines });
-  const figure = element("figure", { class: "chart small", "data-points": data }, element("figcaption", {}, column.label), svg);
+  const figure = element("figure", { class: "chart", "data-points": JSON.stringify({ frame, lines }) });
+  figure.append(element("figcaption", {}, column.label), svg);
   readable(figure);
   return figure;
 }
@@ -124,9 +128,11 @@ function smallCurve(column, points, place) {
 function browse(root, data) {
   const all = openTable(data), prompts = groupPrompts(all, data.pictures);
   const state = { table: all, chosen: null, query: "", column: null, descending: false, page: 0, open: false };
-  const box = element("input", { type: "search", placeholder: "search in all texts", "aria-label": "search in all texts" });
+  let before = {};  // where a prompt was chosen
+  const say = "search in all texts", box = element("input", { type: "search", placeholder: say, "aria-label": say });
   const tabs = element("div", { class: "tabs" }), count = element("span", { class: "count", "aria-live": "polite" });
-  const about = element("div"), table = element("table", { class: "data browser" }), pager = element("div", { class: "pager" });
+  const about = element("div"), pager = element("div", { class: "pager" });
+  const table = element("table", { class: "data browser" });
   root.replaceChildren(
     element("div", { class: "bar-of-tools" }, tabs, box, count), about, element("div", { class: "wide" }, table), pager);
   box.addEventListener("input", () => change({ query: box.value, page: 0 }));
@@ -136,6 +142,8 @@ function browse(root, data) {
     render();
   }
   function choose(place) {
+    const { table, column, descending, page, query } = state;
+    before = { table, column, descending, page, query };
     change({ table: all, chosen: place, column: null, page: 0, query: "" });
     root.scrollIntoView({ block: "start" });
   }
@@ -149,49 +157,60 @@ function browse(root, data) {
     const rows = rowsNow(), pages = Math.max(1, Math.ceil(rows.length / ROWS));
     state.page = Math.min(state.page, pages - 1);
     const shown = rows.slice(state.page * ROWS, (state.page + 1) * ROWS);
+    const focused = root.contains(document.activeElement) ? document.activeElement.textContent : "";
     if (box.value !== state.query) box.value = state.query;
     tabs.replaceChildren(...tabButtons());
-    const what = state.table === prompts ? "prompts" : "completions";
-    count.textContent = `${rows.length} ${what}`;
+    const what = state.table === prompts ? "prompt" : "completion";
+    count.textContent = `${rows.length} ${what}${rows.length === 1 ? "" : "s"}`;
     about.replaceChildren(...(state.chosen === null ? [] : [promptPanel()]));
     const columns = state.table.columns.filter(isColumn);
     table.replaceChildren(header(columns), element("tbody", {}, ...shown.map((row) => line(columns, row))));
     pager.replaceChildren(...(pages > 1 ? pageButtons(pages) : []));
+    const again = [...root.querySelectorAll("button")].find((button) => button.textContent === focused);
+    if (again) again.focus({ preventScroll: true });  // what was pressed has been made anew
   }
 
-  const isColumn = (column) => !["text", "answer"].includes(column.name) && !(state.chosen !== null && column.name === "prompt");
+  function isColumn(column) {
+    return !["text", "answer", ...(state.chosen === null ? [] : ["prompt"])].includes(column.name);
+  }
 
   function tabButtons() {
     const tab = (label, table) => element("button", {
       "aria-pressed": String(state.table === table && state.chosen === null),
-      onclick: () => change({ table, chosen: null, column: null, page: 0 }),
+      onclick: () => change({ table, chosen: null, column: null, page: 0, query: "" }),
     }, label);
-    const fold = element("button", { "aria-pressed": String(state.open), onclick: () => change({ open: !state.open }) }, "unfold");
-    return [tab("completions", all), tab("prompts", prompts), fold];
+    const fold = { "aria-pressed": String(state.open), onclick: () => change({ open: !state.open }) };
+    return [tab("completions", all), tab("prompts", prompts), element("button", fold, "unfold")];
   }
 
   function header(columns) {
     const cells = columns.map((column) => {
       const sorted = state.column === column ? (state.descending ? "descending" : "ascending") : "none";
       const descending = sorted === "none" ? column.kind !== "text" && column.name !== "step" : !state.descending;
-      const button = element("button", { onclick: () => change({ column, descending, page: 0 }) }, column.label);
-      return element("th", { "aria-sort": sorted, class: column.kind, title: /^watch/.test(column.name) ? "watched, never trained on" : null }, button);
+      const title = column.name.startsWith("watch/") ? "watched, never trained on" : null;
+      const button = element("button", { title, onclick: () => change({ column, descending, page: 0 }) }, column.label);
+      return element("th", { "aria-sort": sorted, class: column.kind }, button);
     });
     return element("thead", {}, element("tr", {}, ...cells));
   }
 
   function line(columns, row) {
-    const cells = columns.map((column) => element("td", { class: column.kind, "data-label": column.label }, ...content(column, row)));
-    const isPrompt = state.table === prompts;
-    const act = (event) => {
+    const cells = columns.map((column) =>
+      element("td", { class: column.kind, "data-label": column.label }, ...content(column, row)));
+    const made = element("tr", { tabindex: "0", onclick: act }, ...cells);
+    made.addEventListener("keydown", (event) => { if (event.key === "Enter" && event.target === made) act(); });
+    made.classList.toggle("later", isLater(row));
+    if (state.table === all) fold(state.open);
+
+    function act() {
       if (!getSelection().isCollapsed) return;  // text is being selected
-      if (isPrompt) choose(row);
-      else made.setAttribute("aria-expanded", String(made.classList.toggle("open")));
-    };
-    const made = element("tr", {
-      tabindex: "0", class: `${state.open ? "open" : ""} ${isLater(row) ? "later" : ""}`, "aria-expanded": isPrompt ? null : String(state.open), onclick: act,
-      onkeydown: (event) => { if (event.key === "Enter") act(event); },
-    }, ...cells);
+      if (state.table === prompts) choose(row);
+      else fold(!made.classList.contains("open"));
+    }
+    function fold(open) {
+      made.classList.toggle("open", open);
+      made.setAttribute("aria-expanded", String(open));
+    }
     return made;
   }
 
@@ -217,7 +236,8 @@ function browse(root, data) {
     if (column.name !== "completion") return parts;
     for (const [name, label] of [["text", "judged"], ["answer", "answer"]]) {
       const told = cell(columnOf(all, name), row);
-      if (told !== null) parts.push(element("div", { class: "clip aside" }, element("b", {}, `${label} `), ...marked(told, state.query)));
+      if (told === null) continue;
+      parts.push(element("div", { class: "clip aside" }, element("b", {}, `${label} `), ...marked(told, state.query)));
     }
     return parts;
   }
@@ -225,22 +245,29 @@ function browse(root, data) {
   function pictures(row) {
     return (data.pictures?.[row] ?? []).map((place) => {
       const source = data.images[place];
-      return source.startsWith("data:") ? element("img", { src: source, alt: "shown by the prompt" }) : element("p", { class: "note" }, source);
+      if (!source.startsWith("data:")) return element("p", { class: "note" }, source);  // a file that is gone
+      return element("img", { src: source, alt: "shown by the prompt" });
     });
   }
 
   function promptPanel() {
-    const rows = prompts.groups[state.chosen], told = all.columns.filter(isMeasure).map((column) => [column, history(all, rows, column)]);
-    const curves = told.filter(([, points]) => points.length > 1).map(([column, points], place) => smallCurve(column, points, place));
-    const back = element("button", { onclick: () => change({ table: prompts, chosen: null, column: null, page: 0 }) }, "all prompts");
-    const note = curves.length ? "Each dot is a completion; the line is the mean of an iteration." : "Seen in one iteration.";
-    return element("div", { class: "about" }, back, ...pictures(rows[0]), element("p", { class: "whole" }, cell(columnOf(all, "prompt"), rows[0]) ?? ""),
-      element("p", { class: "note" }, note), element("div", { class: "charts" }, ...curves));
+    const rows = prompts.groups[state.chosen], prompt = cell(columnOf(all, "prompt"), rows[0]) ?? "";
+    const told = all.columns.filter(isMeasure).map((column) => [column, history(all, rows, column)]);
+    const curves = told.filter(([, points]) => points.length > 1)
+      .map(([column, points], place) => smallCurve(column, points, place));
+    const note = curves.length ? "A dot is a completion; the line is the mean of an iteration." : "Seen in one iteration.";
+    return element("div", { class: "about" },
+      element("button", { onclick: () => change({ ...before, chosen: null }) }, "← back"), ...pictures(rows[0]),
+      element("p", { class: "whole" }, prompt), element("p", { class: "note" }, note),
+      element("div", { class: "charts" }, ...curves));
   }
 
   function pageButtons(pages) {
-    const to = (label, page, name) => element("button", { disabled: page < 0 || page >= pages, "aria-label": name, onclick: () => change({ page }) }, label);
-    return [to("‹", state.page - 1, "page before"), `page ${state.page + 1} of ${pages}`, to("›", state.page + 1, "next page")];
+    const to = (label, page, name) => element("button", {
+      disabled: page < 0 || page >= pages, "aria-label": name, onclick: () => change({ page }),
+    }, label);
+    const where = `page ${state.page + 1} of ${pages}`;
+    return [to("‹", state.page - 1, "page before"), where, to("›", state.page + 1, "next page")];
   }
 
   render();

@@ -1,4 +1,4 @@
-// Tables of what a run wrote: searched, sorted, grouped by prompt. No page is needed; page.js comes behind it in one script.
+// Tables of what a run wrote: searched, sorted, grouped by prompt. page.js comes behind it, in one script.
 "use strict";
 
 // A table is {columns, rows}: of columns {name, label, kind, values, words}, where texts are places in `words`.

@@ -49,7 +49,9 @@ def write_run(folder, steps=14, *, ends=True, task="text", **changes):
             rewards = np.arange(4) / 4 + step
             columns = {"prompt": ["a", "a", "b", "b"], "completion": [f"{i} in {step}" for i in range(4)]}
             output.completions(step, columns | {"reward/x": rewards, "advantage": rewards - rewards.mean()})
-            output.iteration({"step": step, "reward/x/mean": step / 7, "loss": -step, "seconds/total": 1.5, "seconds/draw": 1})
+            output.iteration(
+                {"step": step, "reward/x/mean": step / 7, "loss": -step, "seconds/total": 1.5, "seconds/draw": 1}
+            )
         if ends:
             output.finish(shown_end(steps), config=config, starts=[0, 7])
         output.directory.checkpoints.joinpath("step_1").mkdir(parents=True)  # what keeps an unfinished run
@@ -138,6 +140,11 @@ def test_a_task_that_is_gone_has_a_plain_page(tmp_path, capsys):
     assert report.main([str(run)]) == 0
     assert "note: run is shown without its task's own charts" in capsys.readouterr().out
     assert "Rewards" in (run / "report.html").read_text()
+
+
+def test_the_command_is_found_by_its_name(capsys):
+    assert __main__.main(["--help"]) == 0 and "\n  report " in capsys.readouterr().out
+    assert __main__.main(["reprot"]) == 2 and "did you mean report?" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_one_line(tmp_path, refused):

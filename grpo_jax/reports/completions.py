@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,9 +82,9 @@ def spread(count: int) -> list[int]:
 
 
 def _note(rows: Sequence[Row], taken: int, files: int, cut: bool, damaged: Sequence[str], megabytes: float) -> str:
-    told = f"{len(rows)} completions of {taken} iterations"
+    told = f"{len(rows)} completions of {taken} iteration{'' if taken == 1 else 's'}"
     if taken == files and not cut:
-        told = f"All {told}."
+        told = f"{told}." if damaged else f"All {told}."
     else:
         part = ", evenly spread" if taken < files else ""
         first = "; of an iteration that has too many, those of its first prompts" if cut else ""
@@ -132,14 +132,14 @@ def _fitting(rows: Iterator[Row], most: float, known: set[Any]) -> tuple[list[Ro
     """The first rows that take so many bytes at most, the last prompt's all or none; one prompt in any case."""
     taken: list[Row] = []
     new: set[Any] = set()
-    size = whole = ending = 0.0
+    size, whole, ending = 0.0, 0, 0.0
     for row in rows:
-        if taken and row.get("prompt") != taken[-1].get("prompt"):
+        if taken and any(row.get(name) != taken[-1].get(name) for name in ("prompt", _PICTURES)):
             whole, ending = len(taken), size
-        keys = {key for key in _stored(row)} - known - new
+        keys = {*_stored(row)} - known - new
         size += 8 * len(row) + sum(len(json.dumps(text, ensure_ascii=False).encode()) for _, text in keys)
         if size > most and whole:
-            return taken[: int(whole)], ending
+            return taken[:whole], ending
         taken.append(row)
         new |= keys
     return taken, size
@@ -156,11 +156,9 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
     columns = [_column(name, [row.get(name) for row in rows]) for name in names]
     data: dict[str, Any] = {"columns": [column for column in columns if column is not None]}
     if any(_PICTURES in row for row in rows):
-        images = {
-            picture: place
-            for place, picture in enumerate(dict.fromkeys(p for row in rows for p in row.get(_PICTURES, ())))
-        }
-        data |= {_PICTURES: [[images[p] for p in row.get(_PICTURES, ())] for row in rows], "images": [*images]}
+        shown = [row.get(_PICTURES, ()) for row in rows]
+        places = _places(picture for pictures in shown for picture in pictures)
+        data |= {_PICTURES: [[places[one] for one in pictures] for pictures in shown], "images": [*places]}
     return data
 
 
@@ -173,7 +171,10 @@ def _column(name: str, values: Sequence[Any]) -> dict[str, Any] | None:
     if kind != "text":
         plain = [None if isinstance(value, str) else value for value in values]
         return {"name": name, "kind": kind, "values": [int(v) if isinstance(v, bool) else v for v in plain]}
-    words = {
-        text: place for place, text in enumerate(dict.fromkeys(value for value in values if isinstance(value, str)))
-    }
+    words = _places(value for value in values if isinstance(value, str))
     return {"name": name, "kind": kind, "values": [words.get(value) for value in values], "words": [*words]}
+
+
+def _places(texts: Iterable[str]) -> dict[str, int]:
+    """Each once, in the order of first appearance."""
+    return {text: place for place, text in enumerate(dict.fromkeys(texts))}

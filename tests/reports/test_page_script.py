@@ -127,7 +127,7 @@ press(".about button", "← back");
 told.back = [$(".count")[0].textContent, box.value, texts().length];
 const chart = $("figure.chart").find((one) => one.querySelector("figcaption").textContent === "Rewards");
 const svg = chart.querySelector("svg:not(.swatch)"), edge = svg.getBoundingClientRect();
-const at = { clientX: edge.left + edge.width * 38 / 320, clientY: edge.top + 9, pointerType: "touch" };
+const at = { clientX: edge.left + edge.width * 174 / 320, clientY: edge.top + 9, pointerType: "touch" };
 svg.dispatchEvent(new PointerEvent("pointerdown", at));
 told.touched = chart.querySelector(".readout").textContent;
 svg.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
@@ -161,7 +161,7 @@ def test_the_page_in_a_browser(tmp_path):
     assert told["open"] == 1 and told["prompts"] == "11 prompts"
     assert told["chosen"] == [["36 completions"], ["first prompt"], ["x", "y"]]
     assert told["back"] == ["1 prompt", "first", 1]
-    assert told["touched"] == "iteration 1x 0.125y 0.5" and told["right"] == "iteration 2x 0.25y 0.5" and told["hidden"]
+    assert told["touched"] == "iteration 15x 1.88y 0.5" and told["right"] == "iteration 16x 2y 0.5" and told["hidden"]
     assert told["evil"] is None and told["wide"]
 
 

@@ -74,7 +74,7 @@ def refused(capsys):
 def test_a_page_written_again_is_the_same(tmp_path, capsys):
     page = write_run(tmp_path / "run") / "report.html"
     first = page.read_text()
-    assert first.count("data:image/png") == 6 and "Seconds per iteration" in first and "Not finished" not in first
+    assert first.count("data:image/png") == 6 and "iteration 8 with 1.5 s" in first and "Not finished" not in first
     assert all(word in first for word in ("Ranks", "rising", "(1, 2)", "sharp", "mend it", "kind: text", "1 in 14"))
     page.unlink()
     assert __main__.main(["report", str(tmp_path / "run")]) == 0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from grpo_jax.config.command_line import read_config
 from grpo_jax.errors import UserError
 from grpo_jax.reports.charts import MOST_LINES, Series, line_chart, number, series_of, swatch
-from grpo_jax.reports.curves import all_measures, charts_of, further_charts
+from grpo_jax.reports.curves import all_others, charts_of
 from grpo_jax.reports.document import document
 from grpo_jax.reports.kept import read_summary
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
@@ -132,11 +132,11 @@ def _curves(compared: Sequence[Compared], displays: Sequence[Display]) -> str:
     hidden = dict.fromkeys(name for display in displays for name in display.hidden)
     planned = charts_of(rows, Display(charts=tuple(charts), hidden=tuple(hidden)))
     shown = "".join(_laid_over(chart, compared) for chart in planned)
-    further = "".join(_laid_over(chart, compared) for chart in further_charts(rows, planned))
+    further = all_others(rows, planned, lambda chart: _laid_over(chart, compared))
     seconds = [_series(run, place, "seconds/total", rows=run.rows[1:]) for place, run in enumerate(compared)]
     took = line_chart("Seconds per iteration", seconds, note="Without the first, in which programs are compiled.")
     note = "Faint: each iteration. Bold: smoothed. Under the pointer, or by the arrow keys, the values of an iteration."
-    return _section("Training", note, f"<div class='charts'>{shown}{took}</div>{all_measures(further)}")
+    return _section("Training", note, f"<div class='charts'>{shown}{took}</div>{further}")
 
 
 def _laid_over(chart: Chart, compared: Sequence[Compared]) -> str:

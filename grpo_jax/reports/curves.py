@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import html
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.reports.charts import line_chart, number, series_of
@@ -23,22 +24,34 @@ def curves_section(rows: Rows, starts: Sequence[int], display: Display) -> str:
     charts = "".join([*(_drawn(chart, rows) for chart in planned), _seconds_chart(rows, starts)])
     if not charts:
         return ""
-    further = "".join(_drawn(chart, rows) for chart in further_charts(rows, planned))
     note = (
         "Faint: each iteration. Bold: smoothed. Figures beside the names are the last ones; under the pointer, or by "
         "the arrow keys, those of an iteration."
     )
     return (
         f"<section><h2>Training</h2><p class='note'>{note}</p><div class='charts'>{charts}</div>"
-        f"{all_measures(further)}</section>"
+        f"{all_others(rows, planned, lambda chart: _drawn(chart, rows))}</section>"
     )
 
 
-def all_measures(charts: str) -> str:
-    """What stands below the others, folded; nothing where there is none."""
-    return (
-        f"<details><summary>All other measures</summary><div class='charts'>{charts}</div></details>" if charts else ""
-    )
+def all_others(rows: Rows, charted: Sequence[Chart], draw: Callable[[Chart], str]) -> str:
+    """Whatever else metrics.jsonl has, folded, a chart for each under its name there; "" where there is nothing else.
+
+    Args:
+        rows: Of metrics.jsonl.
+        charted: What is shown already.
+        draw: A chart as HTML.
+    """
+    shown = {"step", *(curve.metric for chart in charted for curve in chart.curves)}
+    names = dict.fromkeys(key for row in rows for key in row if not key.startswith("seconds/"))
+    others = [name for name in names if name not in shown]
+    moving = [name for name in others if any(row.get(name) for row in rows)]
+    still = ", ".join(name for name in others if name not in moving)
+    note = f"<p class='note'>0 or missing throughout: {html.escape(still)}.</p>" if still else ""
+    drawn = "".join(draw(Chart(name, (Curve(name, name, sparse=name.startswith("validation/")),))) for name in moving)
+    if not drawn and not note:
+        return ""
+    return f"<details><summary>All other measures</summary>{note}<div class='charts'>{drawn}</div></details>"
 
 
 def _drawn(chart: Chart, rows: Rows) -> str:
@@ -106,14 +119,6 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         chart("Gradient norm", [("grad_norm", "norm")]),
         chart("Clipped tokens", computed([("clip_low", "below"), ("clip_high", "above")])),
     ]
-
-
-def further_charts(rows: Rows, charted: Sequence[Chart]) -> list[Chart]:
-    """One for each number that metrics.jsonl has beside those, under its name there."""
-    shown = {"step", *(curve.metric for chart in charted for curve in chart.curves)}
-    names = dict.fromkeys(key for row in rows for key in row)
-    further = (name for name in names if name not in shown and not name.startswith("seconds/"))
-    return [Chart(name, (Curve(name, name, sparse=name.startswith("validation/")),)) for name in further]
 
 
 def _seconds_chart(rows: Rows, starts: Sequence[int]) -> str:

@@ -50,7 +50,14 @@ def write_run(folder, steps=14, *, ends=True, task="text", **changes):
             columns = {"prompt": ["a", "a", "b", "b"], "completion": [f"{i} in {step}" for i in range(4)]}
             output.completions(step, columns | {"reward/x": rewards, "advantage": rewards - rewards.mean()})
             output.iteration(
-                {"step": step, "reward/x/mean": step / 7, "loss": -step, "seconds/total": 1.5, "seconds/draw": 1}
+                {
+                    "step": step,
+                    "reward/x/mean": step / 7,
+                    "loss": -step,
+                    "kl": 0.0,
+                    "seconds/total": 1.5,
+                    "seconds/draw": 1,
+                }
             )
         if ends:
             output.finish(shown_end(steps), config=config, starts=[0, 7])
@@ -122,7 +129,7 @@ def test_several_runs_in_one_page(tmp_path, monkeypatch, capsys):
     assert ["x", "0.5", "0.25", "0.5", "0.25", "–"] in rows
     assert ["x, mean@4", "0.4 [0.375, 0.425]", "0.4 [0.375, 0.425]", "–"] in rows
     assert any(row[-3:] == ["2, not finished", "–", "–"] for row in rows)
-    assert "different tasks" not in page and "<details><summary>All other measures" in page
+    assert "different tasks" not in page and ">loss</figcaption>" in page and "0 or missing throughout: kl." in page
 
 
 def test_runs_of_different_tasks_stand_side_by_side(tmp_path):

@@ -6,6 +6,7 @@ python -m grpo_jax.report RUN [RUN …] [--out FILE]
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,10 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", metavar="FILE", help="Where to (default: RUN/report.html, of several comparison.html)."
     )
     parser.add_argument(
-        "--megabytes",
-        type=float,
-        default=MEGABYTES,
-        help="Of completions in the page of one run (default: %(default)g).",
+        "--megabytes", type=float, help=f"Of completions, in the page of one run (default: {MEGABYTES:g})."
     )
     parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
@@ -41,8 +39,11 @@ def _report(options: argparse.Namespace) -> None:
     from grpo_jax.reports.kept import contents
     from grpo_jax.reports.page import write_report
 
-    if not 0 < options.megabytes < 1000:
-        raise UserError(f"--megabytes: expected more than 0 and less than 1000, got {options.megabytes:g}")
+    megabytes = MEGABYTES if options.megabytes is None else options.megabytes
+    if not 0 < megabytes < 1000:
+        raise UserError(f"--megabytes: expected more than 0 and less than 1000, got {megabytes:g}")
+    if options.megabytes is not None and len(options.runs) > 1:
+        raise UserError("--megabytes: a page that compares runs has no completions; leave it out")
     runs = [_run(path) for path in options.runs]
     paths = [run.path.resolve() for run in runs]
     twice = next((given for given, path in zip(options.runs, paths, strict=True) if paths.count(path) > 1), None)
@@ -52,7 +53,7 @@ def _report(options: argparse.Namespace) -> None:
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"--out: expected a file in a folder that exists, got {said(out)}")
     if len(runs) == 1:
-        write_report(out, display=_display(runs[0]), **contents(runs[0], options.megabytes))
+        write_report(out, display=_display(runs[0]), **contents(runs[0], megabytes))
     else:
         write_comparison(out, runs, [_display(run) for run in runs])
     print(f"report: {out}")
@@ -63,7 +64,7 @@ def _run(path: str) -> Any:
     from grpo_jax.runs.directory import RunDirectory, read_metrics
 
     run = RunDirectory(path)
-    if "\0" in path or not run.config.is_file():
+    if not os.path.isfile(run.config):
         raise UserError(f"{said(path)}: no config.yaml there; give the run directory of a training run")
     if not read_metrics(run.metrics):
         raise UserError(f"{said(path)}: no metrics there yet (metrics.jsonl); it has not trained an iteration")

@@ -160,7 +160,7 @@ def test_what_is_no_run_is_one_line(tmp_path, refused):
     (tmp_path / "file").write_text("")
     for name in ("gone", "empty", "file"):
         assert f"{name}: no config.yaml there; give the run directory" in refused(run, tmp_path / name)
-    assert "no config.yaml there" in refused("a\0b")
+    assert "no config.yaml there" in refused("a\0b") and "no config.yaml there" in refused("a" * 5000)
     assert "run: named twice" in refused(run, f"{run}/")
     bare = write_run(tmp_path / "bare", 0, ends=False)
     assert f"{bare}: no metrics there yet" in refused(bare)
@@ -168,6 +168,7 @@ def test_what_is_no_run_is_one_line(tmp_path, refused):
     assert "--out: expected a file" in refused(run, "--out", tmp_path)
     assert "--megabytes: expected more than 0" in refused(run, "--megabytes", "0")
     assert "--megabytes: expected more than 0" in refused(run, "--megabytes", "nan")
+    assert "--megabytes: a page that compares runs has no completions" in refused(run, bare, "--megabytes", "9")
     links = [tmp_path / f"link_{number}" for number in range(25)]
     for link in links:
         shutil.copytree(run, link)

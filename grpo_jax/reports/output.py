@@ -11,6 +11,7 @@ from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.errors import StageError, UserError, one_line
 from grpo_jax.models.hf.hub import push_folder, require_hub
 from grpo_jax.reports.console import Console, Epoch, LiveLine, epoch_line, result_lines
+from grpo_jax.reports.kept import Kept, contents, keep
 from grpo_jax.reports.model_card import model_card
 from grpo_jax.reports.page import write_report
 from grpo_jax.reports.trackers import TRACKERS, require_tracker
@@ -112,7 +113,7 @@ class RunOutput:
             self.note(f"no more events for {type(writer).__name__}: {one_line(error)}")
 
     def finish(self, finished: Finished, *, config: Any, starts: Sequence[int] = ()) -> None:
-        """Writes summary.json, images/, report.html and the policy's card, and prints the end of a run.
+        """Writes summary.json, images/, report.json, report.html and the policy's card, and prints the end of a run.
 
         Args:
           finished: what the run shows.
@@ -123,20 +124,9 @@ class RunOutput:
         summary, tables = finished.summary, finished.tables
         if self.directory.policy.is_dir():
             write_atomically(self.directory.policy / "README.md", model_card(config, summary, self._display))
-        self.directory.write_images(finished.gallery)
-        self.directory.write_episodes(finished.episodes)
-        write_report(
-            self.directory.report,
-            title=self.directory.path.name,
-            summary=summary,
-            display=self._display,
-            metrics_rows=read_metrics(self.directory.metrics),
-            gallery=finished.gallery,
-            episodes=finished.episodes,
-            tables=[*tables, *finished.tables_below],
-            config_text=to_yaml(config),
-            starts=starts,
-        )
+        kept = Kept(finished.gallery, finished.episodes, [*tables, *finished.tables_below], starts, to_yaml(config))
+        keep(self.directory, kept)
+        write_report(self.directory.report, display=self._display, **contents(self.directory, summary=summary))
         for writer in list(self._writers):
             self._try(writer, lambda writer=writer: writer.finish(summary, tables, finished.gallery))
         self.directory.write_summary(summary)  # last: a run that has one is complete

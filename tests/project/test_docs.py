@@ -12,7 +12,7 @@ import pytest
 import yaml
 from support import import_checks
 
-from grpo_jax import evaluate, export
+from grpo_jax import evaluate, export, report
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.named import built_in_names, find_class
 from grpo_jax.config.run import JUDGES, TASKS, make_config
@@ -62,7 +62,9 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     shell = [line for block in blocks(text, "bash", "") for line in block.replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"\s#.*|\[.*…]|…", "", line) for line in (*indented, *shell, *spans(text))]
     calls = [re.search(r"-m (grpo_jax\.\w+)(.*)", line) for line in lines]
-    short = [re.match(r"(?:python -m grpo_jax|grpo) (train|evaluate|export) (-.*)", line) for line in lines]
+    short = [
+        re.match(r"(?:python -m grpo_jax|grpo) (train|evaluate|export|report) (-.*|\w+/.*)", line) for line in lines
+    ]
     found = [(call[1], call[2]) for call in calls if call] + [
         (f"grpo_jax.{call[1]}", call[2]) for call in short if call
     ]
@@ -148,7 +150,7 @@ def test_command_lines_parse(page, desk):
         if module == "grpo_jax.train":
             assert not refused(desk(words)), words
         else:  # the options are known; what they name is not there
-            command = {"grpo_jax.evaluate": evaluate, "grpo_jax.export": export}[module]
+            command = {"grpo_jax.evaluate": evaluate, "grpo_jax.export": export, "grpo_jax.report": report}[module]
             assert command.main(words) == 2
 
 

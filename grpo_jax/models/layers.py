@@ -77,7 +77,8 @@ class Context(NamedTuple):
         completion: the completions' tokens [P, T], alike for the group, or [P, G, T]; None if there are none.
         cached: decoding only: positions and validity of the cache's slots, the running tokens' included.
         slot: decoding only: i32 scalar, from where on the running tokens are written.
-        rotation: cosine and sine of the positions, each float32 [P, S, E/2]; None where nothing is rotated.
+        rotation: cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] where layers
+            differ; None where nothing is rotated.
         sight: the pictures among the tokens; None where there are none.
     """
 
@@ -98,12 +99,14 @@ class LayerInput(NamedTuple):
         scale: float32 scalar that multiplies the scores; None for E^-0.5 in all layers.
         prefix: the prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run.
         depth: i32 scalar, the layer's number; None where no layer asks for it.
+        rotation: i32 scalar, the layer's kind of rotation; None where all have the same.
         cache: the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far.
     """
 
     window: jax.Array | None = None
     scale: jax.Array | None = None
     depth: jax.Array | None = None
+    rotation: jax.Array | None = None
     prefix: tuple[jax.Array, jax.Array] | None = None
     cache: tuple[jax.Array, jax.Array] | None = None
 

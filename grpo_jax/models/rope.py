@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "llama3", "yarn")  # that a folder may name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class RopeConfig:
 
     Attributes:
         theta: base of the wavelengths.
-        scaling: one of ``default``, ``linear``, ``llama3``, ``yarn``.
+        scaling: one of ``default``, ``linear``, ``llama3``, ``yarn``; or ``none``, which does not turn at all.
         factor: how far the context is stretched (all scalings but ``default``).
         original_length: context length before stretching (``llama3``, ``yarn``).
         low_freq_factor: llama3: wavelengths above original_length / low_freq_factor are stretched in full.
@@ -43,6 +43,10 @@ class RopeConfig:
     interleaved: bool = False
 
 
+UNTURNED = RopeConfig(scaling="none")
+"""Of a layer without positions, among others that have them (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)."""
+
+
 def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Angle per position of each pair of dimensions, float32 [head_dim / 2].
 
@@ -57,6 +61,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     plain = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)
     if rope.scaling == "default":
         return plain
+    if rope.scaling == "none":
+        return np.zeros_like(plain)
     if rope.scaling == "linear":
         return plain / np.float32(rope.factor)
     if rope.scaling == "llama3":

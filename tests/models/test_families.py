@@ -26,6 +26,7 @@ LLAMA = dict(
 )
 QWEN2 = LLAMA | dict(model_type="qwen2")
 MISTRAL = LLAMA | dict(model_type="mistral", num_key_value_heads=2)
+SMOLLM3 = LLAMA | dict(model_type="smollm3", num_key_value_heads=2)
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
 TOKENS = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
 
@@ -59,6 +60,10 @@ def without(fields, name):
         (QWEN2 | dict(layer_types=["full_attention", "chunked_attention"]), "chunked_attention"),
         (QWEN2 | dict(layer_types=["full_attention"]), "layer_types"),
         (QWEN2 | dict(model_type="qwen2_vl", head_dim=16), "head_dim"),
+        (SMOLLM3 | dict(no_rope_layers=[1]), r"no_rope_layers must have 2 entries, one per layer, got \[1\]"),
+        (SMOLLM3 | dict(no_rope_layers="01"), "no_rope_layers: expected a list of 0 and 1, got '01'"),
+        (SMOLLM3 | dict(layer_types=["sliding_attention"] * 2, sliding_window=8), "use_sliding_window is unset"),
+        (LLAMA | dict(no_rope_layers=[0, 1]), "no_rope_layers=.* is not supported for model_type 'llama'"),
         (GPT2 | dict(add_cross_attention=True), "add_cross_attention=True"),
         (GPT2 | dict(activation_function="quick_gelu"), "activation_function.*quick_gelu"),
         (GPT2 | dict(pruned_heads={"0": [1]}), "pruned_heads"),
@@ -129,6 +134,16 @@ def test_what_a_mistral_folder_leaves_out_is_as_transformers_has_it():
     assert (config.num_kv_heads, config.windows) == (8, (4096, 4096))
     assert read_config(left_out | dict(sliding_window=None)).windows == (None, None)
     assert read_config(left_out | dict(num_key_value_heads=None)).num_kv_heads == 16
+
+
+def test_what_a_smollm3_folder_leaves_out_is_as_transformers_has_it():
+    """Every fourth layer is not rotated, and such layers alone have a window where one is in use."""
+    config = read_config(without(SMOLLM3, "num_key_value_heads") | dict(num_hidden_layers=5))
+    assert [rope is None for rope in config.layer_ropes] == [False, False, False, True, False]
+    assert (config.rope.theta, config.num_kv_heads, config.tie_word_embeddings) == (2e6, 4, True)
+    windowed = read_config(SMOLLM3 | dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=8))
+    assert windowed.windows == (None, None, None, 8)
+    assert read_config(SMOLLM3 | dict(no_rope_layers=[1, 1])).layer_ropes == ()
 
 
 def test_names_that_transformers_also_takes_for_gpt2():

@@ -49,6 +49,7 @@ def last_logits(loaded, tokens, mask):
         ("mistral", dict(sliding_window=3, head_dim=12)),
         ("qwen2_vl", dict(tie_word_embeddings=True)),
         ("gpt2", {}),
+        ("smollm3", {}),
     ],
 )
 def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, family, changes):
@@ -102,6 +103,10 @@ FIELDS = [
     ("llama", dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5))),
     ("mistral", dict(sliding_window=3)),
     ("mistral", dict(sliding_window=None, num_key_value_heads=4)),
+    ("smollm3", dict(no_rope_layers=[1, 0])),
+    ("smollm3", dict(no_rope_layers=None, no_rope_layer_interval=2)),
+    ("smollm3", dict(layer_types=["full_attention", "sliding_attention"])),
+    ("smollm3", dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True)),
     ("qwen2_vl", dict(rope_parameters=YARN | dict(mrope_section=[1, 1, 2]))),
     ("gpt2", dict(n_inner=None)),
     ("gpt2", dict(activation_function="relu")),

@@ -28,6 +28,13 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+}
+OWN = {
+    "qwen3": dict(head_dim=16),
+    "qwen3_vl": dict(head_dim=16),
+    # The first layer is not rotated and sees three tokens back.
+    "smollm3": dict(no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=3),
 }
 GPT2 = dict(
     vocab_size=VOCAB,
@@ -73,7 +80,7 @@ def model(family: str, **overrides):
     if family == "gpt2":
         config = transformers.GPT2Config(**(GPT2 | overrides))
         return _shaken(transformers.GPT2LMHeadModel(config))
-    fields = SHAPE | ({"head_dim": 16} if family.startswith("qwen3") else {}) | overrides
+    fields = SHAPE | OWN.get(family, {}) | overrides
     if family in FAMILIES:
         config_class, model_class = FAMILIES[family]
         built = model_class(config_class(**copy.deepcopy(fields)))

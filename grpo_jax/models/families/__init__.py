@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import gpt2, llama, qwen_vl
+from grpo_jax.models.families import gpt2, llama, qwen_vl, smollm
 from grpo_jax.models.families.family import Family
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama_config import DecoderConfig
@@ -15,7 +15,9 @@ from grpo_jax.models.families.llama_config import DecoderConfig
 ModelConfig = DecoderConfig | GPT2Config
 
 FAMILIES: dict[str, Family] = {
-    model_type: family for family in (llama.FAMILY, qwen_vl.FAMILY, gpt2.FAMILY) for model_type in family.model_types
+    model_type: family
+    for family in (llama.FAMILY, smollm.FAMILY, qwen_vl.FAMILY, gpt2.FAMILY)
+    for model_type in family.model_types
 }
 
 
@@ -33,4 +35,4 @@ def read_config(fields: Mapping[str, Any]) -> ModelConfig:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {tuple(FAMILIES)}, got {shown(model_type)}")
-    return FAMILIES[model_type].config.from_hf(fields)
+    return FAMILIES[model_type].read(fields)

@@ -77,13 +77,15 @@ class Family(NamedTuple):
 
     Attributes:
         model_types: Hugging Face's names of its architectures.
-        config: class of its configs; ``config.from_hf(fields of config.json)`` reads one.
+        config: class of its configs.
+        read: (contents of config.json) -> a config.
         block: its layer, a module made as block(config, dtype, param_dtype, lora, spread) and called as
             block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see ``attend_streams``).
         final_norm: (config, param_dtype) -> the norm after the last layer.
         learned_positions: whether embedded positions are added to the embedded tokens.
         rotation: (config, positions i32 [S] or [P, S], or [P, S, 3] with pictures among the tokens) -> cosine and sine,
-            each float32 [.., E/2], by which the layers rotate queries and keys; None where they do not.
+            each float32 [.., E/2], by which the layers rotate queries and keys, with a leading axis of kinds where
+            layers differ; None where they do not rotate.
         layer_inputs: (config) -> what each layer is given beside the states, stacked along a leading axis.
         projections: names of the layers' kernels, on which adapters can be put → ``COLUMNS``, ``ROWS`` or ``FUSED``.
         initial_stddev: (config, name of a projection or embedding) -> standard deviation of freshly drawn weights.
@@ -92,6 +94,7 @@ class Family(NamedTuple):
 
     model_types: tuple[str, ...]
     config: type
+    read: Callable[[Mapping[str, Any]], Any]
     block: type[nn.Module]
     final_norm: Callable[[Any, jax.typing.DTypeLike], nn.Module]
     learned_positions: bool

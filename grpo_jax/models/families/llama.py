@@ -10,7 +10,9 @@ from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
 from grpo_jax.models.families.llama_config import TEXT_TYPES, DecoderConfig
 from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, add_deepstack, attend_streams
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.rope import rotate, rotation, rotation_of_pictures
+from grpo_jax.models.rope import UNTURNED, rotate, rotation, rotation_of_pictures
+
+Rotation = tuple[jax.Array, jax.Array]
 
 
 class RMSNorm(nn.Module):
@@ -62,14 +64,15 @@ class Block(nn.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
         x = x if self.spread is None else self.spread(x)
-        mixed, new_keys_values = attend_streams(*self._heads(self.input_layernorm(x), context), layer_input, context)
+        heads = self._heads(self.input_layernorm(x), _rotation_of(layer_input, context))
+        mixed, new_keys_values = attend_streams(*heads, layer_input, context)
         x = x + self.o_proj(mixed)
         y = self.post_attention_layernorm(x)
         gate = ACTIVATIONS[self.config.activation](self.gate_proj(y))
         x = x + self.down_proj(gate * self.up_proj(y))
         return add_deepstack(x, layer_input, context), new_keys_values
 
-    def _heads(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""
         c = self.config
         query = self.q_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, -1, c.head_dim)
@@ -77,33 +80,49 @@ class Block(nn.Module):
         value = self.v_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
         if c.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        assert context.rotation is not None  # the decoder gives it
-        cos, sin = (part[:, :, None] for part in context.rotation)
+        cos, sin = (part[:, :, None] for part in rotation)
         return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
+
+
+def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:
+    """The layer's own, [P, S, E/2], of the kinds that there are."""
+    assert context.rotation is not None  # the decoder gives it
+    if layer_input.rotation is None:
+        return context.rotation
+    cos, sin = (jnp.take(part, layer_input.rotation, axis=0) for part in context.rotation)
+    return cos, sin
 
 
 def _final_norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
     return RMSNorm(config.rms_norm_eps, param_dtype)
 
 
-def _rotation(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
     if positions.ndim == 3:
         return rotation_of_pictures(config.rope, config.head_dim, positions)
-    return rotation(config.rope, config.head_dim, positions)
+    if not config.layer_ropes:
+        return rotation(config.rope, config.head_dim, positions)
+    kinds = [rotation(rope or UNTURNED, config.head_dim, positions) for rope in dict.fromkeys(config.layer_ropes)]
+    cos, sin = (jnp.stack(part) for part in zip(*kinds, strict=True))
+    return cos, sin
 
 
 def _layer_inputs(config: DecoderConfig) -> LayerInput:
-    """The windows, i32 [layers], None when no layer has one; the layers' numbers where pictures are added to some."""
-    depth = (
-        jnp.arange(config.num_layers, dtype=jnp.int32)
-        if getattr(config, "vision", None) and config.vision.deepstack_layers
-        else None
-    )
-    if all(window is None for window in config.windows):
-        return LayerInput(depth=depth)
-    everything = jnp.iinfo(jnp.int32).max
-    windows = [everything if w is None else w for w in config.windows]
-    return LayerInput(window=jnp.array(windows, jnp.int32), depth=depth)
+    """What is not alike in all layers, each i32 [layers] or None.
+
+    The windows; the layers' numbers where pictures are added to some; the kinds of rotation.
+    """
+    found = LayerInput()
+    if config.vision is not None and config.vision.deepstack_layers:
+        found = found._replace(depth=jnp.arange(config.num_layers, dtype=jnp.int32))
+    if config.layer_ropes:
+        kinds = list(dict.fromkeys(config.layer_ropes))
+        found = found._replace(rotation=jnp.array([kinds.index(rope) for rope in config.layer_ropes], jnp.int32))
+    if any(window is not None for window in config.windows):
+        everything = jnp.iinfo(jnp.int32).max
+        windows = [everything if w is None else w for w in config.windows]
+        found = found._replace(window=jnp.array(windows, jnp.int32))
+    return found
 
 
 PROJECTIONS = {
@@ -133,6 +152,7 @@ NAMING = Naming(
 FAMILY = Family(
     model_types=TEXT_TYPES,
     config=DecoderConfig,
+    read=DecoderConfig.from_hf,
     block=Block,
     final_norm=_final_norm,
     learned_positions=False,

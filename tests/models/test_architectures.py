@@ -1,0 +1,38 @@
+"""What every newer architecture must hold beyond its logits: transformers' greedy tokens, from shared prompts."""
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from support import torch_reference as reference  # noqa: E402
+
+from grpo_jax.models import hf  # noqa: E402
+from grpo_jax.models.decoder import make_policy  # noqa: E402
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
+
+FAMILIES = ("smollm3",)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request, tmp_path_factory):
+    """A torch model, and the same weights loaded from its folder."""
+    model = reference.model(request.param)
+    folder = tmp_path_factory.mktemp(request.param) / "source"
+    model.save_pretrained(folder)
+    return model, hf.load_folder(folder, tokenizer=False)
+
+
+def test_greedy_tokens_are_those_of_transformers(world):
+    """Left-padded prompts, each read by its group where it is; completions longer than the windows."""
+    model, loaded = world
+    tokens, mask = reference.group_batch()[:2]
+    policy = make_policy(loaded.config)
+    sample = make_sampler(policy, SamplingParams(2, 8, temperature=0.0), eos_ids=loaded.eos_ids, pad_id=0)
+    samples = sample({"params": loaded.params}, tokens, mask, jax.random.split(jax.random.key(0), 3))
+    ids, attention = torch.tensor(tokens, dtype=torch.long), torch.tensor(mask, dtype=torch.long)
+    with torch.no_grad():
+        written = model.generate(ids, attention_mask=attention, do_sample=False, max_new_tokens=8, pad_token_id=0)
+    expected = np.zeros((3, 8), np.int32)
+    expected[:, : written.shape[1] - 6] = written[:, 6:]
+    np.testing.assert_array_equal(samples.tokens, np.repeat(expected[:, None], 2, axis=1))

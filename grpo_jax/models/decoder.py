@@ -49,8 +49,8 @@ class Policy(NamedTuple):
             each from 0. Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
         head: (variables) -> unembedding [V, D] in the type it is stored in, so that its gradient is too; logits are
             hidden @ head.T in the type of hidden.
-        max_positions: how many tokens prompt and completion may have together, where positions are learned;
-            None where they go on (rotations).
+        max_positions: how many tokens prompt and completion may have together, where positions end (learned ones,
+            and LongRoPE's); None where they go on (other rotations).
         see: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..], what the tower makes of pictures; None
             for a model without one.
     """
@@ -181,7 +181,8 @@ def make_policy(
     family = family_of(config)
     if lora is not None:
         check_targets(lora, family.projections, config.model_type)
-    limit, vision = config.max_positions if family.learned_positions else None, getattr(config, "vision", None)
+    limit = config.max_positions if family.learned_positions else family.longest(config)
+    vision = getattr(config, "vision", None)
     decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
     unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
 
@@ -367,7 +368,7 @@ def _as_mask(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> jax.Ar
 
 
 def _check_room(name: str, mask: jax.Array, steps: int, limit: int | None) -> None:
-    """Learned positions end; under jit only the completions' length is known here."""
+    """Some positions end; under jit only the completions' length is known here."""
     if limit is None:
         return
     longest = 1 if isinstance(mask, jax.core.Tracer) else int(mask.sum(axis=1).max())

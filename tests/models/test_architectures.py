@@ -11,7 +11,7 @@ from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.decoder import make_policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
-FAMILIES = ("smollm3",)
+FAMILIES = ("smollm3", "phi3")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -36,3 +36,16 @@ def test_greedy_tokens_are_those_of_transformers(world):
     expected = np.zeros((3, 8), np.int32)
     expected[:, : written.shape[1] - 6] = written[:, 6:]
     np.testing.assert_array_equal(samples.tokens, np.repeat(expected[:, None], 2, axis=1))
+
+
+def test_longrope_is_used_up_to_where_it_changes(tmp_path):
+    """Longer texts would take another table from their first token on: refused, and under jit not a number."""
+    loaded = hf.load_folder(reference.folder(tmp_path / "source", "phi3"), tokenizer=False)
+    policy, variables = make_policy(loaded.config), {"params": loaded.params}
+    assert policy.max_positions == 32
+    tokens = np.ones((1, 33), np.int32)
+    states = jax.jit(policy.prefill)(variables, tokens, np.arange(33)[None] >= 1).hidden
+    assert np.isfinite(states).all()
+    with pytest.raises(ValueError, match="at most 32 tokens"):
+        policy.prefill(variables, tokens, np.ones((1, 33), bool))
+    assert np.isnan(jax.jit(policy.prefill)(variables, tokens, np.ones((1, 33), bool)).hidden).all()

@@ -27,6 +27,7 @@ LLAMA = dict(
 QWEN2 = LLAMA | dict(model_type="qwen2")
 MISTRAL = LLAMA | dict(model_type="mistral", num_key_value_heads=2)
 SMOLLM3 = LLAMA | dict(model_type="smollm3", num_key_value_heads=2)
+PHI3 = LLAMA | dict(model_type="phi3")
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
 TOKENS = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
 
@@ -64,6 +65,10 @@ def without(fields, name):
         (SMOLLM3 | dict(no_rope_layers="01"), "no_rope_layers: expected a list of 0 and 1, got '01'"),
         (SMOLLM3 | dict(layer_types=["sliding_attention"] * 2, sliding_window=8), "use_sliding_window is unset"),
         (LLAMA | dict(no_rope_layers=[0, 1]), "no_rope_layers=.* is not supported for model_type 'llama'"),
+        (PHI3 | dict(partial_rotary_factor=0.4), "partial_rotary_factor=0.4 is not supported for heads of 8"),
+        (PHI3 | dict(rope_scaling=dict(type="llama3")), "rope type 'llama3' is not supported for model_type 'phi3'"),
+        (PHI3 | dict(rope_scaling=dict(type="longrope", short_factor=[1.0])), r"short_factor must be 4 numbers"),
+        (PHI3 | dict(resid_pdrop=0.1), "resid_pdrop=0.1 is not supported"),
         (GPT2 | dict(add_cross_attention=True), "add_cross_attention=True"),
         (GPT2 | dict(activation_function="quick_gelu"), "activation_function.*quick_gelu"),
         (GPT2 | dict(pruned_heads={"0": [1]}), "pruned_heads"),

@@ -24,6 +24,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
+SU = dict(rope_type="su", attention_factor=2.0, original_max_position_embeddings=32)
 WINDOW = dict(use_sliding_window=True, sliding_window=3, max_window_layers=1)
 
 
@@ -50,6 +51,7 @@ def last_logits(loaded, tokens, mask):
         ("qwen2_vl", dict(tie_word_embeddings=True)),
         ("gpt2", {}),
         ("smollm3", {}),
+        ("phi3", dict(sliding_window=3)),
     ],
 )
 def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, family, changes):
@@ -107,6 +109,9 @@ FIELDS = [
     ("smollm3", dict(no_rope_layers=None, no_rope_layer_interval=2)),
     ("smollm3", dict(layer_types=["full_attention", "sliding_attention"])),
     ("smollm3", dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True)),
+    ("phi3", dict(rope_parameters=None, num_key_value_heads=4)),
+    ("phi3", dict(rope_parameters=reference.LONGROPE | SU)),
+    ("phi3", dict(sliding_window=3, tie_word_embeddings=True)),
     ("qwen2_vl", dict(rope_parameters=YARN | dict(mrope_section=[1, 1, 2]))),
     ("gpt2", dict(n_inner=None)),
     ("gpt2", dict(activation_function="relu")),

@@ -90,6 +90,8 @@ class Family(NamedTuple):
         projections: names of the layers' kernels, on which adapters can be put → ``COLUMNS``, ``ROWS`` or ``FUSED``.
         initial_stddev: (config, name of a projection or embedding) -> standard deviation of freshly drawn weights.
         naming: of the tensors in its folders.
+        longest: (config) -> how many tokens prompt and completion may have together where positions are not learned
+            but end; None where they go on.
     """
 
     model_types: tuple[str, ...]
@@ -103,6 +105,7 @@ class Family(NamedTuple):
     projections: Mapping[str, str]
     initial_stddev: Callable[[Any, str], float]
     naming: Naming
+    longest: Callable[[Any], int | None] = lambda config: None
 
 
 def refuse_changed(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:

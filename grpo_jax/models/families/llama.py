@@ -46,12 +46,17 @@ class Block(nn.Module):
         def projection(features: int, use_bias: bool) -> Projection:
             return Projection(features, use_bias, self.dtype, self.param_dtype, self.lora)
 
-        self.q_proj = projection(c.num_heads * c.head_dim, c.qkv_bias)
-        self.k_proj = projection(c.num_kv_heads * c.head_dim, c.qkv_bias)
-        self.v_proj = projection(c.num_kv_heads * c.head_dim, c.qkv_bias)
+        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        if c.fused:
+            self.qkv_proj = projection(queries + 2 * keys, c.qkv_bias)
+            self.gate_up_proj = projection(2 * c.intermediate_size, c.mlp_bias)
+        else:
+            self.q_proj = projection(queries, c.qkv_bias)
+            self.k_proj = projection(keys, c.qkv_bias)
+            self.v_proj = projection(keys, c.qkv_bias)
+            self.gate_proj = projection(c.intermediate_size, c.mlp_bias)
+            self.up_proj = projection(c.intermediate_size, c.mlp_bias)
         self.o_proj = projection(c.hidden_size, c.output_bias)
-        self.gate_proj = projection(c.intermediate_size, c.mlp_bias)
-        self.up_proj = projection(c.intermediate_size, c.mlp_bias)
         self.down_proj = projection(c.hidden_size, c.mlp_bias)
         self.input_layernorm = RMSNorm(c.rms_norm_eps, self.param_dtype)
         self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.param_dtype)
@@ -67,21 +72,28 @@ class Block(nn.Module):
         heads = self._heads(self.input_layernorm(x), _rotation_of(layer_input, context))
         mixed, new_keys_values = attend_streams(*heads, layer_input, context)
         x = x + self.o_proj(mixed)
-        y = self.post_attention_layernorm(x)
-        gate = ACTIVATIONS[self.config.activation](self.gate_proj(y))
-        x = x + self.down_proj(gate * self.up_proj(y))
+        x = x + self._mlp(self.post_attention_layernorm(x))
         return add_deepstack(x, layer_input, context), new_keys_values
 
     def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""
         c = self.config
-        query = self.q_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, -1, c.head_dim)
-        key = self.k_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
-        value = self.v_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
+        if c.fused:
+            queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+            query, key, value = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
+        else:
+            query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        query = query.reshape(*x.shape[:-1], c.num_kv_heads, -1, c.head_dim)
+        key, value = (part.reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim) for part in (key, value))
         if c.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         cos, sin = (part[:, :, None] for part in rotation)
         return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        """The gated MLP of normed states [P, S, D]."""
+        gate, up = jnp.split(self.gate_up_proj(x), 2, -1) if self.config.fused else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(ACTIVATIONS[self.config.activation](gate) * up)
 
 
 def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:

@@ -65,6 +65,7 @@ class DecoderConfig:
         qkv_bias: biases on the query, key and value projections.
         output_bias: bias on the attention's output projection.
         mlp_bias: biases on the MLP's projections.
+        fused: queries, keys and values are one projection, gate and up another (Phi-3).
         qk_norm: RMS norm on each head's queries and keys before the rotation (Qwen3).
         tie_word_embeddings: the head is the embedding.
         max_positions: the context length the model was made for; informative.
@@ -88,6 +89,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    fused: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     max_positions: int = 2048

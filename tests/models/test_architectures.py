@@ -5,13 +5,15 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+import transformers  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
 
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.decoder import make_policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
-FAMILIES = ("smollm3", "phi3")
+FAMILIES = ("smollm3", "phi3", "qwen3_moe")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -49,3 +51,31 @@ def test_longrope_is_used_up_to_where_it_changes(tmp_path):
     with pytest.raises(ValueError, match="at most 32 tokens"):
         policy.prefill(variables, tokens, np.ones((1, 33), bool))
     assert np.isnan(jax.jit(policy.prefill)(variables, tokens, np.ones((1, 33), bool)).hidden).all()
+
+
+def test_experts_in_one_tensor_are_read_and_written_as_such(tmp_path):
+    """As transformers holds them in memory; what it saves by default is a tensor for each expert."""
+    model = reference.model("qwen3_moe")
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    model.save_pretrained(apart)
+    model.save_pretrained(together, save_original_format=False)
+    loaded, other = (hf.load_folder(folder, tokenizer=False) for folder in (apart, together))
+    assert (loaded.params["layers"]["gate_experts"]["kernel"]).shape == (2, 4, 32, 24)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, other.params)
+    hf.save_folder(tmp_path / "export", together, other.config, other.params)
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "export", together))
+    assert mine.keys() == theirs.keys() and "model.layers.1.mlp.experts.gate_up_proj" in mine
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    assert all(torch.equal(exported[name], weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("world", ["qwen3_moe"], indirect=True)
+def test_a_token_does_not_depend_on_whose_experts_are_busy(world):
+    """No expert has a limit that others could fill: more prompts in the batch, the same state."""
+    _, loaded = world
+    prefill = jax.jit(make_policy(loaded.config).prefill)
+    tokens, mask = reference.group_batch()[:2]
+    alone = prefill({"params": loaded.params}, tokens[:1], mask[:1]).hidden
+    crowd = np.concatenate([tokens[:1], *[tokens[:1, ::-1]] * 7]), np.concatenate([mask[:1]] * 8)
+    np.testing.assert_allclose(prefill({"params": loaded.params}, *crowd).hidden[:1], alone, atol=1e-5)

@@ -28,6 +28,7 @@ QWEN2 = LLAMA | dict(model_type="qwen2")
 MISTRAL = LLAMA | dict(model_type="mistral", num_key_value_heads=2)
 SMOLLM3 = LLAMA | dict(model_type="smollm3", num_key_value_heads=2)
 PHI3 = LLAMA | dict(model_type="phi3")
+MOE = LLAMA | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
 TOKENS = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
 
@@ -69,6 +70,11 @@ def without(fields, name):
         (PHI3 | dict(rope_scaling=dict(type="llama3")), "rope type 'llama3' is not supported for model_type 'phi3'"),
         (PHI3 | dict(rope_scaling=dict(type="longrope", short_factor=[1.0])), r"short_factor must be 4 numbers"),
         (PHI3 | dict(resid_pdrop=0.1), "resid_pdrop=0.1 is not supported"),
+        (MOE | dict(mlp_only_layers=[1]), r"mlp_only_layers=\[1\] is not supported: every layer must have experts"),
+        (MOE | dict(decoder_sparse_step=2), "decoder_sparse_step=2 is not supported"),
+        (MOE | dict(num_experts_per_tok=5), "num_experts_per_tok must be from 1 to num_experts=4, got 5"),
+        (MOE | dict(num_local_experts=0), "num_experts: expected a whole number from 1"),
+        (LLAMA | dict(num_experts=4), "num_experts=4 is not supported for model_type 'llama'"),
         (GPT2 | dict(add_cross_attention=True), "add_cross_attention=True"),
         (GPT2 | dict(activation_function="quick_gelu"), "activation_function.*quick_gelu"),
         (GPT2 | dict(pruned_heads={"0": [1]}), "pruned_heads"),

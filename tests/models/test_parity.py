@@ -52,6 +52,7 @@ def last_logits(loaded, tokens, mask):
         ("gpt2", {}),
         ("smollm3", {}),
         ("phi3", dict(sliding_window=3)),
+        ("qwen3_moe", dict(norm_topk_prob=True)),
     ],
 )
 def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, family, changes):
@@ -112,6 +113,8 @@ FIELDS = [
     ("phi3", dict(rope_parameters=None, num_key_value_heads=4)),
     ("phi3", dict(rope_parameters=reference.LONGROPE | SU)),
     ("phi3", dict(sliding_window=3, tie_word_embeddings=True)),
+    ("qwen3_moe", dict(norm_topk_prob=True, use_sliding_window=True, sliding_window=3)),
+    ("qwen3_moe", dict(num_experts_per_tok=3, attention_bias=True)),
     ("qwen2_vl", dict(rope_parameters=YARN | dict(mrope_section=[1, 1, 2]))),
     ("gpt2", dict(n_inner=None)),
     ("gpt2", dict(activation_function="relu")),

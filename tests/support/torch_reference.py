@@ -30,6 +30,7 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75)
 LONGROPE |= dict(short_factor=[1.0, 1.5, 2.5], long_factor=[4.0, 8.0, 16.0])
@@ -39,6 +40,7 @@ OWN = {
     # The first layer is not rotated and sees three tokens back.
     # As Phi-4-mini: three quarters of each head turn, by LongRoPE's table.
     "phi3": dict(rope_parameters=LONGROPE, original_max_position_embeddings=32),
+    "qwen3_moe": dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
     "smollm3": dict(no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=3),
 }
 GPT2 = dict(
@@ -199,8 +201,7 @@ def assert_gradients_agree(model, config, grads) -> None:
         assert table.keys() == state.keys()
     assert len(table) >= 15
     for name, place in table.items():
-        got = leaves[place.path] if place.layer is None else leaves[place.path][place.layer]
-        got = np.asarray(got.T if place.transpose else got).reshape(place.shape)
+        got = place.tensor(lambda path, place=place: np.asarray(leaves[path])[place.index])
         expected = state[name].grad.numpy()
         # k_proj.bias shifts all scores of a query alike until the rotation: small but not zero.
         assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max() + 1e-7, name

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import gpt2, llama, phi, qwen_vl, smollm
+from grpo_jax.models.families import gpt2, llama, phi, qwen3_moe, qwen_vl, smollm
 from grpo_jax.models.families.family import Family
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama_config import DecoderConfig
@@ -16,7 +16,7 @@ ModelConfig = DecoderConfig | GPT2Config
 
 FAMILIES: dict[str, Family] = {
     model_type: family
-    for family in (llama.FAMILY, smollm.FAMILY, phi.FAMILY, qwen_vl.FAMILY, gpt2.FAMILY)
+    for family in (llama.FAMILY, smollm.FAMILY, phi.FAMILY, qwen3_moe.FAMILY, qwen_vl.FAMILY, gpt2.FAMILY)
     for model_type in family.model_types
 }
 

@@ -52,10 +52,12 @@ class Naming(NamedTuple):
         heads: names of a head of its own.
         tensors: what is not in a layer: the decoder's name → Hugging Face's behind the prefix.
         layers: name of the list of layers.
-        modules: what is in a layer: the decoder's name → Hugging Face's.
+        modules: what is in a layer: the decoder's name → Hugging Face's, with {} for the number of an expert.
         transposed: kernels are stored [out, in] (Linear), not [in, out] (Conv1D).
         constants: pattern of tensors that old folders store although nothing is learned in them.
         beside: how the names begin of what is no part of the language model (a vision tower).
+        together: of a layer, a tensor in which some folders keep what others keep apart: Hugging Face's name → the
+            decoder's, whose outputs lie one after the other in it, [experts, out, in].
     """
 
     prefixes: tuple[str, ...]
@@ -66,6 +68,7 @@ class Naming(NamedTuple):
     transposed: bool
     constants: str
     beside: tuple[str, ...] = ()
+    together: Mapping[str, tuple[str, ...]] = {}
 
 
 class Family(NamedTuple):

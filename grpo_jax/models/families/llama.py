@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from grpo_jax.models.experts import Experts, Router, mixed, sorted_by_expert
 from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
-from grpo_jax.models.families.llama_config import TEXT_TYPES, DecoderConfig
+from grpo_jax.models.families.llama_config import TEXT_TYPES, DecoderConfig, Mixture
 from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, add_deepstack, attend_streams
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import UNTURNED, rotate, rotation, rotation_of_pictures
@@ -49,20 +50,33 @@ class Block(nn.Module):
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         if c.fused:
             self.qkv_proj = projection(queries + 2 * keys, c.qkv_bias)
-            self.gate_up_proj = projection(2 * c.intermediate_size, c.mlp_bias)
         else:
             self.q_proj = projection(queries, c.qkv_bias)
             self.k_proj = projection(keys, c.qkv_bias)
             self.v_proj = projection(keys, c.qkv_bias)
-            self.gate_proj = projection(c.intermediate_size, c.mlp_bias)
-            self.up_proj = projection(c.intermediate_size, c.mlp_bias)
         self.o_proj = projection(c.hidden_size, c.output_bias)
-        self.down_proj = projection(c.hidden_size, c.mlp_bias)
+        if c.mixture is not None:
+            self._setup_experts(c.mixture)
+        else:
+            if c.fused:
+                self.gate_up_proj = projection(2 * c.intermediate_size, c.mlp_bias)
+            else:
+                self.gate_proj = projection(c.intermediate_size, c.mlp_bias)
+                self.up_proj = projection(c.intermediate_size, c.mlp_bias)
+            self.down_proj = projection(c.hidden_size, c.mlp_bias)
         self.input_layernorm = RMSNorm(c.rms_norm_eps, self.param_dtype)
         self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.param_dtype)
         if c.qk_norm:
             self.q_norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
             self.k_norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+
+    def _setup_experts(self, m: Mixture) -> None:
+        def experts(features: int) -> Experts:
+            return Experts(m.experts, features, self.dtype, self.param_dtype)
+
+        self.router = Router(m.experts, m.chosen, m.normalised, self.dtype, self.param_dtype)
+        self.gate_experts, self.up_experts = experts(m.width), experts(m.width)
+        self.down_experts = experts(self.config.hidden_size)
 
     def __call__(
         self, x: jax.Array, layer_input: LayerInput, context: Context
@@ -91,9 +105,16 @@ class Block(nn.Module):
         return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
 
     def _mlp(self, x: jax.Array) -> jax.Array:
-        """The gated MLP of normed states [P, S, D]."""
+        """The gated MLP, or those of each token's experts, of normed states [P, S, D]."""
+        activation = ACTIVATIONS[self.config.activation]
+        if self.config.mixture is not None:
+            states = x.reshape(-1, x.shape[-1])
+            weights, experts = self.router(states)
+            rows, order, sizes = sorted_by_expert(states, experts, self.config.mixture.experts)
+            inner = activation(self.gate_experts(rows, sizes)) * self.up_experts(rows, sizes)
+            return mixed(self.down_experts(inner, sizes), order, weights).reshape(x.shape)
         gate, up = jnp.split(self.gate_up_proj(x), 2, -1) if self.config.fused else (self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(ACTIVATIONS[self.config.activation](gate) * up)
+        return self.down_proj(activation(gate) * up)
 
 
 def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:

@@ -46,6 +46,28 @@ _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
 
 
 @dataclasses.dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts in the place of each layer's MLP (`models.experts`).
+
+    Attributes:
+        experts: X, how many there are.
+        chosen: k, how many of them a token runs through.
+        width: of each one's gated MLP.
+        normalised: whether the weights of the chosen ones add up to 1.
+    """
+
+    experts: int
+    chosen: int
+    width: int
+    normalised: bool = False
+
+    def __post_init__(self):
+        """Refuse a choice that cannot be."""
+        if not 1 <= self.chosen <= self.experts:
+            raise ValueError(f"num_experts_per_tok must be from 1 to num_experts={self.experts}, got {self.chosen}")
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Shape and choices of a decoder of the Llama / Qwen family; hashable, hence static under jit.
 
@@ -67,6 +89,7 @@ class DecoderConfig:
         mlp_bias: biases on the MLP's projections.
         fused: queries, keys and values are one projection, gate and up another (Phi-3).
         qk_norm: RMS norm on each head's queries and keys before the rotation (Qwen3).
+        mixture: of experts in each layer; None for one MLP.
         tie_word_embeddings: the head is the embedding.
         max_positions: the context length the model was made for; informative.
         initializer_range: standard deviation of freshly drawn weights.
@@ -91,6 +114,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     fused: bool = False
     qk_norm: bool = False
+    mixture: Mixture | None = None
     tie_word_embeddings: bool = False
     max_positions: int = 2048
     initializer_range: float = 0.02

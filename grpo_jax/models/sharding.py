@@ -81,7 +81,7 @@ TABLE = (
     Partition(f"layers/{_FUSED}/a", P(None, BOTH)),
     Partition(f"layers/{_FUSED}/b", P()),
     # A few kilobytes each: whole on every device.
-    Partition("scale|bias|value/kernel", P()),
+    Partition("scale|excess|bias|value/kernel", P()),
 )
 """What lies where. State of an optimizer follows its parameter: its path ends alike. Numbers are on every device."""
 

@@ -13,7 +13,7 @@ from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.decoder import make_policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
-FAMILIES = ("smollm3", "phi3", "qwen3_moe")
+FAMILIES = ("smollm3", "phi3", "qwen3_moe", "gemma2", "gemma3_text")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -38,6 +38,11 @@ def test_greedy_tokens_are_those_of_transformers(world):
     expected = np.zeros((3, 8), np.int32)
     expected[:, : written.shape[1] - 6] = written[:, 6:]
     np.testing.assert_array_equal(samples.tokens, np.repeat(expected[:, None], 2, axis=1))
+    batch = tokens, mask, np.array(samples.tokens), np.array(samples.mask)
+    with torch.no_grad():
+        logs = torch.log_softmax(reference.completion_logits(model, batch), -1)
+    theirs = logs.gather(-1, torch.tensor(batch[2], dtype=torch.long)[..., None])[..., 0]
+    np.testing.assert_allclose(samples.logprobs[batch[3]], theirs.numpy()[batch[3]], atol=1e-4)
 
 
 def test_longrope_is_used_up_to_where_it_changes(tmp_path):

@@ -30,11 +30,17 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75)
 LONGROPE |= dict(short_factor=[1.0, 1.5, 2.5], long_factor=[4.0, 8.0, 16.0])
+GEMMA = dict(head_dim=16, query_pre_attn_scalar=9, sliding_window=3)
 OWN = {
+    # Caps that are reached: scores and logits of such large weights go beyond them.
+    "gemma2": GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma3_text": GEMMA | dict(layer_types=["sliding_attention", "full_attention"]),
     "qwen3": dict(head_dim=16),
     "qwen3_vl": dict(head_dim=16),
     # The first layer is not rotated and sees three tokens back.
@@ -114,7 +120,8 @@ def _shaken(built):
         for name, weight in sorted(built.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
             norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
-            weight.copy_(1 + 0.3 * noise if norm else 0.2 * noise)
+            around = 0 if "gemma" in built.config.model_type else 1  # Gemma's norms multiply by 1 + weight
+            weight.copy_(around + 0.3 * noise if norm else 0.2 * noise)
     return built.eval()
 
 

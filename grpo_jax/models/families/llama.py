@@ -17,18 +17,29 @@ Rotation = tuple[jax.Array, jax.Array]
 
 
 class RMSNorm(nn.Module):
-    """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    Attributes:
+        epsilon: added to the mean square.
+        param_dtype: of the parameters.
+        unit_offset: multiply by 1 + weight before the rounding to x's dtype, rather than by the weight after it.
+    """
 
     epsilon: float
     param_dtype: jax.typing.DTypeLike
+    unit_offset: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] to the same shape and dtype."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        along = (1,) * (x.ndim - 1) + (-1,)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.unit_offset:
+            excess = self.param("excess", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
+            return (wide * (1 + excess.astype(jnp.float32).reshape(along))).astype(x.dtype)
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        return wide.astype(x.dtype) * scale.astype(x.dtype).reshape(along)
 
 
 class Block(nn.Module):
@@ -64,11 +75,14 @@ class Block(nn.Module):
                 self.gate_proj = projection(c.intermediate_size, c.mlp_bias)
                 self.up_proj = projection(c.intermediate_size, c.mlp_bias)
             self.down_proj = projection(c.hidden_size, c.mlp_bias)
-        self.input_layernorm = RMSNorm(c.rms_norm_eps, self.param_dtype)
-        self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+        self.input_layernorm = _norm(c, self.param_dtype)
+        self.post_attention_layernorm = _norm(c, self.param_dtype)
+        if c.post_norms:
+            self.pre_feedforward_layernorm = _norm(c, self.param_dtype)
+            self.post_feedforward_layernorm = _norm(c, self.param_dtype)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
-            self.k_norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+            self.q_norm = _norm(c, self.param_dtype)
+            self.k_norm = _norm(c, self.param_dtype)
 
     def _setup_experts(self, m: Mixture) -> None:
         def experts(features: int) -> Experts:
@@ -84,9 +98,13 @@ class Block(nn.Module):
         """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
         x = x if self.spread is None else self.spread(x)
         heads = self._heads(self.input_layernorm(x), _rotation_of(layer_input, context))
-        mixed, new_keys_values = attend_streams(*heads, layer_input, context)
-        x = x + self.o_proj(mixed)
-        x = x + self._mlp(self.post_attention_layernorm(x))
+        mixed, new_keys_values = attend_streams(*heads, layer_input, context, self.config.attention_softcap)
+        if self.config.post_norms:
+            x = x + self.post_attention_layernorm(self.o_proj(mixed))
+            x = x + self.post_feedforward_layernorm(self._mlp(self.pre_feedforward_layernorm(x)))
+        else:
+            x = x + self.o_proj(mixed)
+            x = x + self._mlp(self.post_attention_layernorm(x))
         return add_deepstack(x, layer_input, context), new_keys_values
 
     def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -126,8 +144,8 @@ def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:
     return cos, sin
 
 
-def _final_norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
-    return RMSNorm(config.rms_norm_eps, param_dtype)
+def _norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
+    return RMSNorm(config.rms_norm_eps, param_dtype, config.unit_offset)
 
 
 def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
@@ -141,11 +159,14 @@ def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
 
 
 def _layer_inputs(config: DecoderConfig) -> LayerInput:
-    """What is not alike in all layers, each i32 [layers] or None.
+    """What each layer is told, [layers] each or None.
 
-    The windows; the layers' numbers where pictures are added to some; the kinds of rotation.
+    The windows; the layers' numbers where pictures are added to some; the kinds of rotation where they differ; what
+    multiplies attention's scores where that is not E^-0.5.
     """
     found = LayerInput()
+    if config.attention_scale is not None:
+        found = found._replace(scale=jnp.full((config.num_layers,), config.attention_scale, jnp.float32))
     if config.vision is not None and config.vision.deepstack_layers:
         found = found._replace(depth=jnp.arange(config.num_layers, dtype=jnp.int32))
     if config.layer_ropes:
@@ -177,6 +198,7 @@ NAMING = Naming(
         **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
         **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
         **{name: name for name in ("input_layernorm", "post_attention_layernorm")},
+        **{name: name for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")},
     },
     transposed=True,
     constants=r"(^|\.)rotary_emb\.inv_freq$",
@@ -187,7 +209,7 @@ FAMILY = Family(
     config=DecoderConfig,
     read=DecoderConfig.from_hf,
     block=Block,
-    final_norm=_final_norm,
+    final_norm=_norm,
     learned_positions=False,
     rotation=_rotation,
     layer_inputs=_layer_inputs,

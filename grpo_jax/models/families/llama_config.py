@@ -90,6 +90,12 @@ class DecoderConfig:
         fused: queries, keys and values are one projection, gate and up another (Phi-3).
         qk_norm: RMS norm on each head's queries and keys before the rotation (Qwen3).
         mixture: of experts in each layer; None for one MLP.
+        unit_offset: norms multiply by 1 + weight, in float32 (Gemma).
+        post_norms: what attention and MLP give is normed too, before it is added (Gemma).
+        attention_scale: what multiplies attention's scores; None for E^-0.5.
+        attention_softcap: the cap of these scores, None for none.
+        logit_softcap: the cap of the logits, None for none.
+        embedding_scale: what multiplies embedded tokens.
         tie_word_embeddings: the head is the embedding.
         max_positions: the context length the model was made for; informative.
         initializer_range: standard deviation of freshly drawn weights.
@@ -115,6 +121,12 @@ class DecoderConfig:
     fused: bool = False
     qk_norm: bool = False
     mixture: Mixture | None = None
+    unit_offset: bool = False
+    post_norms: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
     tie_word_embeddings: bool = False
     max_positions: int = 2048
     initializer_range: float = 0.02

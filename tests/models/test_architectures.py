@@ -7,10 +7,19 @@ import pytest
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
 
+from grpo_jax import train  # noqa: E402
+from grpo_jax.config import LoraSection  # noqa: E402
+from grpo_jax.core.logprobs import capped  # noqa: E402
+from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
+from grpo_jax.models.adapters import lora_config  # noqa: E402
 from grpo_jax.models.decoder import make_policy  # noqa: E402
+from grpo_jax.models.families import read_config  # noqa: E402
+from grpo_jax.models.hf.names import shapes  # noqa: E402
+from grpo_jax.models.quantised import count_weights, quantise  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 FAMILIES = ("smollm3", "phi3", "qwen3_moe", "gemma2", "gemma3_text")
@@ -84,3 +93,92 @@ def test_a_token_does_not_depend_on_whose_experts_are_busy(world):
     alone = prefill({"params": loaded.params}, tokens[:1], mask[:1]).hidden
     crowd = np.concatenate([tokens[:1], *[tokens[:1, ::-1]] * 7]), np.concatenate([mask[:1]] * 8)
     np.testing.assert_allclose(prefill({"params": loaded.params}, *crowd).hidden[:1], alone, atol=1e-5)
+
+
+SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+PUBLISHED = {
+    "HuggingFaceTB/SmolLM3-3B": (
+        dict(model_type="smollm3", vocab_size=128256, hidden_size=2048, intermediate_size=11008)
+        | dict(num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=4),
+        3_075_098_624,
+    ),
+    "microsoft/Phi-4-mini-instruct": (
+        dict(model_type="phi3", vocab_size=200064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32)
+        | dict(num_attention_heads=24, num_key_value_heads=8, partial_rotary_factor=0.75, tie_word_embeddings=True),
+        3_836_021_760,
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        dict(model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, head_dim=128)
+        | dict(num_hidden_layers=48, num_attention_heads=32, num_experts=128, moe_intermediate_size=768),
+        30_532_122_624,
+    ),
+    "google/gemma-2-2b-it": (
+        dict(model_type="gemma2", vocab_size=256000, hidden_size=2304, intermediate_size=9216)
+        | dict(num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4),
+        2_614_341_888,
+    ),
+    "google/gemma-3-1b-it": (
+        dict(model_type="gemma3_text", vocab_size=262144, hidden_size=1152, intermediate_size=6912)
+        | dict(num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1),
+        999_885_952,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_as_many_weights_as_it_says(name):
+    fields, count = PUBLISHED[name]
+    assert count_weights(shapes(read_config(fields))) == count
+
+
+def test_adapters_go_on_what_is_fused_and_not_on_experts():
+    phi = read_config(SMALL | dict(model_type="phi3"))
+    assert lora_config(LoraSection(rank=2), phi).targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    mixture = read_config(SMALL | dict(model_type="qwen3_moe", num_key_value_heads=2))
+    assert lora_config(LoraSection(rank=2), mixture).targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    with pytest.raises(UserError, match=r"some of \('q_proj', .* for model_type 'qwen3_moe', got \['gate_proj'\]"):
+        lora_config(LoraSection(rank=2, targets=["gate_proj"]), mixture)
+
+
+@pytest.mark.parametrize("world", ["qwen3_moe"], indirect=True)
+def test_experts_are_stored_in_few_bits_and_the_router_is_not(world):
+    pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
+    params = world[1].params
+    small = quantise(params, "int8")
+    assert all(hasattr(small["layers"][f"{part}_experts"]["kernel"], "qvalue") for part in ("gate", "up", "down"))
+    np.testing.assert_array_equal(small["layers"]["router"]["embedding"], params["layers"]["router"]["embedding"])
+    kernel = small["layers"]["gate_experts"]["kernel"]
+    assert kernel.scale.shape == (2, 4, 1, 24)  # of each output of each expert
+    back = np.asarray(kernel.qvalue, np.float32) * np.asarray(kernel.scale)
+    exact = np.asarray(params["layers"]["gate_experts"]["kernel"])
+    assert 0 < np.abs(back - exact).max() <= np.abs(exact).max() / 127 / 2 * 1.001
+
+
+RUNS = {
+    "qwen3_moe": ["--algorithm.kl_coef=0.1"],
+    "gemma2": ["--policy.lora.rank=2", "--policy.quantised=int8", "--training.accumulation=2"],
+}
+
+
+@pytest.mark.parametrize("family", RUNS)
+def test_a_run_trains_it_and_transformers_loads_what_it_writes(place, tmp_path, monkeypatch, family):
+    source, run = tiny_models.causal_lm(tmp_path / "policy", family), tmp_path / "run"
+    monkeypatch.setenv("JUDGE_RUN", str(run))
+    monkeypatch.setenv("JUDGE", "work:0")
+    options = ["--policy.path", str(source), "--training.max_steps=1", "--evaluation.every=0", *RUNS[family]]
+    options += ["--training.inner_epochs=1", "--training.minibatches=1"]
+    assert train.main(["--config", str(place.config), "--run_dir", str(run), *options]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, run / "policy"))
+    assert before.keys() == after.keys()
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    parts = ["q_proj", "mlp.gate.", "experts.3.down_proj"] if family == "qwen3_moe" else ["q_proj", "mlp.gate_proj"]
+    assert all(any(part in name for name in moved) for part in parts)
+
+    loaded = hf.load_folder(run / "policy", tokenizer=False)
+    policy, variables = make_policy(loaded.config), {"params": loaded.params}
+    tokens = np.random.default_rng(0).integers(0, 250, (2, 7)).astype(np.int32)
+    hidden = jax.jit(policy.prefill)(variables, tokens, np.ones(tokens.shape, bool)).hidden
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "policy", attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor(tokens, dtype=torch.long)).logits[:, -1]
+    np.testing.assert_allclose(capped(hidden @ policy.head(variables).T, policy.softcap), expected, atol=1e-4)

@@ -1,4 +1,7 @@
-"""Llama, Mistral, Qwen2 and Qwen3: RMS norms, rotations, a gated MLP."""
+"""Llama, Mistral, Qwen2 and Qwen3: RMS norms, rotations, a gated MLP.
+
+The layer has what its config chooses; other families (`smollm`, `phi`, `qwen3_moe`, `gemma`) choose more of it.
+"""
 
 from collections.abc import Callable
 

@@ -84,17 +84,6 @@ def test_experts_in_one_tensor_are_read_and_written_as_such(tmp_path):
     assert all(torch.equal(exported[name], weight) for name, weight in model.state_dict().items())
 
 
-@pytest.mark.parametrize("world", ["qwen3_moe"], indirect=True)
-def test_a_token_does_not_depend_on_whose_experts_are_busy(world):
-    """No expert has a limit that others could fill: more prompts in the batch, the same state."""
-    _, loaded = world
-    prefill = jax.jit(make_policy(loaded.config).prefill)
-    tokens, mask = reference.group_batch()[:2]
-    alone = prefill({"params": loaded.params}, tokens[:1], mask[:1]).hidden
-    crowd = np.concatenate([tokens[:1], *[tokens[:1, ::-1]] * 7]), np.concatenate([mask[:1]] * 8)
-    np.testing.assert_allclose(prefill({"params": loaded.params}, *crowd).hidden[:1], alone, atol=1e-5)
-
-
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 PUBLISHED = {
     "HuggingFaceTB/SmolLM3-3B": (
@@ -143,7 +132,7 @@ def test_adapters_go_on_what_is_fused_and_not_on_experts():
 @pytest.mark.parametrize("world", ["qwen3_moe"], indirect=True)
 def test_experts_are_stored_in_few_bits_and_the_router_is_not(world):
     pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
-    params = world[1].params
+    params, policy = world[1].params, make_policy(world[1].config)
     small = quantise(params, "int8")
     assert all(hasattr(small["layers"][f"{part}_experts"]["kernel"], "qvalue") for part in ("gate", "up", "down"))
     np.testing.assert_array_equal(small["layers"]["router"]["embedding"], params["layers"]["router"]["embedding"])
@@ -152,6 +141,10 @@ def test_experts_are_stored_in_few_bits_and_the_router_is_not(world):
     back = np.asarray(kernel.qvalue, np.float32) * np.asarray(kernel.scale)
     exact = np.asarray(params["layers"]["gate_experts"]["kernel"])
     assert 0 < np.abs(back - exact).max() <= np.abs(exact).max() / 127 / 2 * 1.001
+    states, near = (
+        jax.jit(policy.prefill)({"params": tree}, *reference.group_batch()[:2]).hidden for tree in (params, small)
+    )
+    assert 1e-4 < np.median(np.abs(states - near)) < 0.1
 
 
 RUNS = {

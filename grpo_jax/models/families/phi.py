@@ -65,6 +65,8 @@ def _rope(fields: Mapping[str, Any], head_dim: int) -> RopeConfig:
     if short is None or len(short) != turned // 2:
         raise ValueError(f"rope_parameters.short_factor must be {turned // 2} numbers, got {shown(short)}")
     original = fields["original_max_position_embeddings"]
+    if original < 2:
+        raise ValueError(f"original_max_position_embeddings must be at least 2 with longrope, got {original}")
     factor = scaling.get("factor") or fields["max_position_embeddings"] / original
     temperature = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeConfig(

@@ -11,7 +11,9 @@ from grpo_jax.models.families.rope_fields import read_rope
 
 MODEL_TYPE = "smollm3"
 _DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}
-_TURNS = kinds.Kind("a list of 0 and 1", lambda value: isinstance(value, list | tuple) and set(value) <= {0, 1})
+_TURNS = kinds.Kind(
+    "a list of 0 and 1", lambda value: isinstance(value, list | tuple) and all(v in (0, 1) for v in value)
+)
 _OWN = {"no_rope_layers": _TURNS, "no_rope_layer_interval": kinds.LAYERS}
 
 

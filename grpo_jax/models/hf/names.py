@@ -93,12 +93,11 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     head = next((h for h in naming.heads if h in names), naming.heads[0])
     layers, table, leaves = f"{prefix}{naming.layers}", {}, flatten(shapes(config))
     together = _together(naming, layers, names)
-    for name, parts in naming.together.items():
+    for (name, parts), layer in product(naming.together.items(), range(config.num_layers if together else 0)):
         paths = tuple(("layers", part, "kernel") for part in parts)
-        for layer in range(config.num_layers) if together else ():
-            _, count, inner, _ = leaves[paths[0]].shape
-            width = sum(leaves[path].shape[-1] for path in paths)
-            table[f"{layers}.{layer}.{name}"] = Place(paths[0], layer, True, (count, width, inner), together=paths)
+        _, count, inner, _ = leaves[paths[0]].shape
+        width = sum(leaves[path].shape[-1] for path in paths)
+        table[f"{layers}.{layer}.{name}"] = Place(paths[0], layer, True, (count, width, inner), together=paths)
     for path, leaf in leaves.items():
         kind = "bias" if path[-1] == "bias" else "weight"
         if path == ("lm_head",):

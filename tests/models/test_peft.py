@@ -114,6 +114,7 @@ def test_our_own_folder_comes_back_bit_equal(world, written):
 
 
 THEIRS = {
+    "phi3": [dict(target_modules="all-linear")],
     "qwen2": [
         dict(target_modules=["q_proj", "mlp.up_proj"]),
         dict(target_modules=r"model\.layers\.\d+\.self_attn\.(k|o)_proj"),

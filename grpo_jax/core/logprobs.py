@@ -24,12 +24,15 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     allowed_tokens: ArrayLike | None = None,
+    softcap: float | None = None,
     chunk_size: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each token, and entropy of the distribution it was drawn from.
 
         p = softmax(hidden · headᵀ / temperature) over the allowed tokens
         logprobs = log p[token],  entropy = -Σ_v p[v] log p[v]
+
+    With a softcap each product z of hidden and head is cap · tanh(z / cap).
 
     Both are differentiable with respect to `hidden` and `head`. Products are taken in `hidden`'s type and
     accumulated in at least float32. A token that is not allowed has log-probability -inf. A position whose
@@ -41,6 +44,7 @@ def token_logprobs(
         tokens: int `[.., T]`.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         allowed_tokens: bool `[V]`; all by default.
+        softcap: the cap that products are drawn towards (Gemma 2, arXiv:2408.00118); None for none.
         chunk_size: how many tokens' logits are held at once.
 
     Returns:
@@ -48,10 +52,11 @@ def token_logprobs(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: shapes that do not fit, a negative or infinite temperature, a chunk size below 1.
+        ValueError: shapes that do not fit, a negative or infinite temperature, a cap that is not positive, a chunk
+            size below 1.
     """
     hidden, head, tokens = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
-    _check(hidden, head, tokens, temperature, chunk_size)
+    _check(hidden, head, tokens, temperature, softcap, chunk_size)
     if allowed_tokens is not None:
         allowed_tokens = as_mask("allowed_tokens", allowed_tokens, head.shape[:1])
     tokens = tokens.astype(jnp.int32)
@@ -65,12 +70,18 @@ def token_logprobs(
         x = jnp.pad(x.reshape(number, *x.shape[tokens.ndim :]), [(0, padding), *[(0, 0)] * (x.ndim - tokens.ndim)])
         return x.reshape(chunk, chunks, *x.shape[1:])
 
-    outputs: Any = _chunked(split(hidden), head, split(tokens), allowed_tokens, float(temperature) or 1.0)
+    scaling = float(temperature) or 1.0, softcap
+    outputs: Any = _chunked(split(hidden), head, split(tokens), allowed_tokens, scaling)
     logprobs, entropy = (x.reshape(-1)[:number].reshape(tokens.shape) for x in outputs)
     return logprobs, entropy
 
 
-def _check(hidden, head, tokens, temperature, chunk_size) -> None:
+def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """Logits drawn towards a cap, cap · tanh(logits / cap); as they are without one."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def _check(hidden, head, tokens, temperature, softcap, chunk_size) -> None:
     for name, array in (("hidden", hidden), ("head", head)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} must be of a floating type, got {array.dtype}")
@@ -84,6 +95,8 @@ def _check(hidden, head, tokens, temperature, chunk_size) -> None:
         raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be finite and above 0, got {softcap}")
     if not isinstance(chunk_size, (int, np.integer)) or isinstance(chunk_size, bool):
         raise TypeError(f"chunk_size must be an integer, got {chunk_size!r}")
     if chunk_size < 1:
@@ -94,23 +107,25 @@ def _wide(dtype):
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _logits(hidden, head, allowed, temperature):
-    logits = jnp.einsum("cd,vd->cv", hidden, head, preferred_element_type=_wide(hidden.dtype)) / temperature
+def _logits(hidden, head, allowed, scaling):
+    temperature, softcap = scaling
+    logits = jnp.einsum("cd,vd->cv", hidden, head, preferred_element_type=_wide(hidden.dtype))
+    logits = capped(logits, softcap) / temperature
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _chunked(hidden, head, tokens, allowed, temperature):
+def _chunked(hidden, head, tokens, allowed, scaling):
     """hidden [C, n, D], head [V, D], tokens [C, n], allowed [V] or None → logprobs, entropy [C, n]."""
-    return _forward(hidden, head, tokens, allowed, temperature)[0]
+    return _forward(hidden, head, tokens, allowed, scaling)[0]
 
 
-def _forward(hidden, head, tokens, allowed, temperature):
+def _forward(hidden, head, tokens, allowed, scaling):
     weights = head.astype(hidden.dtype)
 
     def one(_, index):
         states, ids = hidden[:, index], tokens[:, index]
-        logits = _logits(states, weights, allowed, temperature)
+        logits = _logits(states, weights, allowed, scaling)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
         probabilities = jnp.exp(logits - normaliser[:, None])
@@ -123,8 +138,9 @@ def _forward(hidden, head, tokens, allowed, temperature):
     return (logprobs, entropy), (hidden, head, tokens, allowed, normaliser, entropy)
 
 
-def _backward(temperature, residuals, cotangents):
+def _backward(scaling, residuals, cotangents):
     hidden, head, tokens, allowed, normaliser, entropy = residuals
+    temperature, softcap = scaling
     weights = head.astype(hidden.dtype)
     accumulate = _wide(hidden.dtype)
 
@@ -133,7 +149,7 @@ def _backward(temperature, residuals, cotangents):
         states, ids, log_total, spread, for_logprob, for_entropy = (x[:, index] for x in per_token)
         alive = ((for_logprob != 0) | (for_entropy != 0))[:, None]
         states = jnp.where(alive, states, 0)
-        logits = _logits(states, weights, allowed, temperature)
+        logits = _logits(states, weights, allowed, scaling)
         logs = logits - jnp.where(alive, log_total[:, None], 0)
         probabilities = jnp.where(alive, jnp.exp(logs), 0)
         logs = logs if allowed is None else jnp.where(allowed, logs, 0)
@@ -141,7 +157,11 @@ def _backward(temperature, residuals, cotangents):
         onehot = ids[:, None] == jnp.arange(head.shape[0], dtype=ids.dtype)
         pull = for_logprob[:, None] + for_entropy[:, None] * (logs + jnp.where(alive, spread[:, None], 0))
         gradient = jnp.where(onehot, for_logprob[:, None], 0) - probabilities * pull
-        gradient = (jnp.where(alive, gradient, 0) / temperature).astype(hidden.dtype)
+        gradient = jnp.where(alive, gradient, 0) / temperature
+        if softcap is not None:  # d cap · tanh(z / cap) / dz = 1 - tanh²(z / cap)
+            bent = (logits if allowed is None else jnp.where(allowed, logits, 0)) * (temperature / softcap)
+            gradient *= 1 - bent * bent
+        gradient = gradient.astype(hidden.dtype)
         state_gradient = jnp.einsum("cv,vd->cd", gradient, weights, preferred_element_type=accumulate)
         head_gradient += jnp.einsum("cv,cd->vd", gradient, states, preferred_element_type=accumulate)
         return head_gradient, state_gradient.astype(hidden.dtype)

@@ -73,7 +73,7 @@ class LanguagePolicy(NamedTuple):
 def load_policy(
     folder: str | Path, *, compute_dtype: str = "float32", remat: str = "products", vision: bool = False
 ) -> LanguagePolicy:
-    """Loads a Llama, Mistral, Qwen2, Qwen2.5, Qwen3, GPT-2 or Qwen-VL folder.
+    """Loads a folder of one of the architectures in docs/policies.md.
 
     Args:
         folder: A local folder, or a hub id.

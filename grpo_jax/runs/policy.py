@@ -190,13 +190,13 @@ def _described(config: Config, variables: Mapping[str, Any], lora: Any, devices:
 
 
 def _check_room(config: Config, limit: int | None) -> None:
-    """Learned positions end: the longest prompt and the longest completion must fit together."""
+    """Some positions end: the longest prompt and the longest completion must fit together."""
     prompt, completion = config.data.max_prompt_tokens, config.sampling.stream_tokens
     if limit is not None and prompt + completion > limit:
         named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "what sampling.turns take"
         raise UserError(
             f"data.max_prompt_tokens = {prompt} and {named} = {completion} make {prompt + completion} "
-            f"tokens, but {config.policy.path} has learned positions for {limit} only: lower one of them"
+            f"tokens, but {config.policy.path} has positions for {limit} only: lower one of them"
         )
 
 

@@ -23,7 +23,6 @@ from grpo_jax.sampling.writing import (
     generate,
     group_keys,
     halves,
-    logits_of,
     make_writer,
     run,
     samples_of,
@@ -113,7 +112,7 @@ def make_episode_sampler(
         if seen is not None:
             seen |= tokens_in(tokens, mask, seen.shape[-1])
         loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache, seen)
-        loop = writer.record(loop, logits_of(writer.head, hidden.reshape(count * group, -1)))
+        loop = writer.record(loop, writer.logits(hidden.reshape(count * group, -1)))
         loop = run(writer.step, loop, length, halves(count, length, ends))
         return samples_of(loop), _carried(loop, Rows(said.mask[..., : size - length], said.advance))
 

@@ -46,6 +46,12 @@ def make_forward(policy: Any, *, temperature: float, allowed_tokens: jax.Array |
         allowed_tokens: bool [V], or None for all.
     """
 
+    options = {
+        "temperature": temperature,
+        "allowed_tokens": allowed_tokens,
+        "softcap": getattr(policy, "softcap", None),
+    }
+
     def forward(variables: dict[str, Tree], batch: Batch) -> Forward:
         packing, shown = batch.packing, {}
         for name in ("pictures", "answers"):
@@ -55,9 +61,7 @@ def make_forward(policy: Any, *, temperature: float, allowed_tokens: jax.Array |
                 shown[name] = seen
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **shown)
-        logprobs, entropy = token_logprobs(
-            hidden, policy.head(variables), rows[0], temperature=temperature, allowed_tokens=allowed_tokens
-        )
+        logprobs, entropy = token_logprobs(hidden, policy.head(variables), rows[0], **options)
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         seen = Forward(logprobs, entropy, values)
         return seen if packing is None else jax.tree.map(lambda array: unpacked(array, batch.exists, packing), seen)

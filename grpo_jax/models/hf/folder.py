@@ -66,7 +66,7 @@ def load_folder(
     put: Callable[[Any], Any] | None = None,
     vision: bool = False,
 ) -> LoadedPolicy:
-    """Load a Llama, Qwen2, Qwen3, GPT-2 or Qwen-VL folder.
+    """Load the folder of one of the model families (`models.families`).
 
     Args:
         folder: a local folder, or a hub id.

@@ -66,10 +66,12 @@ def read_cells(text: str) -> list[Cell]:
     ends = [head.start() for head in heads[1:]] + [len(text)]
     cells = []
     for head, end in zip(heads, ends, strict=True):
-        source, is_text = text[head.end() : end].strip("\n"), "[markdown]" in head[1]
+        body, is_text = text[head.end() : end], "[markdown]" in head[1]
+        source = body.strip("\n")
+        begins = head.end() + len(body) - len(body.lstrip("\n"))
         if is_text:
             source = re.sub(r"^# ?", "", source, flags=re.MULTILINE)
-        cells.append(Cell(source, is_text, text[: head.end()].count("\n"), head[1].strip()))
+        cells.append(Cell(source, is_text, text[:begins].count("\n"), head[1].strip()))
     return cells
 
 

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 1. The policy gradient
 #
-# A policy draws an action, somebody says how good it was, and the policy should draw better ones. The reward cannot be
-# differentiated: it may come from a person, a game or another program. On this page you will see that the gradient of
-# the *expected* reward can be estimated all the same, check the estimate against the truth, and find out what is wrong
-# with it: it is noisy. The rest of the tutorial is about that noise.
+# A policy draws an action, somebody says how good it was, and the policy should draw better ones. The reward cannot
+# be differentiated: it may come from a person, a game or another program. On this page you will see that the gradient
+# of the *expected* reward can be estimated all the same, check the estimate against the truth, and find out what is
+# wrong with it: it is noisy. The rest of the tutorial is about that noise.
 #
 # The smallest such world is a **bandit**: a machine with four arms. Pulling arm `a` pays `PAYS[a]` on average, with
 # some noise. The policy is a softmax over four numbers, its logits. It starts with a liking for the worst arm.
@@ -40,13 +40,14 @@ print(f"expected reward {expected_reward(start):.3f}")
 # %% [markdown]
 # ## The log-derivative trick
 #
-# Here we know `PAYS`, so the true gradient is one call away. A learner knows only its own pulls. What helps is that the
-# derivative of a probability is the probability times the derivative of its logarithm:
+# Here we know `PAYS`, so the true gradient is one call away. A learner knows only its own pulls. What helps is that
+# the derivative of a probability is the probability times the derivative of its logarithm:
 #
 #     ∇ E[r] = Σ_a r(a) ∇π(a) = Σ_a π(a) · r(a) ∇log π(a) = E[r ∇log π]
 #
-# The right side is an expectation over the policy's own actions: pull, weigh `∇log π` of what you did by what it paid,
-# average. This is REINFORCE ([Williams, 1992](https://doi.org/10.1007/BF00992696)). The reward is a plain number in it.
+# The right side is an expectation over the policy's own actions: pull, weigh `∇log π` of what you did by what it
+# paid, average. This is REINFORCE ([Williams, 1992](https://doi.org/10.1007/BF00992696)). The reward is a plain
+# number in it.
 
 # %%
 score = jax.vmap(jax.grad(lambda logits, action: jax.nn.log_softmax(logits)[action]), (None, 0))  # ∇log π(a)
@@ -64,17 +65,16 @@ assert jnp.allclose(estimate, truth, atol=0.03)
 # ## The same thing as a loss
 #
 # Optimizers want a loss. Its *value* means little here; what counts is that its gradient is the one above, with the
-# sign turned. `grpo_loss` of this library, which every later page uses, is exactly that when the policy that is trained
-# is the one that acted: a completion is then a row of one token, and its advantage is the reward. (Its denominators and
-# clips come on pages 3 to 5. Of one token there is nothing to average and nothing to clip.)
+# sign turned. `grpo_loss` of this library, which every later page uses, is exactly that when the policy that is
+# trained is the one that acted: a completion is then a row of one token, and its advantage is the reward. (Its
+# denominators and clips come on pages 3 to 5. Of one token there is nothing to average and nothing to clip.)
 
 # %%
 
 
 def loss(logits, actions, rewards):
     logprobs = jax.nn.log_softmax(logits)[actions][:, None]  # [rows, tokens]
-    value, metrics = grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), rewards, jnp.ones_like(logprobs, bool))
-    return value
+    return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), rewards, jnp.ones_like(logprobs, bool))[0]
 
 
 from_loss = -jax.grad(loss)(start, actions, rewards)
@@ -102,9 +102,9 @@ print(f"squared length of the true gradient {float(truth @ truth):.3f}")
 assert variances[10.0] > 20 * variances[0.0]
 
 # %% [markdown]
-# The mean over n pulls has 1/n of that variance, so its error falls with 1/√n: four times the pulls for half the error.
-# Learning feels it too. Twenty learners follow the gradient of 8 pulls per step, and twenty others do so in the
-# world where everything pays 10 more.
+# The mean over n pulls has 1/n of that variance, so its error falls with 1/√n: four times the pulls for half the
+# error. Learning feels it too. Twenty learners follow the gradient of 8 pulls per step, and twenty others do so in
+# the world where everything pays 10 more.
 
 # %%
 
@@ -122,7 +122,9 @@ def learn(key, bonus, rate=0.05, steps=150, pulls=8):
 keys = jax.random.split(jax.random.key(2), 20)
 curves = {bonus: np.asarray(jax.jit(jax.vmap(learn, (0, None)))(keys, bonus)) for bonus in (0.0, 10.0)}
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), num="Error of the estimate, and learning with and without 10")
+figure, (left, right) = plt.subplots(
+    1, 2, figsize=(8, 3), num="Error of the estimate; learning with a bonus and without"
+)
 sizes = np.array([2**k for k in range(2, 13)])
 for bonus, style in ((0.0, "-"), (10.0, "--")):
     single = np.asarray((rewards + bonus)[:, None] * scores)
@@ -130,7 +132,7 @@ for bonus, style in ((0.0, "-"), (10.0, "--")):
     left.loglog(sizes, [np.sqrt(np.mean(np.sum((m - truth) ** 2, axis=-1))) for m in means], style)
     low, middle, high = np.quantile(curves[bonus], [0.1, 0.5, 0.9], axis=0)
     right.fill_between(range(len(middle)), low, high, alpha=0.2, linewidth=0)
-    right.plot(middle, style, label=f"pays {bonus:.0f} more")
+    right.plot(middle, style, label=f"bonus {bonus:.0f}")
 left.axhline(np.sqrt(truth @ truth), color="grey", linewidth=1, linestyle=":")
 left.annotate("length of the true gradient", (4, 0.6 * np.sqrt(truth @ truth)), color="grey", fontsize=9)
 left.set(title="error of the gradient", xlabel="pulls")
@@ -143,9 +145,9 @@ for bonus, end in ends.items():
 assert np.std(ends[10.0]) > 2 * np.std(ends[0.0])
 
 # %% [markdown]
-# With the bonus, whatever is pulled first is made likelier, is pulled again, and so on: some learners stay
-# with a poor arm for long. Nothing was added to the world but a constant. So the first thing to do with a reward is to
-# take a constant *away* from it: [page 2](2_advantages.md).
+# With the bonus, whatever is pulled first is made likelier, is pulled again, and so on: some learners stay with a
+# poor arm for long. Nothing was added to the world but a constant. So the first thing to do with a reward is to take
+# a constant *away* from it: [page 2](2_advantages.md).
 #
 # ## Exercises
 #
@@ -155,5 +157,5 @@ assert np.std(ends[10.0]) > 2 * np.std(ends[0.0])
 # 3. Start from `jnp.array([6.0, 0.0, 0.0, 0.0])`. How many pulls does it take until the gradient is longer than its
 #    error? What does that say of a task that the policy hardly ever gets right?
 #
-# In the library: `grpo_loss` in [`losses.py`](../../grpo_jax/core/losses.py). The paper: R. J. Williams,
-# "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
+# In the library: `grpo_loss` in [`losses.py`](../../grpo_jax/core/losses.py). The paper: R. J. Williams, "Simple
+# statistical gradient-following algorithms for connectionist reinforcement learning", 1992.

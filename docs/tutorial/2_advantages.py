@@ -2,11 +2,11 @@
 # # 2. Advantages
 #
 # A reward of 7 says nothing until you know what was to be expected. An **advantage** is a reward less such an
-# expectation, a *baseline*. On this page you will see four baselines, what each does to the gradient's bias and to its
-# variance, and why a group of answers to one question is a good place to take a baseline from.
+# expectation, a *baseline*. On this page you will see four baselines, what each does to the gradient's bias and to
+# its variance, and why a group of answers to one question is a good place to take a baseline from.
 #
-# The world is still a bandit, but now there are eight of them, the *prompts*. Some pay well whatever you do, some badly;
-# what matters is the arm. A language policy is in the same place: some questions are easy.
+# The world is still a bandit, but now there are eight of them, the *prompts*. Some pay well whatever you do, some
+# badly; what matters is the arm. A language policy is in the same place: some questions are easy.
 
 # %%
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from grpo_jax.core.advantages import group_advantages, leave_one_out_advantages
 from grpo_jax.core.losses import grpo_loss
 
+np.set_printoptions(precision=3, floatmode="fixed", suppress=True)
 EASE = jnp.linspace(0.0, 14.0, 8)[:, None]  # [P, 1]
 PAYS = EASE + jnp.array([0.0, 1.0, 2.0])  # [P, A]
 logits = jnp.zeros(3)  # one policy for all prompts
@@ -40,8 +41,7 @@ def gradient(actions, advantages):
 
 
 actions, rewards = pull(jax.random.key(0), 4)
-print("rewards [P, G] of a batch:")
-print(np.asarray(rewards).round(1))
+print("rewards [P, G]:\n" + np.array2string(np.asarray(rewards), precision=1))
 
 # %% [markdown]
 # ## Why a baseline does no harm
@@ -73,18 +73,18 @@ one_group = jnp.array([[1.0, 2.0, 6.0]])
 for name, advantages in BASELINES.items():
     print(f"{name:14}", advantages(one_group)[0])
 
-by_hand = [1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2]
-assert jnp.allclose(leave_one_out_advantages(one_group)[0], jnp.array(by_hand))
+assert jnp.allclose(leave_one_out_advantages(one_group)[0], jnp.array([1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2]))
 assert jnp.allclose(leave_one_out_advantages(one_group), 3 / 2 * group_advantages(one_group, scale="none"))
 
 # %% [markdown]
-# The last line holds for every group of G: leaving one out is the group mean times G / (G - 1). Both point the same way.
+# The last line holds for every group of G: leaving one out is the group mean times G / (G - 1). Both point the same
+# way.
 #
 # ## Measured
 #
 # 4000 batches of 8 prompts with 4 pulls each. *Length* is how much of the true gradient the mean estimate has: 1 is
-# unbiased. *Variance* is that of one batch, relative to the squared length of the true gradient: below 1 the estimate is
-# more signal than noise.
+# unbiased. *Variance* is that of one batch, relative to the squared length of the true gradient: below 1 the estimate
+# is more signal than noise.
 
 # %%
 truth = jax.grad(lambda logits: jnp.mean(PAYS @ jax.nn.softmax(logits)))(logits)
@@ -98,8 +98,7 @@ def measure(advantages, group, batches=4000):
         return gradient(actions, advantages(rewards))
 
     estimates = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), batches))
-    square = truth @ truth
-    return float(estimates.mean(axis=0) @ truth / square), float(estimates.var(axis=0).sum() / square)
+    return float(estimates.mean(axis=0) @ truth / (truth @ truth)), float(estimates.var(axis=0).sum() / (truth @ truth))
 
 
 measured = {name: measure(advantages, 4) for name, advantages in BASELINES.items()}
@@ -112,9 +111,9 @@ assert abs(measured["leave one out"][0] - 1) < 0.03 and abs(measured["group mean
 
 # %% [markdown]
 # Most of the variance was never about the arms: it was about which prompts are easy. The batch mean removes what all
-# prompts share; only the prompt's own mean removes its ease. The group mean's gradient is a quarter too short, because
-# each reward is compared with a mean that it is part of: (G - 1) / G of the truth. Its variance is smaller by the square
-# of that and no better for it. With one G for all prompts this is merely another learning rate.
+# prompts share; only the prompt's own mean removes its ease. The group mean's gradient is a quarter too short,
+# because each reward is compared with a mean that it is part of: (G - 1) / G of the truth. Its variance is smaller by
+# the square of that and no better for it. With one G for all prompts this is merely another learning rate.
 
 # %%
 groups = (2, 4, 8, 16)
@@ -122,7 +121,6 @@ lengths = {name: [measure(BASELINES[name], g, 2000)[0] for g in groups] for name
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), num="Variance by baseline, and bias by size of the group")
 left.bar(list(variance), list(variance.values()), color=["C0", "C1", "C2", "C3"])
-left.axhline(1, color="grey", linewidth=1, linestyle=":")
 left.set(yscale="log", title="variance / squared length of the gradient")
 left.tick_params(axis="x", labelrotation=15)
 for (name, values), style in zip(lengths.items(), ("C2o-", "C3s--"), strict=True):
@@ -134,9 +132,9 @@ right.legend(loc="lower right")
 # %% [markdown]
 # ## And the deviation
 #
-# GRPO goes on and divides by the group's standard deviation. Below, groups of 8 with yes-or-no rewards, of which k are
-# right. Without the division a right answer of a hard prompt gets 1 - k/8, at most 1. With it, the rarer a success the
-# more it counts, without that bound: rare successes and rare failures shape the policy most.
+# GRPO goes on and divides by the group's standard deviation. Below, groups of 8 with yes-or-no rewards, of which k
+# are right. Without the division a right answer of a hard prompt gets 1 - k/8, at most 1. With it, the rarer a
+# success the more it counts, without that bound: rare successes and rare failures shape the policy most.
 
 # %%
 print(" right   group mean only     divided by the deviation")
@@ -147,15 +145,15 @@ for right_ones in (1, 2, 4, 6, 7):
     assert abs(scaled.std(ddof=1) - 1) < 1e-5
 
 # %% [markdown]
-# Whether that is wanted is a matter of taste and of papers: Dr. GRPO leaves it out, since the gradient is then no longer
-# that of the expected reward. [Page 4](4_grpo.md) is about GRPO; [page 3](3_ppo_and_gae.md) has another source of
-# baselines, a network that learns what to expect.
+# Whether that is wanted is a matter of taste and of papers: Dr. GRPO leaves it out, since the gradient is then no
+# longer that of the expected reward. [Page 4](4_grpo.md) is about GRPO; [page 3](3_ppo_and_gae.md) has another source
+# of baselines, a network that learns what to expect.
 #
 # ## Exercises
 #
 # 1. Make all prompts alike (`EASE` of zeros). Which baseline gains now, and which one no longer does?
-# 2. With G pulls of P prompts in each batch, and P · G = 32 pulls: which G has the least variance under leave one out?
-#    What else would speak for more prompts?
+# 2. With G pulls of P prompts in each batch, and P · G = 32 pulls: which G has the least variance under leave one
+#    out? What else would speak for more prompts?
 # 3. Let the baseline be the largest reward of the group. It depends on the actions: measure its bias.
 #
 # In the library: [`advantages.py`](../../grpo_jax/core/advantages.py). The papers: Williams 1992, on any baseline;

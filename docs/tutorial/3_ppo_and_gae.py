@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 3. PPO and generalised advantages
 #
-# Two things are still missing for worlds that last more than one step. Which of many actions was the good one? And may a
-# batch, which was dear to collect, be learned from more than once? You will see PPO's two answers, a value function with
-# GAE and a clipped ratio, first on three numbers, then on CartPole: a cart must keep a pole upright by pushing left or
-# right, and each step that it does so pays 1, up to 500.
+# Two things are still missing for worlds that last more than one step. Which of many actions was the good one? And
+# may a batch, which was dear to collect, be learned from more than once? You will see PPO's two answers, a value
+# function with GAE and a clipped ratio, first on three numbers, then on CartPole: a cart must keep a pole upright by
+# pushing left or right, and each step that it does so pays 1, up to 500.
 
 # %%
 import jax
@@ -37,14 +37,12 @@ np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 rewards, values = jnp.array([1.0, 0.0, 2.0]), jnp.array([0.2, 0.5, 0.4, 0.0])  # V after the end is 0
 discount, trace = 0.9, 0.8
 
-by_hand, following = [], 0.0
-for t in (2, 1, 0):
+following = 0.0
+for t, expected in ((2, 1.6000), (1, 1.0120), (0, 1.9786)):
     delta = rewards[t] + discount * values[t + 1] - values[t]
     following = delta + discount * trace * following
-    by_hand.insert(0, float(following))
     print(f"t = {t}:  δ = {delta:+.4f}  A = {following:+.4f}")
-
-assert np.allclose(by_hand, [1.9786, 1.0120, 1.6000], atol=5e-5)
+    assert abs(following - expected) < 5e-5
 for trace in (0.0, 0.8, 1.0):
     print(f"λ = {trace}:", gae_advantages(rewards, values, discount=discount, trace=trace))
 print("R - V:  ", discounted_returns(rewards, discount=discount) - values[:3])
@@ -67,15 +65,17 @@ def objective(ratio, advantage):
 
 figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), num="The clipped objective for a good and for a bad action")
 for axis, advantage, colour in zip(axes, (1.0, -1.0), ("C2", "C1"), strict=True):
-    axis.plot(ratios, jax.vmap(objective, (0, None))(ratios, advantage), colour)
+    axis.plot(ratios, jax.jit(jax.vmap(objective, (0, None)))(ratios, advantage), colour)
     axis.plot(ratios, advantage * ratios, color="grey", linewidth=1, linestyle=":")
     axis.set(title=f"A = {advantage:+.0f}", xlabel="ratio ρ")
 
-print("ratio   slope for A = +1   for A = -1")
-for ratio in (0.7, 1.0, 1.3):
-    slopes = [float(jax.grad(objective)(ratio, advantage)) for advantage in (1.0, -1.0)]
-    print(f"{ratio:5.1f} {slopes[0]:14.0f} {slopes[1]:14.0f}")
-assert jax.grad(objective)(1.3, 1.0) == 0 and jax.grad(objective)(1.3, -1.0) == -1
+slopes = jax.jit(jax.vmap(jax.grad(objective), (0, None)), static_argnums=1)
+for advantage in (1.0, -1.0):
+    print(
+        f"A = {advantage:+.0f}: slopes at ρ = 0.7, 1.0 and 1.3 are",
+        slopes(jnp.array([0.7, 1.0, 1.3]), advantage).round(),
+    )
+assert slopes(jnp.array([1.3]), 1.0) == 0 and slopes(jnp.array([1.3]), -1.0) == -1
 
 # %% [markdown]
 # A good action stops being pushed once it is 1.2 times as likely, a bad one once it is 0.8 times. Nothing stops the
@@ -94,29 +94,21 @@ optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 
 def judge(params, steps, trace=0.95, discount=0.99):
     """Advantages and the critic's targets, [T, B]."""
-    values = critic.apply(params["value"], steps.observations)
-    advantages = gae_advantages(
-        jnp.ones_like(values).T,
-        values.T,
-        discount=jnp.where(steps.terminated, 0.0, discount).T,  # nothing comes after a fall
-        trace=trace,
-        boundary=(steps.terminated | steps.truncated).T,  # the next step is of another episode
-        next_values=critic.apply(params["value"], steps.next_observations).T,
-    ).T
+    values, following = (critic.apply(params["value"], x) for x in (steps.observations, steps.next_observations))
+    discounts = jnp.where(steps.terminated, 0.0, discount)  # nothing comes after a fall
+    ends = steps.terminated | steps.truncated  # the next step is of another episode
+    rewards = jnp.ones_like(values)
+    how = {"discount": discounts.T, "trace": trace, "boundary": ends.T, "next_values": following.T}
+    advantages = gae_advantages(rewards.T, values.T, **how).T  # time is the last axis there
     return advantages, advantages + values
 
 
 def loss(params, steps, advantages, targets):
     log_odds = policy.apply(params["policy"], steps.observations)
     everything = jnp.ones_like(steps.actions)
-    policy_loss, seen = ppo_loss(
-        action_logprobs(log_odds, steps.actions),
-        action_logprobs(steps.log_odds, steps.actions),
-        masked_whiten(advantages, everything),
-        everything,
-        entropy=action_entropy(log_odds),
-        entropy_coef=0.01,
-    )
+    new, old = (action_logprobs(odds, steps.actions) for odds in (log_odds, steps.log_odds))
+    advantages, entropy = masked_whiten(advantages, everything), action_entropy(log_odds)
+    policy_loss, seen = ppo_loss(new, old, advantages, everything, entropy=entropy, entropy_coef=0.01)
     values = critic.apply(params["value"], steps.observations)
     error, of_value = value_loss(values, None, targets, everything, clip=None)
     return policy_loss + 0.5 * error, (seen.clip_high.value() + seen.clip_low.value(), of_value.explained_variance())
@@ -149,15 +141,16 @@ print(f"steps upright: {length[0]:.0f} before, {length.max():.0f} at best, of 50
 assert length[0] < 150 and length.max() > 400
 
 figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), num="PPO on CartPole: return, clipped share, explained variance")
-titles = ("steps upright, greedy", "share clipped, last pass", "explained variance of V")
-for axis, curve, title in zip(axes, (length, clipped, explained), titles, strict=True):
+panels = {"steps upright, greedy": length, "share clipped, last pass": clipped, "explained variance of V": explained}
+for axis, (title, curve) in zip(axes, panels.items(), strict=True):
     axis.plot(np.arange(len(curve)) * 128 * 32 / 1000, curve)
     axis.set(title=title, xlabel="thousand steps played", ylim=(min(0, float(curve.min())), None))
 
 # %% [markdown]
-# The critic explains nothing at first, and there PPO's advantages are mostly noise; then it catches up. That second
-# network is the price of PPO: it has to be right before it helps, and for a language policy it is as large as the
-# policy. What λ buys can be read from one batch of the trained policy:
+# The critic explains nothing at first, and there PPO's advantages are mostly noise; then it catches up. (Later, with
+# hardly a fall, there is little left to explain.) That second network is the price of PPO: it has to be right before
+# it helps, and for a language policy it is as large as the policy. What λ buys can be read from one batch of the
+# trained policy:
 
 # %% tags=["learned"]
 _, steps = play_steps(cartpole, lambda x: policy.apply(params["policy"], x), carts, keys[0], steps=128)
@@ -166,8 +159,8 @@ print("deviation of the advantages:", "  ".join(f"λ {trace}: {std:.2f}" for tra
 assert spread[0.0] < spread[0.95] < spread[1.0]
 
 # %% [markdown]
-# The whole algorithm with minibatches, schedules and ten seeds at once is `python -m grpo_jax.train --config cartpole_ppo`.
-# [Page 4](4_grpo.md) throws the critic away.
+# The whole algorithm with minibatches, schedules and ten seeds at once is `python -m grpo_jax.train --config
+# cartpole_ppo`. [Page 4](4_grpo.md) throws the critic away.
 #
 # ## Exercises
 #
@@ -175,5 +168,6 @@ assert spread[0.0] < spread[0.95] < spread[1.0]
 # 2. Set λ to 0 and to 1 in `judge`. Which one learns at all in 30 iterations, and why?
 # 3. Forget the terminations: give `discount=discount` for every step. What does the critic learn to expect of a fall?
 #
-# In the library: [`returns.py`](../../grpo_jax/core/returns.py) and [`ppo.py`](../../grpo_jax/core/ppo.py). The papers:
-# Schulman and others, ["GAE"](https://arxiv.org/abs/1506.02438), 2016, and ["PPO"](https://arxiv.org/abs/1707.06347), 2017.
+# In the library: [`returns.py`](../../grpo_jax/core/returns.py) and [`ppo.py`](../../grpo_jax/core/ppo.py). The
+# papers: Schulman and others, ["GAE"](https://arxiv.org/abs/1506.02438), 2016, and
+# ["PPO"](https://arxiv.org/abs/1707.06347), 2017.

@@ -134,7 +134,7 @@ for bonus, style in ((0.0, "-"), (10.0, "--")):
     right.fill_between(range(len(middle)), low, high, alpha=0.2, linewidth=0)
     right.plot(middle, style, label=f"bonus {bonus:.0f}")
 left.axhline(np.sqrt(truth @ truth), color="grey", linewidth=1, linestyle=":")
-left.annotate("length of the true gradient", (4, 0.6 * np.sqrt(truth @ truth)), color="grey", fontsize=9)
+left.annotate("dotted: length of the true gradient", (4, 0.03), color="grey", fontsize=9)
 left.set(title="error of the gradient", xlabel="pulls")
 right.set(title="expected reward: median, 80 % of seeds", xlabel="step")
 right.legend(loc="lower right")

@@ -63,10 +63,9 @@ def objective(ratio, advantage):
     return -ppo_loss(logprob, jnp.zeros((1, 1)), jnp.array([advantage]), jnp.ones((1, 1), bool))[0]
 
 
-figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), num="The clipped objective for a good and for a bad action")
+figure, axes = plt.subplots(1, 2, figsize=(8, 2.4), num="The clipped objective for a good and for a bad action")
 for axis, advantage, colour in zip(axes, (1.0, -1.0), ("C2", "C1"), strict=True):
-    axis.plot(ratios, jax.jit(jax.vmap(objective, (0, None)))(ratios, advantage), colour)
-    axis.plot(ratios, advantage * ratios, color="grey", linewidth=1, linestyle=":")
+    axis.plot(ratios, advantage * ratios, ":", ratios, jax.vmap(objective, (0, None))(ratios, advantage), colour)
     axis.set(title=f"A = {advantage:+.0f}", xlabel="ratio ρ")
 
 slopes = jax.jit(jax.vmap(jax.grad(objective), (0, None)), static_argnums=1)
@@ -97,9 +96,8 @@ def judge(params, steps, trace=0.95, discount=0.99):
     values, following = (critic.apply(params["value"], x) for x in (steps.observations, steps.next_observations))
     discounts = jnp.where(steps.terminated, 0.0, discount)  # nothing comes after a fall
     ends = steps.terminated | steps.truncated  # the next step is of another episode
-    rewards = jnp.ones_like(values)
     how = {"discount": discounts.T, "trace": trace, "boundary": ends.T, "next_values": following.T}
-    advantages = gae_advantages(rewards.T, values.T, **how).T  # time is the last axis there
+    advantages = gae_advantages(jnp.ones_like(values).T, values.T, **how).T  # time is the last axis there
     return advantages, advantages + values
 
 

@@ -153,8 +153,8 @@ def look(bonus, key):
     return descend(loss, jnp.zeros(11).at[0].set(-2.0), key, steps=400, rate=1.0)[0]
 
 
-keys, bonuses = jax.random.split(jax.random.key(3), 40), (0.0, 0.15, 0.25)
-entropies, chances = jax.jit(jax.vmap(jax.vmap(look, (None, 0)), (0, None)))(jnp.array(bonuses), keys)
+keys, bonuses = jax.random.split(jax.random.key(3), 40), {"no bonus": 0.0, "bonus 0.15": 0.15, "bonus 0.25": 0.25}
+entropies, chances = jax.jit(jax.vmap(jax.vmap(look, (None, 0)), (0, None)))(jnp.array([*bonuses.values()]), keys)
 figure, axes = plt.subplots(1, 2, figsize=(8, 2.4), num="Entropy and the chance of the best arm under three bonuses")
 lines(axes[0], dict(zip(bonuses, entropies.mean(axis=1), strict=True)), "entropy, mean of 40 seeds", "step")
 lines(axes[1], dict(zip(bonuses, chances.mean(axis=1), strict=True)), "chance of the best arm", "step")

@@ -139,7 +139,7 @@ for (name, way), style in zip(WAYS.items(), ("C1--", "C2-", "C3:", "k-."), stric
     print(
         f"{name:18} right after 75 steps {curves[75, 1]:.2f}, in the end {curves[-1, 1]:.2f}; brief {curves[-1, 0]:.2f}"
     )
-axes[0].legend(fontsize=8)
+axes[1].legend(fontsize=8, loc="lower right")
 assert ends[0] < ends[1] < ends[3]
 
 # %% [markdown]

@@ -108,7 +108,7 @@ WAYS = {
     "said": lambda rewards: group_advantages(rewards[..., 0]),
     "said, then brief": lambda rewards: gdpo_advantages(condition_rewards(rewards, [Condition(1, 0, threshold=0.99)])),
 }
-runs = {name: train(estimate) for name, estimate in WAYS.items()}
+runs = {name: train(jax.jit(estimate)) for name, estimate in WAYS.items()}
 
 # %% tags=["learned"]
 figure, axes = plt.subplots(1, 4, figsize=(10, 2.8), num="Said, tokens, entropy and silent groups of the tiny policy")

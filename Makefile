@@ -5,7 +5,7 @@ VENV   ?= .venv
 EXTRAS ?= diffusion,cartpole,recommendation,logging,test,oracles
 BIN    := $(VENV)/bin
 
-.PHONY: train test test-install lint clean
+.PHONY: train test test-install tutorial lint clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,9 @@ test: $(VENV)/.installed
 
 test-install:
 	$(PYTHON) scripts/test_install.py $(ARGS)
+
+tutorial: $(VENV)/.installed
+	$(BIN)/python docs/make_tutorial.py $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lint]"

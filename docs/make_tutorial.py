@@ -1,7 +1,7 @@
 """Makes the pages of the tutorial: runs the cells of docs/tutorial/N_name.py and writes docs/tutorial/N_name.md.
 
 pip install -e ".[cartpole,figures]"
-python docs/make_tutorial.py                 # every page, in about a minute
+python docs/make_tutorial.py                 # every page, minutes on two cores
 python docs/make_tutorial.py 4_grpo          # one of them
 
 What a cell prints stands under it. What it draws goes to docs/images/tutorial, its label is the words of the link. The

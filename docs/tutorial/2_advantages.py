@@ -145,9 +145,9 @@ for right_ones in (1, 2, 4, 6, 7):
     assert abs(scaled.std(ddof=1) - 1) < 1e-5
 
 # %% [markdown]
-# Whether that is wanted is a matter of taste and of papers: Dr. GRPO leaves it out, since the gradient is then no
-# longer that of the expected reward. [Page 4](4_grpo.md) is about GRPO; [page 3](3_ppo_and_gae.md) has another source
-# of baselines, a network that learns what to expect.
+# Whether that is wanted is a matter of taste and of papers: Dr. GRPO leaves it out, since with it the gradient is not
+# that of the expected reward. [Page 4](4_grpo.md) is about GRPO; [page 3](3_ppo_and_gae.md) has another source of
+# baselines, a network that learns what to expect.
 #
 # ## Exercises
 #

@@ -147,8 +147,8 @@ for axis, (title, curve) in zip(axes, panels.items(), strict=True):
 # %% [markdown]
 # The critic explains nothing at first, and there PPO's advantages are mostly noise; then it catches up. (Later, with
 # hardly a fall, there is little left to explain.) That second network is the price of PPO: it has to be right before
-# it helps, and for a language policy it is as large as the policy. What λ buys can be read from one batch of the
-# trained policy:
+# it helps, and for a language policy it is as large as the policy, or a head on its states. What λ buys can be read
+# from one batch of the trained policy:
 
 # %% tags=["learned"]
 _, steps = play_steps(cartpole, lambda x: policy.apply(params["policy"], x), carts, keys[0], steps=128)

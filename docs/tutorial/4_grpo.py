@@ -41,8 +41,8 @@ assert np.allclose(advantages[0], [-0.7559, -0.3780, 1.1339], atol=5e-5)
 assert not advantages[1].any()
 
 # %% [markdown]
-# A group sums to 0: half of what was said is pushed down, by comparison alone. And the units are gone: rewards of 10,
-# 20 and 60 give the same. The second group teaches nothing; [page 5](5_what_goes_wrong.md) counts such groups.
+# A group sums to 0: what is below the mean is pushed down, by comparison alone. And the units are gone: rewards of
+# 10, 20 and 60 give the same. The second group teaches nothing; [page 5](5_what_goes_wrong.md) counts such groups.
 #
 # ## From rows to tokens
 #
@@ -148,8 +148,8 @@ for axis, (title, curve) in zip(axes, {"steps upright, greedy": length, "share c
 
 # %% [markdown]
 # With ten seeds each, tuned, neither of the two is ahead on CartPole ([comparison.md](../comparison.md)). For a
-# language policy the scales tip: its critic would be a second large network, and to ask a question again costs
-# nothing.
+# language policy the scales tip: its critic would be a second large network, or a head that is wrong for long, and to
+# ask a question again is easy.
 #
 # ## Exercises
 #

@@ -143,9 +143,9 @@ assert hacked[1] > 5 and meant[1] < 4.5  # and only one of them tends to stop
 # `python -m grpo_jax.train --task text` is this loop with several updates per batch, a reference, checkpoints,
 # devices and a report; [`examples/own_loop.py`](../../examples/own_loop.py) is its one-file twin. In the default run
 # a policy rewrites casual captions for a renderer, and CLIP compares the picture with what the user had asked for.
-# These figures were recorded, not made by this page ([`benchmarks/RESULTS.md`](../../benchmarks/RESULTS.md), three
-# seeds each): the share of requested attributes that a pixel checker, which no reward is made of, finds on held-out
-# prompts.
+# These figures were recorded, not made by this page ([`benchmarks/RESULTS.md`](../../benchmarks/RESULTS.md), means of
+# three seeds; shuffled, one): the share of requested attributes that a pixel checker, which no reward is made of,
+# finds on held-out prompts.
 #
 # | run | seed | unchanged | before | after | oracle | gap_closed | alignment_after | seconds |
 # |---|---|---|---|---|---|---|---|---|

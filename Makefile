@@ -5,7 +5,7 @@ VENV   ?= .venv
 EXTRAS ?= diffusion,cartpole,recommendation,logging,test,oracles,docs
 BIN    := $(VENV)/bin
 
-.PHONY: train test docs test-install lint clean
+.PHONY: train test docs tutorial test-install lint clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,9 @@ docs: $(VENV)/.installed
 
 test-install:
 	$(PYTHON) scripts/test_install.py $(ARGS)
+
+tutorial: $(VENV)/.installed
+	$(BIN)/python docs/make_tutorial.py $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lint]"

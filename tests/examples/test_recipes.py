@@ -171,7 +171,7 @@ class Reader:
         process = subprocess.Popen([sys.executable, *words[1:]], cwd=self.desk, stderr=subprocess.DEVNULL)
         self.ends.callback(process.wait)
         self.ends.callback(process.terminate)
-        while socket.socket().connect_ex(("127.0.0.1", self.port)) and process.poll() is None:
+        while not is_open(self.port) and process.poll() is None:
             time.sleep(0.05)
 
 
@@ -188,6 +188,11 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 def in_process_of_its_own(line: str) -> str:

@@ -2,10 +2,10 @@
 # extra and removes it again: ARGS="--extra cartpole --python python3.13" for one of them.
 PYTHON ?= python3
 VENV   ?= .venv
-EXTRAS ?= diffusion,cartpole,recommendation,logging,test,oracles
+EXTRAS ?= diffusion,cartpole,recommendation,logging,test,oracles,docs
 BIN    := $(VENV)/bin
 
-.PHONY: train test test-install lint clean
+.PHONY: train test docs tutorial test-install lint clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,12 +19,19 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Warnings are errors, links and anchors are checked; the network is not asked.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict $(ARGS)
+
 test-install:
 	$(PYTHON) scripts/test_install.py $(ARGS)
+
+tutorial: $(VENV)/.installed
+	$(BIN)/python docs/make_tutorial.py $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lint]"
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

@@ -36,7 +36,8 @@ def train(folder: str, *, steps: int = 20, group_size: int = 8, max_new_tokens: 
     def loss(params, samples, advantages):
         variables = {"params": params}
         hidden = policy.functions.forward_group(variables, prompts, mask, samples.tokens, samples.mask)
-        logprobs, _ = token_logprobs(hidden, policy.functions.head(variables), samples.tokens)
+        head, softcap = policy.functions.head(variables), policy.functions.softcap
+        logprobs, _ = token_logprobs(hidden, head, samples.tokens, softcap=softcap)
         return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, samples.mask)
 
     @jax.jit

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax import evaluate, export, train
+from grpo_jax import completion, evaluate, export, report, train
 from grpo_jax.errors import UserError, guarded, leave, said, version
 from grpo_jax.planning.request import PLAN
 
@@ -18,9 +18,11 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
   plan       say what a run needs on each device, and whether it fits: as train, --device_memory_gib 80,80
   evaluate   measure a run's policy on its held-out prompts: --run DIR
   export     write a run's policy as a Hugging Face folder: --run DIR --out FOLDER
+  report     write a run's report.html again, or a page that compares several: DIR [DIR …] --out FILE
+  completion print a script for bash, zsh or fish, for the TAB key
 
 COMMAND --help says more. In Python: from grpo_jax import make_config, run, load_rewriter"""
-_COMMANDS = ("train", "resume", "plan", "evaluate", "export")
+_COMMANDS = ("train", "resume", "plan", "evaluate", "export", "report", "completion")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,12 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train.main(rest)
     if name == "plan":
         return train.main([PLAN, *rest])
-    if name == "resume" and rest and not rest[0].startswith("-"):
-        return train.main(["--resume", "--run_dir", *rest])
+    if name == "resume" and rest and (rest[0] in ("-h", "--help") or not rest[0].startswith("-")):
+        return train.main(["--resume", *([] if rest[0].startswith("-") else ["--run_dir"]), *rest])
     if name == "evaluate":
         return evaluate.main(rest)
     if name == "export":
         return export.main(rest)
+    if name == "completion":
+        return completion.main(rest, _COMMANDS)
+    if name == "report":
+        return report.main(rest)
     if name in ("-h", "--help", "help", "--version"):
         print(version() if name == "--version" else _HELP)
         return 0

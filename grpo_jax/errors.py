@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import reprlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import argparse
 
 EXTRAS = {
     **dict.fromkeys(("torch", "torchvision", "diffusers", "open_clip", "accelerate", "PIL"), "diffusion"),
     **dict.fromkeys(("sklearn", "ray", "sentence_transformers"), "recommendation"),
     **dict.fromkeys(("gymnax", "six"), "cartpole"),
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
+    **{name: name for name in ("mlflow", "trackio")},
     "qwix": "quantised",
 }
 """The extra that brings a module which is imported only where it is needed."""
@@ -114,6 +119,22 @@ def extras_named() -> Iterator[None]:
         if error.name not in EXTRAS:
             raise
         raise UserError(f'{error.name} is not installed; run pip install "grpo_jax[{EXTRAS[error.name]}]"') from error
+
+
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """The long options of a command."""
+    return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+
+
+def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Raises UserError for an option that a command has not; it says the nearest that it has."""
+    known = option_names(parser)
+    for word in arguments:
+        name = word.partition("=")[0]
+        if name.startswith("--") and not any(one.startswith(name) for one in known):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+            raise UserError(f"{said(name)}: no such option; {hint}")
 
 
 def mend_streams() -> None:

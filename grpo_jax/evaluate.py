@@ -1,6 +1,8 @@
-"""Held-out measurement from a checkpoint.
+"""Held-out measurement from a checkpoint, also of a run that is training; nothing is written to its folder.
 
-python -m grpo_jax.evaluate --run DIR [--checkpoint best]
+On the command line:
+
+    python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--out FILE]
 """
 
 from __future__ import annotations
@@ -8,35 +10,49 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, guarded, leave, version
+from grpo_jax.errors import UserError, guarded, leave, require_options, version
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """What reads the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_jax.evaluate",
         description="Restores a policy from a run directory and measures it on the held-out prompts.",
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
-    parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
+    parser.add_argument("--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s).")
     parser.add_argument("--prompts", type=int, default=None, help="Test prompts; 0 for all (default: the run's).")
     parser.add_argument("--samples", type=int, help="Sampled completions of each prompt (default: the run's).")
     parser.add_argument("--temperature", type=float, help="Of the sampled completions (default: the run's).")
     parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="Write the JSON to a file too.")
     parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
-    options = parser.parse_args(arguments)
-    return guarded(lambda: _evaluate_run(options), debug=options.debug)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+
+    def act() -> None:
+        parser = make_parser()
+        require_options(parser, words)
+        _evaluate_run(parser.parse_args(words))
+
+    return guarded(act, debug="--debug" in words)
 
 
 def _evaluate_run(options: argparse.Namespace) -> None:
     from grpo_jax.config import MeshSection
     from grpo_jax.rollout.rewards import IN_PYTHON
-    from grpo_jax.runs.directory import RunDirectory, finite
+    from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.parts import load_parts
     from grpo_jax.runs.policy import restore_variables, run_config
@@ -45,6 +61,8 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     from grpo_jax.runs.results import find, samples_lines, samples_of, statistics_of
 
     config = run_config(options.run)
+    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
+        raise UserError(f"--out: expected a file in a folder that is there, got {options.out}")
     asked = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
     given = {name: value for name, value in asked.items() if value is not None}
     sampled = config.evaluation.sampled or "samples" in given or "temperature" in given
@@ -71,8 +89,11 @@ def _evaluate_run(options: argparse.Namespace) -> None:
         **samples_of(parts, {options.checkpoint: statistics_of(found)}),
         **({"table": list(findings.records)} if findings.records else {}),
     }
+    written = json.dumps(finite(report), indent=2)
+    if options.out is not None:
+        write_atomically(options.out, written + "\n")
     if options.json:
-        print(json.dumps(finite(report), indent=2))
+        print(written)
         return
     print(f"\n{report['prompts']} held-out prompts, checkpoint {options.checkpoint} (step {report['step']})")
     _print_measures(report)

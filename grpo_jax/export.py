@@ -1,26 +1,29 @@
 """Writes the trained policy as a Hugging Face folder, or its adapters alone as a PEFT folder.
 
-python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters]
+On the command line:
+
+    python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters] [--push_to_hub OWNER/NAME]
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax.errors import UserError, guarded, leave, version
+from grpo_jax.errors import UserError, guarded, leave, require_options, version
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """What reads the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_jax.export",
         description="Restores a policy from a run directory and writes it as a Hugging Face folder, adapters merged.",
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="Folder to write.")
-    parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
+    parser.add_argument("--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s).")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -29,25 +32,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--adapters", action="store_true", help="Write the LoRA adapters alone, in PEFT's format (float32)."
     )
+    parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="Push the folder to the Hugging Face hub too.")
+    parser.add_argument("--private", action="store_true", help="Make a new repository of --push_to_hub private.")
     parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
-    options = parser.parse_args(arguments)
-    return guarded(lambda: _export_run(options), debug=options.debug)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+
+    def act() -> None:
+        parser = make_parser()
+        require_options(parser, words)
+        _export_run(parser.parse_args(words))
+
+    return guarded(act, debug="--debug" in words)
 
 
 def _export_run(options: argparse.Namespace) -> None:
     from grpo_jax.models.hf.exporting import export_adapters, export_policy
+    from grpo_jax.models.hf.hub import push_folder, require_hub
+    from grpo_jax.reports.model_card import write_card
     from grpo_jax.runs.policy import restore_policy
 
     if options.adapters and options.dtype:
         raise UserError("--adapters: adapters are float32, --dtype is for the whole policy")
-    _, policy, meta = restore_policy(options.run, options.checkpoint)
+    if options.private and not options.push_to_hub:
+        raise UserError("--private: it is for a repository of --push_to_hub")
+    if options.push_to_hub:
+        require_hub(options.push_to_hub)
+    config, policy, meta = restore_policy(options.run, options.checkpoint)
     if options.adapters:
         export_adapters(options.out, policy.loaded, policy.variables, policy.lora)
     else:
         export_policy(options.out, policy.loaded, policy.variables, policy.lora, dtype=options.dtype or "float32")
+    write_card(options.out, config, options.run, checkpoint=options.checkpoint, adapters=options.adapters)
     what = "adapters" if options.adapters else "policy"
     print(f"{options.out}: the {what} of {options.run}, checkpoint {options.checkpoint} (step {meta.get('step')})")
+    if options.push_to_hub:
+        print(f"pushed to {push_folder(options.out, options.push_to_hub, private=options.private)}")
 
 
 def command() -> NoReturn:

@@ -1,9 +1,12 @@
 """A trained policy as a function from prompt to prompt.
 
-from grpo_jax import load_rewriter
-rewrite = load_rewriter("runs/my_run")
-rewrite("a huge crimson disc")
-rewrite("What is this?", pictures=["cat.png"])
+As in
+
+    from grpo_jax import load_rewriter
+
+    rewrite = load_rewriter("runs/my_run")
+    rewrite("a huge crimson disc")
+    rewrite("What is this?", pictures=["cat.png"])
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
 
     Args:
         run_dir: Run directory of a training run.
-        checkpoint: "final", "best", or a step.
+        checkpoint: "final", "best", "latest", or a step.
 
     Returns:
         rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself where the policy's answer is unusable.

@@ -1,7 +1,10 @@
 """The training command, a thin shell over `run`.
 
-python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]
-python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
+On the command line:
+
+    python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]
+    python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
+    python -m grpo_jax.train … --help [SECTION]
 """
 
 from __future__ import annotations
@@ -75,8 +78,13 @@ def run(
         except Stopped:
             output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
             return {"stopped": True, "iteration": 0}
-        keep = config.training.keep_checkpoints
-        with Checkpoints(output.directory.checkpoints, keep=keep, note=output.note) as checkpoints:
+        training = config.training
+        with Checkpoints(
+            output.directory.checkpoints,
+            keep=training.keep_checkpoints,
+            keep_bytes=training.keep_gib * 2**30,
+            note=output.note,
+        ) as checkpoints:
             callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
             return execute(Run(program, checkpoints, output, clock, callbacks), stop)
 
@@ -93,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def act() -> int:
         planned, rest = take_request(words)
-        config = parse(rest)
+        config = parse(rest, "plan" if planned is not None else "resume" if "--resume" in rest else "train")
         if planned is not None:
             from grpo_jax.planning.command import show_plan
 

@@ -1,10 +1,11 @@
-"""Installs the wheel with one extra at a time into a fresh environment, and runs what the README promises of it.
+"""Installs the wheel with one extra at a time into a fresh environment, and runs what is promised of it.
 
     python scripts/test_install.py                                        every extra, one after the other
     python scripts/test_install.py --extra cartpole --python python3.13
 
-Environments lie in a temporary folder and go as soon as their extra is done; one with torch takes 5 GB and some
-minutes. Python 3.11 gets the versions of constraints.txt, others what pip finds. Runs on the standard library alone.
+Source archive and wheel are built once, the wheel from the archive. Environments lie in a temporary folder and go as
+soon as their extra is done; one with torch takes 5 GB and some minutes. Python 3.11 gets the versions of
+constraints.txt, others what pip finds. Runs on the standard library alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTED = "3.11"  # with the versions in constraints.txt
-ALONE = "none"  # the wheel without extras
+ALONE, SOURCE = "none", "source"  # the wheel, and the source archive, without extras
 
 
 class Check(NamedTuple):
@@ -64,6 +65,7 @@ CHECKS = {
     ALONE: [
         absent("torch"),
         Check(["python", "-c", "import grpo_jax"]),
+        Check(["grpo", "--version"], says="0."),
         Check(["grpo-train", "--help"], says="--policy.path"),
         text_task("run"),
         Check(["grpo-evaluate", "--run", "run"], says="held-out prompts"),
@@ -73,6 +75,7 @@ CHECKS = {
         refused("recommendation", "--config=recommendation_quick"),
         refused("cartpole", "--config=cartpole_grpo"),
     ],
+    SOURCE: [Check(["grpo", "--version"], says="0."), text_task("run")],
     "cartpole": [
         absent("torch"),
         Check(
@@ -85,6 +88,8 @@ CHECKS = {
         text_task("events", leaves="tensorboard/events*"),
         text_task("wandb", "--report_to=[wandb]", leaves="wandb/offline-run*"),
     ],
+    "mlflow": [text_task("run", "--report_to=[mlflow]", leaves="mlflow_id")],
+    "trackio": [text_task("run", "--report_to=[trackio]", leaves="trackio_name")],
     "quantised": [
         text_task("run", "--policy.lora.rank=2", "--policy.quantised=int8", leaves="adapter/*.safetensors"),
     ],
@@ -119,23 +124,27 @@ def call(command: list[str], folder: Path, environment: dict[str, str] | None = 
     return done.returncode, done.stdout
 
 
-def install(python: str, extra: str, folder: Path, constraints: Path | None) -> tuple[Path, str]:
-    """Makes an environment with the checkout's wheel and one extra.
+def environment(python: str, folder: Path, *wanted: str) -> tuple[Path, str]:
+    """Makes an environment with some packages.
 
     Returns:
         Its programs' folder, and "" or what went wrong.
     """
     bin_folder = folder / "environment" / "bin"
-    pip = [str(bin_folder / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    limits = [] if constraints is None else ["--constraint", str(constraints)]
     code, told = call([python, "-m", "venv", "environment"], folder)
     if code == 0:
-        code, told = call([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder / "wheel"), str(ROOT)], folder)
-    if code == 0:
-        (wheel,) = (folder / "wheel").glob("*.whl")
-        name = "grpo_jax" if extra == ALONE else f"grpo_jax[{extra}]"
-        code, told = call([*pip, "install", *limits, f"{name} @ {wheel.as_uri()}"], folder)
+        pip = [str(bin_folder / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        code, told = call([*pip, "install", *wanted], folder)
     return bin_folder, told if code else ""
+
+
+def build(python: str, folder: Path) -> str:
+    """Builds the checkout's source archive, and the wheel from it, into folder/dist; "" or what went wrong."""
+    bin_folder, wrong = environment(python, folder, "build")
+    if wrong:
+        return wrong
+    code, told = call([str(bin_folder / "python"), "-m", "build", "--outdir", str(folder / "dist"), str(ROOT)], folder)
+    return told if code else ""
 
 
 def verdict(check: Check, bin_folder: Path, folder: Path) -> str:
@@ -153,8 +162,11 @@ def verdict(check: Check, bin_folder: Path, folder: Path) -> str:
     return ""
 
 
-def test(extra: str, python: str, constraints: Path | None) -> bool:
+def test(extra: str, python: str, constraints: Path | None, archives: Path) -> bool:
     """Installs an extra and runs its checks, a line for each; whether all went well."""
+    (archive,) = archives.glob("*.tar.gz" if extra == SOURCE else "*.whl")
+    name = "grpo_jax" if extra in (ALONE, SOURCE) else f"grpo_jax[{extra}]"
+    limits = [] if constraints is None else ["--constraint", str(constraints)]
     folder = Path(tempfile.mkdtemp(prefix=f"grpo_jax_{extra}_"))
     work = folder / "work"
     work.mkdir()
@@ -162,7 +174,7 @@ def test(extra: str, python: str, constraints: Path | None) -> bool:
     (work / "prompts.txt").write_text("".join(f"a tree on hill {i}\n" for i in range(24)))
     try:
         started = time.monotonic()
-        bin_folder, wrong = install(python, extra, folder, constraints)
+        bin_folder, wrong = environment(python, folder, *limits, f"{name} @ {archive.as_uri()}")
         fine = tell(f"{extra}: installed", wrong, started)
         for check in CHECKS[extra] if fine else ():
             started = time.monotonic()
@@ -192,7 +204,12 @@ def main() -> int:
         code, told = call([options.python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], ROOT)
         chosen = "constraints.txt" if (code, told.strip()) == (0, TESTED) else "none"
     constraints = None if chosen == "none" else (ROOT / chosen).resolve()
-    fine = [test(extra, options.python, constraints) for extra in options.extra or CHECKS]
+    with tempfile.TemporaryDirectory(prefix="grpo_jax_build_") as folder:
+        started = time.monotonic()
+        if not tell("source archive and wheel: built", build(options.python, Path(folder)), started):
+            return 1
+        archives = Path(folder) / "dist"
+        fine = [test(extra, options.python, constraints, archives) for extra in options.extra or CHECKS]
     return 0 if all(fine) else 1
 
 

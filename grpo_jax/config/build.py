@@ -45,7 +45,7 @@ def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
     values = complete(kind, values, name)
     hints = get_type_hints(kind)
     fields = {
-        field.name: _made(field, hints[field.name], values[field.name], _join(name, field.name)) for field in _of(kind)
+        field.name: _made(field, hints[field.name], values[field.name], join(name, field.name)) for field in _of(kind)
     }
     return kind(**fields)
 
@@ -63,7 +63,7 @@ def complete(kind: type, values: Mapping[str, Any], name: str = "") -> dict[str,
         require_known(str(key), fields, name)
     result = {}
     for key, field in fields.items():
-        dotted = _join(name, key)
+        dotted = join(name, key)
         if key in values:
             result[key] = _checked(field, hints[key], values[key], dotted)
         else:
@@ -76,8 +76,8 @@ def require_known(key: str, known: Mapping[str, Any] | Sequence[str], name: str 
     if key in known:
         return
     near = difflib.get_close_matches(key, [str(one) for one in known], n=1, cutoff=0.55)
-    hint = f"did you mean {_join(name, near[0])}?" if near else f"there are: {listed(known)}"
-    raise UserError(f"{said(_join(name, key))}: no such field; {hint}")
+    hint = f"did you mean {join(name, near[0])}?" if near else f"there are: {listed(known)}"
+    raise UserError(f"{said(join(name, key))}: no such field; {hint}")
 
 
 def listed(names: Iterable[str]) -> str:
@@ -135,7 +135,8 @@ def is_section(hint: Any) -> TypeGuard[type]:
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
-def _join(*parts: str) -> str:
+def join(*parts: str) -> str:
+    """Names as one dotted name; empty ones are left out."""
     return ".".join(part for part in parts if part)
 
 
@@ -158,7 +159,7 @@ def _checked(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
     if get_origin(hint) is not dict:
         return _named_values(places, value, name)
     value = _typed(dict[str, Any], value, name)
-    return {key: _named_values(places, entry, _join(name, key)) for key, entry in value.items()}
+    return {key: _named_values(places, entry, join(name, key)) for key, entry in value.items()}
 
 
 def _named_values(places: Sequence[str], value: Any, name: str) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def _made(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
         return _object(hint, value, name)
     if get_origin(hint) is not dict:
         return _named_object(places, value, name)
-    return {key: _named_object(places, entry, _join(name, key)) for key, entry in value.items()}
+    return {key: _named_object(places, entry, join(name, key)) for key, entry in value.items()}
 
 
 def _named_object(places: Sequence[str], value: Mapping[str, Any], name: str) -> Any:
@@ -198,7 +199,7 @@ def _object(hint: Any, value: Any, name: str) -> Any:
     if origin is list and is_section(inner[0]):
         return [build(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
     if origin is dict and is_section(inner[1]):
-        return {key: build(inner[1], entry, _join(name, key)) for key, entry in value.items()}
+        return {key: build(inner[1], entry, join(name, key)) for key, entry in value.items()}
     return value
 
 
@@ -232,7 +233,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         require(isinstance(value, Mapping), name, "a mapping", value)
         for key in value:
             require(isinstance(key, str), name, "names as keys", key)
-        return {str(key): _typed(inner[1], entry, _join(name, str(key))) for key, entry in value.items()}
+        return {str(key): _typed(inner[1], entry, join(name, str(key))) for key, entry in value.items()}
     return _scalar(hint, value, name)
 
 
@@ -326,11 +327,11 @@ def _identity(config: Any, prefix: str) -> list[tuple[str, Any]]:
     for field in _of(type(config)):
         if field.metadata.get(MAY_CHANGE):
             continue
-        value, name = getattr(config, field.name), _join(prefix, field.name)
+        value, name = getattr(config, field.name), join(prefix, field.name)
         places = field.metadata.get(CLASSES)
         entries = value.items() if places is not None and isinstance(value, Mapping) else [("", value)]
         for key, entry in entries:
-            inner = _join(name, key)
+            inner = join(name, key)
             if dataclasses.is_dataclass(entry):
                 found += [(f"{inner}.{KEY}", class_name(type(entry), places))] if places is not None else []
                 found += _identity(entry, inner)

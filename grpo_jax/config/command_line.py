@@ -1,4 +1,4 @@
-"""The command line of a config: --config FILE, --section.field VALUE, --help, --print_config.
+"""The command line of a config: --config FILE, --section.field VALUE, --help [SECTION], --print_config.
 
 Which fields there are depends on the task and the judges, which the config names: they are looked for first, in the
 files and among the arguments. What an argument says is built and checked as what a file says is (`build`).
@@ -6,18 +6,17 @@ files and among the arguments. What an argument says is built and checked as wha
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from grpo_jax.config.build import Words, build, complete, is_section, listed, merged, require_known, to_yaml
-from grpo_jax.config.fields import CLASSES
-from grpo_jax.config.named import KEY, find_class
+from grpo_jax.config.help import show_help
+from grpo_jax.config.named import KEY
 from grpo_jax.config.other_names import TRL
 from grpo_jax.config.reading import DEEPEST, read_yaml, require_text
 from grpo_jax.config.run import find_task, refuse_renamed, with_defaults
@@ -25,25 +24,21 @@ from grpo_jax.errors import UserError, said, shown
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic", "--debug")
-_HELP = re.compile(r"--([\w.]+\.)?help")
+_HELP = "--help"
 _PRINT = "--print_config"
 _LISTED = ("--rewards", "--rewards+")
 """Options that take several words."""
 
-_DESCRIPTION = (
-    "Trains a policy with group-relative policy optimisation. Without --config and --task it trains the miniature: a "
-    "small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package. A task has fields of its own, "
-    "and so has a judge: --task NAME --help shows those in use, with the values in force. With --plan it says what "
-    "each device would hold and whether it fits, and trains nothing; --device_memory_gib 16,16,16 plans for devices "
-    "not here."
-)
 
-
-def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> Any:
+def parse(arguments: Sequence[str], command: str = "train") -> Any:
     """Reads the command line into a `Config`, or into what the task has in its place.
 
     Values are laid over each other: the task's defaults, the files that --config names, the arguments. Without --config
     the file is the run directory's config.yaml on --resume, else the task's default.
+
+    Args:
+        arguments: As they were typed.
+        command: What --help is asked of.
 
     Raises:
         UserError: Unknown field, wrong type, value out of range or missing file, named in one line.
@@ -60,9 +55,10 @@ def parse(arguments: Sequence[str], prog: str = "python -m grpo_jax.train") -> A
         values = _replaced(values, place.split("."), named)
     task = find_task(values["task"][KEY])
     values = _laid_over(complete(task.config, values), options, task)
-    helps = list(filter(_HELP.fullmatch, options))
-    if helps:
-        _make_parser(prog, task.config, complete(task.config, values)).parse_args(helps[:1])
+    for option in options:
+        if option.startswith(f"{_HELP}="):
+            print(show_help(option.partition("=")[2], task.config, complete(task.config, values), command))
+            raise SystemExit(0)
     config = build(task.config, values)
     if _PRINT in options:
         print(to_yaml(config), end="")
@@ -78,17 +74,20 @@ def find_config(name: str) -> Path:
     """
     if os.path.exists(name) and not os.path.isdir(name):  # of any text, one too long for a path among them
         return Path(name)
-    package = Path(__file__).parents[1]
-    folders = [package / "configs", package.parent / "configs"]
     stem = Path(name).name.removesuffix(".yaml")
     # A mistyped path elsewhere must not find a shipped config of the same name.
     bare = Path(name).parent in (Path(), Path("configs"))
-    for folder in folders if bare else ():
-        candidate = folder / f"{stem}.yaml"
-        if os.path.isfile(candidate):
-            return candidate
-    shipped = {path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")}
+    shipped = shipped_configs()
+    if bare and stem in shipped:
+        return shipped[stem]
     raise UserError(f"--config {said(name)}: no such file; configs that ship with grpo_jax: {listed(shipped)}")
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configs that ship with the package, by their names: of the wheel, or of a checkout."""
+    package = Path(__file__).parents[1]
+    folders = [package.parent / "configs", package / "configs"]
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -141,8 +140,9 @@ def _one_by_one(arguments: Sequence[str]) -> list[str]:
     pending = list(arguments)
     while pending:
         argument = pending.pop(0)
-        argument = "--help" if argument == "-h" else argument
-        if argument in FLAGS and (not pending or pending[0].lower() not in ("true", "false")):
+        if argument in ("-h", _HELP):
+            argument = f"{_HELP}={pending.pop(0) if pending and not pending[0].startswith('-') else ''}"
+        elif argument in FLAGS and (not pending or pending[0].lower() not in ("true", "false")):
             argument += "=true"
         elif argument.startswith("--") and "=" not in argument and not _alone(argument):
             if not pending or pending[0].startswith("--"):
@@ -165,8 +165,8 @@ def _without_value(argument: str) -> str:
 
 
 def _alone(argument: str) -> bool:
-    """Whether it is an option without a value."""
-    return argument == _PRINT or _HELP.fullmatch(argument) is not None
+    """Whether it is an option that is no field and needs no value."""
+    return argument == _PRINT or argument.startswith(f"{_HELP}=")
 
 
 def _without_classes(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -189,7 +189,7 @@ def _files(arguments: Sequence[str], classes: Mapping[str, str]) -> list[Path]:
     named = [find_config(argument.partition("=")[2]) for argument in arguments if argument.startswith("--config=")]
     if named:
         return named
-    if options.get("resume") == "true" and "help" not in options:
+    if options.get("resume") == "true" and ("help" not in options or "run_dir" in options):
         return [_saved_config(options.get("run_dir"))]
     default = find_task(classes["task"]).default_config if "task" in classes else DEFAULT_CONFIG
     return [] if default is None else [find_config(default)]
@@ -273,66 +273,10 @@ def _saved_config(run_dir: str | None) -> Path:
     return saved
 
 
-# ------------------------------------------------------------------------------------------------------------ parser
-
-
-def _make_parser(prog: str, kind: type, values: Mapping[str, Any]) -> Any:
-    """What prints --help: the fields in use with the values in force; task and judges before what all tasks share."""
-    from jsonargparse import ArgumentParser
-
-    usage = f"{prog} [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE ...]"
-    parser = ArgumentParser(prog=prog, usage=usage, description=_DESCRIPTION)
-    parser.add_argument("--config", help="YAML file, or the name of a shipped config; may stand several times.")
-    parser.add_argument("--print_config", action="store_true", help="Print the config in force as YAML, and stop.")
-    hints, helps, tables = get_type_hints(kind), help_lines(kind), []
-    classes: list[tuple[type, str]] = []
-    shared: list[tuple[type, str]] = []
-    for field in dataclasses.fields(kind):
-        name, hint = field.name, hints[field.name]
-        if CLASSES in field.metadata:
-            found = _classes(name, values[name], field.metadata[CLASSES])
-            for _, where in found:
-                parser.add_argument(f"--{where}.{KEY}", type=str, help=helps[name])
-            classes += found
-        elif is_section(hint):
-            shared.append((hint, name))
-        else:
-            parser.add_argument(f"--{name}", type=hint, help=helps[name])
-            tables += [name] if get_origin(hint) is dict else []
-    for section, name in (*classes, *shared):
-        if dataclasses.fields(section):
-            parser.add_class_arguments(section, name)
-        tables += [f"{name}.{key}" for key, hint in get_type_hints(section).items() if get_origin(hint) is dict]
-    for action in parser._actions:  # a section as a whole, which jsonargparse calls a path to a configuration file
-        if type(action).__name__ == "_ActionConfigLoad":
-            action.help = argparse.SUPPRESS
-    parser.set_defaults(_flat(values, tables))
-    return parser
-
-
-def _classes(name: str, value: Mapping[str, Any], places: Sequence[str]) -> list[tuple[type, str]]:
-    """The classes of a field, each with the name of its section: of one object, or of each in a mapping."""
-    entries = {name: value} if KEY in value else {f"{name}.{key}": entry for key, entry in value.items()}
-    return [(find_class(entry[KEY], places, where), where) for where, entry in entries.items()]
-
-
-def help_lines(kind: type) -> dict[str, str]:
-    """The help line of each field, from the docstring of its class."""
-    from docstring_parser import parse as parse_docstring
-
-    return {
-        param.arg_name: " ".join((param.description or "").split())
-        for param in parse_docstring(kind.__doc__ or "").params
-    }
-
-
-def _flat(values: Mapping[str, Any], tables: Sequence[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Nested values as {"section.field": value}; tables stay whole."""
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values as {"section.field": value}."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{prefix}{name}"
-        if isinstance(value, Mapping) and dotted not in tables:
-            flat |= _flat(value, tables, f"{dotted}.")
-        else:
-            flat[dotted] = value
+        flat |= _flat(value, f"{dotted}.") if isinstance(value, Mapping) else {dotted: value}
     return flat

@@ -8,6 +8,8 @@ TRL = {
     "epsilon_high": "algorithm.clip_high",
     "eval_steps": "evaluation.every",
     "gradient_accumulation_steps": "training.accumulation",
+    "hub_model_id": "push_to_hub",
+    "hub_private_repo": "hub_private",
     "loss_type": "algorithm.preset",
     "max_completion_length": "sampling.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens",

@@ -110,8 +110,8 @@ class PolicySection:
     """The policy that is trained.
 
     Args:
-        path: Hugging Face folder or hub id of a Qwen2, Qwen2.5, Qwen3, Llama, Mistral, GPT-2 or Qwen-VL model; the name
-            of a policy that ships with the package; or "new".
+        path: Hugging Face folder or hub id of a Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, SmolLM3, Phi-3, Gemma 2 or 3,
+            GPT-2 or Qwen-VL model (docs/policies.md); the name of a policy that ships with the package; or "new".
         new: The small untrained policy that "new" makes, where the task has words for one.
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.

@@ -6,6 +6,7 @@ numbers of a thousand digits, nesting without end, and in YAML ten lines that st
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -52,9 +53,10 @@ def read_json(text: str, *, whole: int | None = 2**63) -> Any:
     Raises:
         ValueError: Says in one line why it is none, or none that can be used.
     """
-    hooks: dict[str, Any] = {"parse_int": _whole, "parse_float": _finite, "parse_constant": _constant}
+    if text.startswith("\ufeff"):
+        raise ValueError("not JSON (Unexpected UTF-8 BOM)")
     try:
-        return checked(json.loads(text, object_pairs_hook=_object, **hooks), whole=whole)
+        return checked(_decoder().decode(text), whole=whole)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error})") from error
     except RecursionError:
@@ -101,6 +103,12 @@ def require_text(text: str) -> None:
 
 
 _TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
+
+
+@functools.cache
+def _decoder() -> json.JSONDecoder:
+    hooks: dict[str, Any] = {"parse_int": _whole, "parse_float": _finite, "parse_constant": _constant}
+    return json.JSONDecoder(object_pairs_hook=_object, **hooks)
 
 
 def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

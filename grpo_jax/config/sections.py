@@ -12,6 +12,12 @@ from typing import Any, ClassVar, Literal
 from grpo_jax.config.fields import COUNT, LENGTH, may_change, require, require_sizes
 
 MOST_TURNS = 64
+_TEMPLATE_ARGUMENTS = (
+    *("tools", "enable_thinking", "conversation", "messages", "chat_template", "tokenize", "add_generation_prompt"),
+    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""Arguments of `apply_chat_template` that are not for the template, and what has a field of its own."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,9 @@ class DataSection:
         system_prompt: What a chat policy is told before each prompt; a conversation that begins with a system message
             keeps its own. Empty: what the chat template says by itself.
         enable_thinking: Let a policy think first whose chat template can switch that off.
+        tools: What the chat template says the policy may call: a list of JSON schemas, or the name of the column that
+            has each row's, as a list or as JSON text.
+        chat_template_options: What the chat template is told beside that, by the names it has for it.
         max_prompt_tokens: Longest prompt in policy tokens, instruction and pictures included; a longer one is an error.
         picture_size: Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for
             Qwen3-VL), within what the policy's folder allows; 0 keeps each one's shape, as its processor does.
@@ -53,6 +62,8 @@ class DataSection:
     instruction: str = ""
     system_prompt: str = ""
     enable_thinking: bool = False
+    tools: list[dict[str, Any]] | str = field(default_factory=list)
+    chat_template_options: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int = 256
     picture_size: int | None = None
     allowed_tokens: Literal["all", "ascii", "english"] = "all"
@@ -61,11 +72,22 @@ class DataSection:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(0 <= self.held_out < 0.5, "data.held_out", "a share in [0, 0.5)", self.held_out)
-        told = self.form != "append" or not self.system_prompt
-        require(told, "data.system_prompt", "nothing with form 'append', which has no chat", self.system_prompt)
+        for name in ("system_prompt", "tools", "chat_template_options"):
+            given = getattr(self, name)
+            told = self.form != "append" or not given
+            require(told, f"data.{name}", "nothing with form 'append', which has no chat", given)
+        own = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
+        where = "data.chat_template_options"
+        require(not own, where, "what the template itself knows (data.tools and data.enable_thinking apart)", own)
         require_sizes(self, "data.", {"max_prompt_tokens": (1, LENGTH)})
         size = self.picture_size
         require(size is None or 0 <= size <= LENGTH, "data.picture_size", "null, 0 or a number of pixels", size)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages, for all rows."""
+        tools = {"tools": self.tools} if self.tools and not isinstance(self.tools, str) else {}
+        return {"enable_thinking": self.enable_thinking, **self.chat_template_options, **tools}
 
 
 @dataclass(frozen=True)
@@ -194,6 +216,8 @@ class TrainingSection:
         chunk_prompts: Prompts that travel together through sampling, rendering and scoring; 0 for all.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside best and final.
+        keep_gib: What all checkpoints may take on the disk together; beyond it the oldest go, never best, final and the
+            newest. While one is written there is one more. 0 for no bound.
         max_hours: Hours after which this process saves and stops behind an iteration, for --resume to go on; 0 for
             never.
         early_stopping_patience: End training after so many validations in a row without a better one; 0 for never.
@@ -212,6 +236,7 @@ class TrainingSection:
     chunk_prompts: int = may_change(0)
     save_every: int = may_change(25)
     keep_checkpoints: int = may_change(2)
+    keep_gib: float = may_change(0.0)
     max_hours: float = may_change(0.0)
     early_stopping_patience: int = may_change(0)
     early_stopping_threshold: float = 0.0
@@ -230,7 +255,7 @@ class TrainingSection:
         ranges = dict.fromkeys(positive, (1, COUNT)) | dict.fromkeys(("max_steps", "save_every"), (0, COUNT))
         ranges |= {"prompts_per_batch": (1, LENGTH), "chunk_prompts": (0, LENGTH)}
         require_sizes(self, "training.", ranges | {"early_stopping_patience": (0, COUNT)})
-        for name in ("memory_budget_gib", "max_hours", "early_stopping_threshold"):
+        for name in ("memory_budget_gib", "keep_gib", "max_hours", "early_stopping_threshold"):
             require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
         parts = self.minibatches * self.accumulation
         require(
@@ -255,6 +280,8 @@ class RewardSection:
         options: Keyword arguments of the reward.
         isolated: Call a reward of an import path in a process of its own: one that crashes, hangs beyond judge_timeout
             or takes all memory ends that process alone, and the next call gets a new one.
+        messages: Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an
+            import path alone.
         label: What metrics and condition_on call it, for several of one function; empty for its name, of an import
             path the function alone.
     """
@@ -267,6 +294,7 @@ class RewardSection:
     threshold: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
     isolated: bool = may_change(False)
+    messages: bool = False
     label: str = ""
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from grpo_jax.core.masking import as_mask, count, masked_mean, safe_divide, select
 
@@ -68,7 +68,9 @@ def check_aggregation(aggregation: Aggregation) -> None:
         raise ValueError(f"aggregation must be 'sequence', 'token' or FixedLength(n), got {aggregation!r}")
 
 
-def loss_normaliser(mask: ArrayLike, aggregation: Aggregation = "sequence", *, dtype=jnp.float32) -> Normaliser:
+def loss_normaliser(
+    mask: ArrayLike, aggregation: Aggregation = "sequence", *, dtype: DTypeLike = jnp.float32
+) -> Normaliser:
     """The denominators of an update, from the mask of all its rows.
 
     "sequence" counts rows, "token" tokens, `FixedLength(n)` rows times n; a row counts if its mask has a

@@ -27,12 +27,15 @@ def token_logprobs(
     allowed_tokens: ArrayLike | None = None,
     trie: Trie | None = None,
     nodes: ArrayLike | None = None,
+    softcap: float | None = None,
     chunk_size: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each token, and entropy of the distribution it was drawn from.
 
         p = softmax(hidden · headᵀ / temperature) over the allowed tokens
         logprobs = log p[token],  entropy = -Σ_v p[v] log p[v]
+
+    With a softcap each product z of hidden and head is cap · tanh(z / cap).
 
     Both are differentiable with respect to `hidden` and `head`. Products are taken in `hidden`'s type and
     accumulated in at least float32. A token that is not allowed has log-probability -inf. A position whose
@@ -47,6 +50,7 @@ def token_logprobs(
         trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its node.
         nodes: int `[.., T]` with a trie, the node before each token (`trie.walk`); -1 where no token is allowed, whose
             log-probability is then -inf and whose entropy is 0.
+        softcap: the cap that products are drawn towards (Gemma 2, arXiv:2408.00118); None for none.
         chunk_size: how many tokens' logits are held at once.
 
     Returns:
@@ -54,10 +58,11 @@ def token_logprobs(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: shapes that do not fit, a negative or infinite temperature, a chunk size below 1.
+        ValueError: shapes that do not fit, a negative or infinite temperature, a cap that is not positive, a chunk
+            size below 1.
     """
     hidden, head, tokens = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
-    _check(hidden, head, tokens, temperature, chunk_size)
+    _check(hidden, head, tokens, temperature, softcap, chunk_size)
     if allowed_tokens is not None:
         allowed_tokens = as_mask("allowed_tokens", allowed_tokens, head.shape[:1])
     _check_trie(trie, nodes, tokens, head, allowed_tokens)
@@ -73,12 +78,18 @@ def token_logprobs(
         return x.reshape(chunk, chunks, *x.shape[1:])
 
     allowed = allowed_tokens if trie is None else (trie, split(jnp.asarray(nodes)))
-    outputs: Any = _chunked(split(hidden), head, split(tokens), allowed, float(temperature) or 1.0)
+    scaling = float(temperature) or 1.0, softcap
+    outputs: Any = _chunked(split(hidden), head, split(tokens), allowed, scaling)
     logprobs, entropy = (x.reshape(-1)[:number].reshape(tokens.shape) for x in outputs)
     return logprobs, entropy
 
 
-def _check(hidden, head, tokens, temperature, chunk_size) -> None:
+def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """Logits drawn towards a cap, cap · tanh(logits / cap); as they are without one."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def _check(hidden, head, tokens, temperature, softcap, chunk_size) -> None:
     for name, array in (("hidden", hidden), ("head", head)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} must be of a floating type, got {array.dtype}")
@@ -92,6 +103,8 @@ def _check(hidden, head, tokens, temperature, chunk_size) -> None:
         raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be finite and above 0, got {softcap}")
     if not isinstance(chunk_size, (int, np.integer)) or isinstance(chunk_size, bool):
         raise TypeError(f"chunk_size must be an integer, got {chunk_size!r}")
     if chunk_size < 1:
@@ -118,26 +131,28 @@ def _allowed_at(allowed, index):
     return children(allowed[0], allowed[1][:, index]) if isinstance(allowed, tuple) else allowed
 
 
-def _logits(hidden, head, allowed, temperature):
-    logits = jnp.einsum("cd,vd->cv", hidden, head, preferred_element_type=_wide(hidden.dtype)) / temperature
+def _logits(hidden, head, allowed, scaling):
+    temperature, softcap = scaling
+    logits = jnp.einsum("cd,vd->cv", hidden, head, preferred_element_type=_wide(hidden.dtype))
+    logits = capped(logits, softcap) / temperature
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _chunked(hidden, head, tokens, allowed, temperature):
+def _chunked(hidden, head, tokens, allowed, scaling):
     """hidden [C, n, D], head [V, D], tokens [C, n] → logprobs, entropy [C, n].
 
     `allowed` is bool [V], (trie, nodes [C, n]) or None.
     """
-    return _forward(hidden, head, tokens, allowed, temperature)[0]
+    return _forward(hidden, head, tokens, allowed, scaling)[0]
 
 
-def _forward(hidden, head, tokens, allowed, temperature):
+def _forward(hidden, head, tokens, allowed, scaling):
     weights = head.astype(hidden.dtype)
 
     def one(_, index):
         states, ids, here = hidden[:, index], tokens[:, index], _allowed_at(allowed, index)
-        logits = _logits(states, weights, here, temperature)
+        logits = _logits(states, weights, here, scaling)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         if isinstance(allowed, tuple):  # where nothing is allowed: not the NaN of -inf less -inf
             normaliser = jnp.where(here.any(-1), normaliser, 0)
@@ -152,8 +167,9 @@ def _forward(hidden, head, tokens, allowed, temperature):
     return (logprobs, entropy), (hidden, head, tokens, allowed, normaliser, entropy)
 
 
-def _backward(temperature, residuals, cotangents):
+def _backward(scaling, residuals, cotangents):
     hidden, head, tokens, allowed, normaliser, entropy = residuals
+    temperature, softcap = scaling
     weights = head.astype(hidden.dtype)
     accumulate = _wide(hidden.dtype)
 
@@ -163,7 +179,7 @@ def _backward(temperature, residuals, cotangents):
         alive = ((for_logprob != 0) | (for_entropy != 0))[:, None]
         states = jnp.where(alive, states, 0)
         here = _allowed_at(allowed, index)
-        logits = _logits(states, weights, here, temperature)
+        logits = _logits(states, weights, here, scaling)
         logs = logits - jnp.where(alive, log_total[:, None], 0)
         probabilities = jnp.where(alive, jnp.exp(logs), 0)
         logs = logs if here is None else jnp.where(here, logs, 0)
@@ -171,7 +187,11 @@ def _backward(temperature, residuals, cotangents):
         onehot = ids[:, None] == jnp.arange(head.shape[0], dtype=ids.dtype)
         pull = for_logprob[:, None] + for_entropy[:, None] * (logs + jnp.where(alive, spread[:, None], 0))
         gradient = jnp.where(onehot, for_logprob[:, None], 0) - probabilities * pull
-        gradient = (jnp.where(alive, gradient, 0) / temperature).astype(hidden.dtype)
+        gradient = jnp.where(alive, gradient, 0) / temperature
+        if softcap is not None:  # d cap · tanh(z / cap) / dz = 1 - tanh²(z / cap)
+            bent = (logits if allowed is None else jnp.where(allowed, logits, 0)) * (temperature / softcap)
+            gradient *= 1 - bent * bent
+        gradient = gradient.astype(hidden.dtype)
         state_gradient = jnp.einsum("cv,vd->cd", gradient, weights, preferred_element_type=accumulate)
         head_gradient += jnp.einsum("cv,cd->vd", gradient, states, preferred_element_type=accumulate)
         return head_gradient, state_gradient.astype(hidden.dtype)

@@ -61,7 +61,6 @@ class SFTMetrics(NamedTuple):
     loss: Mean
 
 
-# Loss choices by name: grpo_loss(…, **PRESETS["dapo"]). A KL penalty is added apart: kl=KLPenalty(0.04).
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, https://arxiv.org/abs/2402.03300. Mean over rows of each row's mean over its tokens. Its
     # experiments add a KL penalty of 0.04 (k3).
@@ -83,9 +82,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     # SAPO, https://arxiv.org/abs/2511.20347. Mean over rows of each row's mean over its tokens.
     "sapo": {"surrogate": SoftGate(1.0, 1.05), "ratio": "token", "aggregation": "sequence"},
 }
+"""Loss choices by name: `grpo_loss(…, **PRESETS["dapo"])`. A KL penalty is added apart: `kl=KLPenalty(0.04)`."""
 
-# The `scale` of group_advantages that belongs to each preset.
 PRESET_SCALES: dict[str, str] = {name: "none" if name == "dr_grpo" else "group" for name in PRESETS}
+"""The `scale` of `group_advantages` that belongs to each preset."""
 
 
 _Prepared = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]

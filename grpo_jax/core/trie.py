@@ -111,17 +111,23 @@ def depth_of(trie: Trie) -> int:
     return depth - 1
 
 
+def narrow_children(trie: Trie, nodes: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """The first children of some nodes: int [..] → tokens int32 and whether there is one, [.., NARROW]."""
+    nodes = jnp.asarray(nodes)
+    here = jnp.maximum(nodes, 0)
+    edges = trie.first[here][..., None] + jnp.arange(NARROW)
+    exists = (edges < trie.first[here + 1][..., None]) & (nodes >= 0)[..., None]
+    return jnp.where(exists, trie.token[edges], trie.vocab_size), exists
+
+
 def children(trie: Trie, nodes: ArrayLike) -> jax.Array:
     """The tokens that may follow at some nodes: int [..] → bool [.., V]; none at a leaf or a node below 0."""
     nodes = jnp.asarray(nodes)
     flat = nodes.reshape(-1)
-    here = jnp.maximum(flat, 0)
-    begin, end = trie.first[here], trie.first[here + 1]
-    edges = begin[:, None] + jnp.arange(NARROW)
-    listed = jnp.where((edges < end[:, None]) & (flat >= 0)[:, None], trie.token[edges], trie.vocab_size)
+    listed, _ = narrow_children(trie, flat)
     narrow = jnp.zeros((len(flat), trie.vocab_size), bool)
     narrow = narrow.at[jnp.arange(len(flat))[:, None], listed].set(True, mode="drop")
-    row = trie.row[here]
+    row = trie.row[jnp.maximum(flat, 0)]
     found = jnp.where(((row >= 0) & (flat >= 0))[:, None], trie.wide[jnp.maximum(row, 0)], narrow)
     return found.reshape(*nodes.shape, trie.vocab_size)
 

@@ -97,7 +97,7 @@ def decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: int
     with jax.ensure_compile_time_eval():
         places = jnp.arange(prefix.mask.shape[1] + len(slots), dtype=jnp.int32)
         table = family_of(config).rotation(config, places)
-    rotation = table and tuple(jnp.take(part, positions, axis=0) for part in table)
+    rotation = table and tuple(jnp.take(part, positions, axis=-2) for part in table)
     return Context(positions, prompt, completion, written, cache.length, rotation)
 
 

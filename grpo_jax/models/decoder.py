@@ -48,11 +48,12 @@ class Policy(NamedTuple):
             group. Where rows hold several completions one after the other, steps i32 [P, G, T] count the tokens of
             each from 0. Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
         head: (variables) -> unembedding [V, D] in the type it is stored in, so that its gradient is too; logits are
-            hidden @ head.T in the type of hidden.
-        max_positions: how many tokens prompt and completion may have together, where positions are learned;
-            None where they go on (rotations).
+            hidden @ head.T in the type of hidden, drawn towards ``softcap``.
+        max_positions: how many tokens prompt and completion may have together, where positions end (learned ones,
+            and LongRoPE's); None where they go on (other rotations).
         see: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..], what the tower makes of pictures; None
             for a model without one.
+        softcap: the cap of the logits (``core.logprobs.capped``); None for none.
     """
 
     prefill: Callable[..., Prefix]
@@ -64,6 +65,7 @@ class Policy(NamedTuple):
     head: Callable[[Variables], jax.Array]
     max_positions: int | None = None
     see: Callable[..., PictureStates] | None = None
+    softcap: float | None = None
 
 
 class Decoder(nn.Module):
@@ -134,7 +136,9 @@ class Decoder(nn.Module):
             a leading axis, or a list.
         """
         family = family_of(self.config)
-        x = see(jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype), context.sight)
+        x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
+        scale = getattr(self.config, "embedding_scale", 1.0)
+        x = see(x if scale == 1 else x * jnp.asarray(scale, self.dtype), context.sight)
         if family.learned_positions:
             # Past the table's end comes NaN, never another token's position.
             places = jnp.take(self.embed_positions, context.positions, axis=0, mode="fill", fill_value=jnp.nan)
@@ -181,7 +185,8 @@ def make_policy(
     family = family_of(config)
     if lora is not None:
         check_targets(lora, family.projections, config.model_type)
-    limit, vision = config.max_positions if family.learned_positions else None, getattr(config, "vision", None)
+    limit = config.max_positions if family.learned_positions else family.longest(config)
+    vision = getattr(config, "vision", None)
     decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
     unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
 
@@ -278,6 +283,7 @@ def make_policy(
         partial(_head, config),
         limit,
         vision and make_tower(vision, dtype, remat, lora, spread),
+        getattr(config, "logit_softcap", None),
     )
 
 
@@ -341,7 +347,7 @@ def init_variables(
 def _draw(path: list[str], leaf: jax.ShapeDtypeStruct, key: jax.Array, config: ModelConfig) -> jax.Array:
     if path[-1] == "scale":
         return jnp.ones(leaf.shape, leaf.dtype)
-    if path[-1] == "bias":
+    if path[-1] in ("bias", "excess"):
         return jnp.zeros(leaf.shape, leaf.dtype)
     stddev = family_of(config).initial_stddev(config, path[-2:][0])
     return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev).astype(leaf.dtype)
@@ -367,7 +373,7 @@ def _as_mask(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> jax.Ar
 
 
 def _check_room(name: str, mask: jax.Array, steps: int, limit: int | None) -> None:
-    """Learned positions end; under jit only the completions' length is known here."""
+    """Some positions end; under jit only the completions' length is known here."""
     if limit is None:
         return
     longest = 1 if isinstance(mask, jax.core.Tracer) else int(mask.sum(axis=1).max())

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from grpo_jax.core.logprobs import capped
 from grpo_jax.models import cache as caches
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.quantised import as_array
@@ -77,7 +78,8 @@ class Context(NamedTuple):
         completion: the completions' tokens [P, T], alike for the group, or [P, G, T]; None if there are none.
         cached: decoding only: positions and validity of the cache's slots, the running tokens' included.
         slot: decoding only: i32 scalar, from where on the running tokens are written.
-        rotation: cosine and sine of the positions, each float32 [P, S, E/2]; None where nothing is rotated.
+        rotation: cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] where layers
+            differ; None where nothing is rotated.
         sight: the pictures among the tokens; None where there are none.
     """
 
@@ -98,12 +100,14 @@ class LayerInput(NamedTuple):
         scale: float32 scalar that multiplies the scores; None for E^-0.5 in all layers.
         prefix: the prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run.
         depth: i32 scalar, the layer's number; None where no layer asks for it.
+        rotation: i32 scalar, the layer's kind of rotation; None where all have the same.
         cache: the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far.
     """
 
     window: jax.Array | None = None
     scale: jax.Array | None = None
     depth: jax.Array | None = None
+    rotation: jax.Array | None = None
     prefix: tuple[jax.Array, jax.Array] | None = None
     cache: tuple[jax.Array, jax.Array] | None = None
 
@@ -129,7 +133,9 @@ def _where_seen(index: jax.Array, states: jax.Array, otherwise: jax.Array) -> ja
     return jnp.where(index[..., None] >= 0, seen, otherwise)
 
 
-def attend(query: jax.Array, memories: Sequence[Memory], scale: jax.Array | None = None) -> jax.Array:
+def attend(
+    query: jax.Array, memories: Sequence[Memory], scale: jax.Array | None = None, softcap: float | None = None
+) -> jax.Array:
     """Softmax attention over several memories as if they were one.
 
     The memories' softmaxes are merged by a common maximum and a common sum (what merging by
@@ -139,6 +145,7 @@ def attend(query: jax.Array, memories: Sequence[Memory], scale: jax.Array | None
         query: [P, K, G, R, S, E]; R query heads share a key head.
         memories: keys, values and masks.
         scale: float32 scalar that multiplies the scores; None for E^-0.5.
+        softcap: the cap that scores are drawn towards (``core.logprobs.capped``); None for none.
 
     Returns:
         [P, K, G, R, S, E] in the query's dtype; scores and softmax are float32.
@@ -149,7 +156,7 @@ def attend(query: jax.Array, memories: Sequence[Memory], scale: jax.Array | None
         group = "" if memory.keys.ndim == 4 else "g"
         score = jnp.einsum(f"pkgrse,pk{group}et->pkgrst", query, memory.keys, preferred_element_type=jnp.float32)
         mask = memory.mask[:, None, :, None] if memory.mask.ndim == 4 else memory.mask[:, None, None, None]
-        scores.append(jnp.where(mask, score * scale, _HIDDEN))
+        scores.append(jnp.where(mask, capped(score * scale, softcap), _HIDDEN))
         mixes.append(f"pkgrst,pk{group}te->pkgrse")
     top = reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
     top = jax.lax.stop_gradient(top)  # it cancels, so its gradient is zero
@@ -177,7 +184,12 @@ def visible(queries: Tokens, keys: Tokens, window: jax.Array | None) -> jax.Arra
 
 
 def attend_streams(
-    query: jax.Array, key: jax.Array, value: jax.Array, layer_input: LayerInput, context: Context
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layer_input: LayerInput,
+    context: Context,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Attention of one layer over prompts and completions at once.
 
@@ -191,6 +203,7 @@ def attend_streams(
         value: [P, S, K, E].
         layer_input: the layer's window, scale, and remembered keys and values.
         context: positions and masks.
+        softcap: of the scores, as in ``attend``.
 
     Returns:
         What was read [P, S, H·E]; and keys and values to remember: the prompts' when they run alone, the cache
@@ -201,7 +214,7 @@ def attend_streams(
         length = context.prompt.positions.shape[1]
         prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
         memory = Memory(*prefix, visible(context.prompt, context.prompt, layer_input.window))
-        mixed.append(_attend_split(query[:, :length], length, [memory], layer_input.scale))
+        mixed.append(_attend_split(query[:, :length], length, [memory], layer_input.scale, softcap))
     if context.completion is not None:
         steps, readable = context.completion.positions.shape[-1], context.completion
         key, value = (_split_group(part[:, length:], steps) for part in (key, value))
@@ -213,13 +226,15 @@ def attend_streams(
             Memory(*prefix, visible(context.completion, context.prompt, layer_input.window)),
             Memory(*own, visible(context.completion, readable, layer_input.window)),
         ]
-        mixed.append(_attend_split(query[:, length:], steps, memories, layer_input.scale))
+        mixed.append(_attend_split(query[:, length:], steps, memories, layer_input.scale, softcap))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values
 
 
-def _attend_split(query: jax.Array, steps: int, memories: Sequence[Memory], scale: jax.Array | None) -> jax.Array:
+def _attend_split(
+    query: jax.Array, steps: int, memories: Sequence[Memory], scale: jax.Array | None, softcap: float | None
+) -> jax.Array:
     """Queries [P, G·steps, K, R, E] to what they read, [P, G·steps, H·E]."""
-    mixed = attend(_split_group(query, steps).transpose(0, 3, 1, 4, 2, 5), memories, scale)
+    mixed = attend(_split_group(query, steps).transpose(0, 3, 1, 4, 2, 5), memories, scale, softcap)
     return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
 

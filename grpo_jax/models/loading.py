@@ -62,7 +62,7 @@ class LanguagePolicy(NamedTuple):
         return tokens, mask
 
     def decode(self, samples: Any) -> list[list[str]]:
-        """Completions of a sampler as texts [P][G], special tokens left out."""
+        """Completions of a sampler as texts `[P][G]`, special tokens left out."""
         tokens, mask = jax.device_get((samples.tokens, samples.mask))
         return [
             [self.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(*group, strict=True)]
@@ -73,7 +73,7 @@ class LanguagePolicy(NamedTuple):
 def load_policy(
     folder: str | Path, *, compute_dtype: str = "float32", remat: str = "products", vision: bool = False
 ) -> LanguagePolicy:
-    """Loads a Llama, Mistral, Qwen2, Qwen2.5, Qwen3, GPT-2 or Qwen-VL folder.
+    """Loads a folder of one of the architectures in docs/policies.md.
 
     Args:
         folder: A local folder, or a hub id.

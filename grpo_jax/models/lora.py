@@ -89,7 +89,7 @@ class MergedKernel(NamedTuple):
     """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory.
 
     Attributes:
-        kernel: [layers, in, out], an array or quantised.
+        kernel: [layers, in, out], or [layers, experts, in, out]; an array or quantised.
         adapter: ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; None where it has none.
         scale: of their product.
     """
@@ -103,11 +103,19 @@ class MergedKernel(NamedTuple):
         """Of the stack."""
         return self.kernel.shape
 
-    def layer(self, index: int) -> jax.Array:
-        """One layer's kernel, float32 [in, out]."""
-        stacks = (self.kernel, self.adapter)
-        kernel, adapter = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacks)
+    def at(self, index: tuple[int, ...]) -> jax.Array:
+        """The kernel of a layer, or of its expert, float32."""
+        kernel, adapter = jax.tree.map(lambda leaf: entry(leaf, index), (self.kernel, self.adapter))
         return as_array(kernel, jnp.float32) if adapter is None else _folded(kernel, adapter, self.scale)
+
+
+def entry(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    """leaf[index], by a program that serves every index."""
+    axes = len(index)
+    if not axes:
+        return leaf
+    part = jax.lax.dynamic_slice(leaf, (*index, *(0,) * (leaf.ndim - axes)), (*(1,) * axes, *leaf.shape[axes:]))
+    return part.reshape(leaf.shape[axes:])
 
 
 def merging(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def quantise(params: Mapping[str, Any], kind: str, device: jax.Device | None = N
     Kernels reach the device one stack at a time, so the whole model is never there in full.
 
     Args:
-        params: a decoder's, on the host or on a device; kernels [layers, in, out].
+        params: a decoder's, on the host or on a device; kernels [layers, in, out] or [layers, experts, in, out].
         kind: ``int8``, a scale for each output; or ``int4``, a scale for each output and ``TILE`` inputs (where that
             does not divide their number, for each output).
         device: where the result goes; None for the first.
@@ -43,8 +43,10 @@ def quantise(params: Mapping[str, Any], kind: str, device: jax.Device | None = N
 
     @jax.jit
     def store(kernel: jax.Array) -> qwix.QArray:
-        tiles = {1: TILE} if kind == "int4" and kernel.shape[1] % TILE == 0 else None
-        return qwix.quantize(kernel.astype(jnp.float32), kind, channelwise_axes=(0, 2), tiled_axes=tiles)
+        inputs = kernel.ndim - 2
+        tiles = {inputs: TILE} if kind == "int4" and kernel.shape[inputs] % TILE == 0 else None
+        others = tuple(axis for axis in range(kernel.ndim) if axis != inputs)
+        return qwix.quantize(kernel.astype(jnp.float32), kind, channelwise_axes=others, tiled_axes=tiles)
 
     def put(leaf: Any) -> jax.Array:
         return jnp.array(jax.device_put(leaf, device), copy=True)  # JAX may alias host memory

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "llama3", "yarn")  # that a folder may name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,15 +16,18 @@ class RopeConfig:
 
     Attributes:
         theta: base of the wavelengths.
-        scaling: one of ``default``, ``linear``, ``llama3``, ``yarn``.
+        scaling: one of ``SCALINGS``; or ``longrope``, and ``none``, which does not turn at all.
         factor: how far the context is stretched (all scalings but ``default``).
-        original_length: context length before stretching (``llama3``, ``yarn``).
+        original_length: context length before stretching (``llama3``, ``yarn``, ``longrope``).
         low_freq_factor: llama3: wavelengths above original_length / low_freq_factor are stretched in full.
         high_freq_factor: llama3: wavelengths below original_length / high_freq_factor are left alone.
         beta_fast: yarn: dimensions turning more often than this within original_length are left alone.
         beta_slow: yarn: dimensions turning less often than this are stretched in full.
         truncate: yarn: whether the range of dimensions is rounded outwards to integers.
+        short_factors: longrope: what the wavelength of each pair is multiplied by in texts of up to original_length
+            tokens. Longer ones would take another table for all of their tokens, and have none here.
         attention_factor: multiplies sine and cosine (yarn's temperature).
+        share: of each head's dimensions that turn, the first ones; the others pass.
         sections: how many frequencies turn with time, row and column, where positions have these three axes.
         interleaved: the three take turns among the frequencies (Qwen3-VL) rather than follow one another.
     """
@@ -38,25 +41,37 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
+    share: float = 1.0
     sections: tuple[int, ...] = ()
     interleaved: bool = False
 
 
+UNTURNED = RopeConfig(scaling="none")
+"""Of a layer without positions, among others that have them (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)."""
+
+
 def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angle per position of each pair of dimensions, float32 [head_dim / 2].
+    """Angle per position of each pair of dimensions that turn, float32 [head_dim · share / 2].
 
     ``linear`` divides by the factor (position interpolation, Chen et al. 2023, arXiv:2306.15595);
     ``yarn`` does so for slow dimensions only (Peng et al. 2023, arXiv:2309.00071); ``llama3`` is
-    Llama 3.1's variant of the latter (arXiv:2407.21783).
+    Llama 3.1's variant of the latter (arXiv:2407.21783); ``longrope`` divides by numbers that were searched for
+    (Ding et al. 2024, arXiv:2402.13753).
 
     Raises:
         ValueError: if the scaling is unknown.
     """
+    head_dim = int(head_dim * rope.share)
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)
     if rope.scaling == "default":
         return plain
+    if rope.scaling == "none":
+        return np.zeros_like(plain)
+    if rope.scaling == "longrope":
+        return (plain / np.asarray(rope.short_factors, np.float32)).astype(np.float32)
     if rope.scaling == "linear":
         return plain / np.float32(rope.factor)
     if rope.scaling == "llama3":
@@ -118,11 +133,18 @@ def turned_by(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[ja
     table = jnp.asarray(frequencies(rope, head_dim))
     table = table.reshape((1,) * (positions.ndim - 1) + table.shape)
     angles = positions.astype(jnp.float32) * table
+    if rope.scaling == "longrope":  # past its end comes NaN, never another model's rotation
+        angles = jnp.where(positions < rope.original_length, angles, jnp.nan)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn the pairs (i, i + E/2) of the last axis [..., E] by angles [..., E/2]; keeps x's dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Turn the pairs (i, i + n) of the last axis [..., E] by angles [..., n]; what is behind 2 n passes.
+
+    Keeps x's dtype.
+    """
+    turning = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :turning].astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    turned = jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    return turned if turning == x.shape[-1] else jnp.concatenate([turned, x[..., turning:]], axis=-1)

@@ -69,6 +69,10 @@ TABLE = (
     Partition(f"layers/{_ROWS}/kernel", P(None, TENSOR, FSDP)),
     # Queries, keys and values in one product: a cut through its outputs would not be one through the heads.
     Partition(f"layers/{_FUSED}/kernel", P(None, BOTH)),
+    # Experts [layers, experts, in, out], each cut as one MLP would be; the router is small.
+    Partition("layers/(gate|up)_experts/kernel", P(None, None, FSDP, TENSOR)),
+    Partition("layers/down_experts/kernel", P(None, None, TENSOR, FSDP)),
+    Partition("layers/router/embedding", P()),
     # Adapters, a [layers, in, rank] and b [layers, rank, out], as the kernel beside them.
     Partition(f"layers/{_COLUMNS}/a", P(None, FSDP)),
     Partition(f"layers/{_COLUMNS}/b", P(None, None, TENSOR)),
@@ -77,7 +81,7 @@ TABLE = (
     Partition(f"layers/{_FUSED}/a", P(None, BOTH)),
     Partition(f"layers/{_FUSED}/b", P()),
     # A few kilobytes each: whole on every device.
-    Partition("scale|bias|value/kernel", P()),
+    Partition("scale|excess|bias|value/kernel", P()),
 )
 """What lies where. State of an optimizer follows its parameter: its path ends alike. Numbers are on every device."""
 

@@ -1,28 +1,45 @@
-"""Line charts as inline SVG: no scripts, no outside resources, colours from the page's style sheet."""
+"""Line charts as inline SVG: nothing fetched, colours from the page's style sheet.
+
+They are whole without a script; page.js reads `data-points` and shows the values under the pointer.
+"""
 
 import html
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 38, 14, 8, 32
-_MAX_POINTS = 600
-SERIES_COLOURS = 6  # the style sheet defines --series-1 … --series-6
+_MAX_POINTS = 500
+_DASHES = ("", "6 3", "2 3", "9 3 2 3")
+_COLOURS = 6  # the style sheet defines --series-1 … --series-6
+MOST_LINES = _COLOURS * len(_DASHES)
+"""Lines of a chart that can be told apart."""
 
 
 class Series(NamedTuple):
-    """One line: its name and (step, value) points; sparse ones are drawn with dots."""
+    """One line: its name and (step, value) points.
+
+    Attributes:
+      name: In the legend.
+      points: In the order of steps.
+      sparse: Drawn with dots.
+      place: Decides colour and dashes, from 0; by default its place among the lines of the chart.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     sparse: bool = False
+    place: int | None = None
 
 
-def series_of(rows: Sequence[Mapping[str, Any]], key: str, name: str, *, sparse: bool = False) -> Series:
+def series_of(
+    rows: Sequence[Mapping[str, Any]], key: str, name: str, *, sparse: bool = False, place: int | None = None
+) -> Series:
     """Collects a metric over steps, leaving out rows that lack it."""
     points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-    return Series(name, [point for point in points if math.isfinite(point[1])], sparse)
+    return Series(name, [point for point in points if math.isfinite(point[1])], sparse, place)
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -53,23 +70,26 @@ def line_chart(title: str, series: Sequence[Series], *, note: str = "") -> str:
 
     Args:
       title: heading of the figure.
-      series: up to six lines; empty ones are left out. With none left the result is empty.
+      series: lines; empty ones are left out, and what is beyond `MOST_LINES`. With none left the result is empty.
       note: a line under the heading.
     """
-    series = [line for line in series if line.points][:SERIES_COLOURS]
-    if not series:
+    there = [line for line in series if line.points][:MOST_LINES]
+    if not there:
         return ""
+    series = [line._replace(place=index if line.place is None else line.place) for index, line in enumerate(there)]
     xs = [x for line in series for x, _ in line.points]
     ys = [y for line in series for _, y in line.points]
     y_ticks = nice_ticks(min(ys), max(ys))
     x_ticks = [tick for tick in nice_ticks(min(xs), max(xs), 5) if min(xs) <= tick <= max(xs)]
     to_x = _scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
     to_y = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
-    marks = [_axis(x_ticks, y_ticks, to_x, to_y)]
-    marks += [_line(line, index, to_x, to_y) for index, line in enumerate(series, 1)]
+    stride = -(-max(len(line.points) for line in series) // _MAX_POINTS)
+    marks = [_axis(x_ticks, y_ticks, to_x, to_y), *(_line(line, stride, to_x, to_y) for line in series)]
+    frame = [min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP]
     note = f"<p class='note'>{html.escape(note)}</p>" if note else ""
     return (
-        f"<figure class='chart'><figcaption>{html.escape(title)}</figcaption>{note}{_legend(series)}"
+        f"<figure class='chart' data-points='{_values(series, stride, frame)}'>"
+        f"<figcaption>{html.escape(title)}</figcaption>{note}{_legend(series)}"
         f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='{html.escape(title, quote=True)}'>"
         f"{''.join(marks)}</svg></figure>"
     )
@@ -86,6 +106,14 @@ def number(value: float | None) -> str:
         text = f"{value:.{digits}f}"
         return text.rstrip("0").rstrip(".") if "." in text else text
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def swatch(place: int) -> str:
+    """The sign of a line in a legend."""
+    dashes = _DASHES[place // _COLOURS % len(_DASHES)]
+    return (
+        f"<svg class='swatch' viewBox='0 0 22 10'><line x1='0' x2='22' y1='5' y2='5' {_stroke(place, dashes)}/></svg>"
+    )
 
 
 def _scale(low, high, start, end):
@@ -108,35 +136,52 @@ def _axis(x_ticks, y_ticks, to_x, to_y):
     return "".join(parts)
 
 
-def _line(line, index, to_x, to_y):
-    stride = -(-len(line.points) // _MAX_POINTS)
+def _line(line, stride, to_x, to_y):
     points = list(line.points)
-    style = f"style='stroke: var(--series-{index})'"
+    stroke = _stroke(line.place, _DASHES[line.place // _COLOURS % len(_DASHES)])
     label = f"<title>{html.escape(line.name)}</title>"
     if line.sparse or len(points) < 12:
         dots = "".join(
-            f"<circle cx='{to_x(x):.1f}' cy='{to_y(y):.1f}' r='3' style='fill: var(--series-{index})'>"
-            f"<title>{html.escape(line.name)}, iteration {number(x)}: {number(y)}</title></circle>"
+            f"<circle cx='{to_x(x):.1f}' cy='{to_y(y):.1f}' r='3' style='fill: {_colour(line.place)}'/>"
             for x, y in points[::stride]
         )
-        return f"<path class='smooth' {style} d='{_path(points[::stride], to_x, to_y)}'>{label}</path>{dots}"
+        return f"<path class='smooth' {stroke} d='{_path(points[::stride], to_x, to_y)}'>{label}</path>{dots}"
     trend = list(zip([x for x, _ in points], smoothed([y for _, y in points]), strict=True))
     return (
-        f"<path class='raw' {style} d='{_path(points[::stride], to_x, to_y)}'/>"
-        f"<path class='smooth' {style} d='{_path(trend[::stride], to_x, to_y)}'>{label}</path>"
+        f"<path class='raw' {_stroke(line.place)} d='{_path(points[::stride], to_x, to_y)}'/>"
+        f"<path class='smooth' {stroke} d='{_path(trend[::stride], to_x, to_y)}'>{label}</path>"
     )
+
+
+def _colour(place):
+    return f"var(--series-{place % _COLOURS + 1})"
+
+
+def _stroke(place, dashes=""):
+    return f"style='stroke: {_colour(place)}{f'; stroke-dasharray: {dashes}' if dashes else ''}'"
 
 
 def _path(points, to_x, to_y):
     return "M" + "L".join(f"{to_x(x):.1f} {to_y(y):.1f}" for x, y in points)
 
 
+def _values(series, stride, frame):
+    """What page.js shows: the drawn points of each line, steps that are the line's before as null."""
+    lines, before = [], None
+    for line in series:
+        points = line.points[::stride]
+        xs, ys = [x for x, _ in points], [float(f"{y:.5g}") for _, y in points]
+        lines.append({"name": line.name, "place": line.place, "x": None if xs == before else xs, "y": ys})
+        before = xs
+    text = json.dumps({"frame": frame, "lines": lines}, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("'", "&#x27;")
+
+
 def _legend(series):
     """Names with the last value (smoothed for noisy lines); the figure's only labels of identity."""
     items = []
-    for index, line in enumerate(series, 1):
+    for line in series:
         values = [y for _, y in line.points]
         last = values[-1] if line.sparse else smoothed(values)[-1]
-        swatch = f"<i style='background: var(--series-{index})'></i>"
-        items.append(f"<span>{swatch}{html.escape(line.name)} <b>{number(last)}</b></span>")
+        items.append(f"<span>{swatch(line.place)}{html.escape(line.name)} <b>{number(last)}</b></span>")
     return f"<div class='legend'>{''.join(items)}</div>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,28 +10,52 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.config.build import to_dict
+from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.tasks.display import Display, of_turns
 
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def model_card(config: Any, summary: Mapping[str, Any], display: Display = Display()) -> str:
+def write_card(folder: str | Path, config: Any, run_dir: str | Path, *, checkpoint: str, adapters: bool) -> None:
+    """Writes README.md of an exported folder; nothing where the run has no end yet that it could tell of.
+
+    Raises:
+        UserError: The folder cannot be written.
+    """
+    path = RunDirectory(run_dir).summary
+    if path.is_file():
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        card = model_card(config, summary, config.task.display, checkpoint=checkpoint, adapters=adapters)
+        write_atomically(Path(folder) / "README.md", card)
+
+
+def model_card(
+    config: Any,
+    summary: Mapping[str, Any],
+    display: Display = Display(),
+    *,
+    checkpoint: str = "final",
+    adapters: bool = False,
+) -> str:
     """The card in Markdown, with the front matter that the Hugging Face hub reads.
 
     Args:
         config: Of a language run.
         summary: What summary.json holds.
         display: How the task's measures are shown.
+        checkpoint: Of which the weights are.
+        adapters: Whether the folder holds the adapters alone, in PEFT's format.
     """
     import yaml
 
     base, task = config.policy.path, _public(to_dict(config)["task"]["kind"])
     algorithm = config.algorithm
     tags = ["grpo_jax", "reinforcement-learning", algorithm.advantage, algorithm.preset]
-    front: dict[str, Any] = {"library_name": "transformers", "tags": list(dict.fromkeys(tags))}
+    front: dict[str, Any] = {"library_name": "peft" if adapters else "transformers", "tags": list(dict.fromkeys(tags))}
     if _is_hub_id(base):
         front["base_model"] = base
-    adapted = f", LoRA of rank {config.policy.lora.rank} merged into it" if config.policy.lora.used else ""
+    merged = "to load onto it" if adapters else "merged into it"
+    adapted = f", LoRA of rank {config.policy.lora.rank} {merged}" if config.policy.lora.used else ""
     facts = {
         "Task": task,
         "Base policy": f"{base if _is_hub_id(base) else _public(base)}{adapted}",
@@ -40,6 +65,7 @@ def model_card(config: Any, summary: Mapping[str, Any], display: Display = Displ
         "Advantages and loss": f"{algorithm.advantage}, {algorithm.preset}",
         "Iterations": f"{summary['iterations']} of {config.training.prompts_per_batch} prompts with "
         f"{config.sampling.group_size} completions each",
+        **({} if checkpoint == "final" else {"Checkpoint": f"{checkpoint}; the measures are of the final one"}),
         "Seed": str(summary.get("seed", config.seed)),
     }
     parts = [

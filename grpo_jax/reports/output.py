@@ -9,9 +9,12 @@ from typing import Any, TextIO
 
 from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.errors import StageError, UserError, one_line
+from grpo_jax.models.hf.hub import push_folder, require_hub
 from grpo_jax.reports.console import Console, Epoch, LiveLine, epoch_line, result_lines
+from grpo_jax.reports.kept import Kept, contents, keep
 from grpo_jax.reports.model_card import model_card
 from grpo_jax.reports.page import write_report
+from grpo_jax.reports.trackers import TRACKERS, require_tracker
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.task import Finished
@@ -28,8 +31,15 @@ class RunOutput:
           stream: in place of standard output.
 
         Raises:
-          UserError: the run directory cannot be used.
+          UserError: the run directory cannot be used, a service of `report_to` is not installed, or nobody is logged
+            in to the hub that the policy is to be pushed to.
         """
+        for name in TRACKERS:
+            if name in config.report_to:
+                require_tracker(name)
+        self._repo = getattr(config, "push_to_hub", "")  # which a task may have no use for
+        if self._repo:
+            require_hub(self._repo)
         self._config, self._display = config, config.task.display
         self.directory = RunDirectory.open(config.run_dir, resume=config.resume)
         try:
@@ -103,7 +113,7 @@ class RunOutput:
             self.note(f"no more events for {type(writer).__name__}: {one_line(error)}")
 
     def finish(self, finished: Finished, *, config: Any, starts: Sequence[int] = ()) -> None:
-        """Writes summary.json, images/, report.html and the policy's card, and prints the end of a run.
+        """Writes summary.json, images/, report.json, report.html and the policy's card, and prints the end of a run.
 
         Args:
           finished: what the run shows.
@@ -114,20 +124,9 @@ class RunOutput:
         summary, tables = finished.summary, finished.tables
         if self.directory.policy.is_dir():
             write_atomically(self.directory.policy / "README.md", model_card(config, summary, self._display))
-        self.directory.write_images(finished.gallery)
-        self.directory.write_episodes(finished.episodes)
-        write_report(
-            self.directory.report,
-            title=self.directory.path.name,
-            summary=summary,
-            display=self._display,
-            metrics_rows=read_metrics(self.directory.metrics),
-            gallery=finished.gallery,
-            episodes=finished.episodes,
-            tables=[*tables, *finished.tables_below],
-            config_text=to_yaml(config),
-            starts=starts,
-        )
+        kept = Kept(finished.gallery, finished.episodes, [*tables, *finished.tables_below], starts, to_yaml(config))
+        keep(self.directory, kept)
+        write_report(self.directory.report, display=self._display, **contents(self.directory, summary=summary))
         for writer in list(self._writers):
             self._try(writer, lambda writer=writer: writer.finish(summary, tables, finished.gallery))
         self.directory.write_summary(summary)  # last: a run that has one is complete
@@ -135,6 +134,17 @@ class RunOutput:
         for line in [*result_lines(summary, self._display), *finished.lines]:
             self.say(line)
         self.say(f"report: {self.directory.report}", style="bold green")
+        if self._repo and self.directory.policy.is_dir():
+            self._push()
+
+    def _push(self) -> None:
+        """Pushes the policy's folder; a hub that refuses is a note, for the run is complete."""
+        try:
+            address = push_folder(self.directory.policy, self._repo, private=self._config.hub_private)
+        except UserError as error:
+            self.note(str(error))
+        else:
+            self.say(f"pushed: {address}")
 
     def close(self) -> None:
         """Closes live line, writers and log."""

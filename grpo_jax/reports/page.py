@@ -1,4 +1,4 @@
-"""report.html: one self-contained page that shows what a run learned. No scripts, nothing fetched."""
+"""report.html: one self-contained page that shows what a run did and learned. Nothing is fetched."""
 
 import base64
 import html
@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.reports.charts import line_chart, number, series_of
+from grpo_jax.reports.charts import number
+from grpo_jax.reports.completions import Logged
+from grpo_jax.reports.curves import curves_section
+from grpo_jax.reports.document import document
 from grpo_jax.reports.episodes import episodes_section
-from grpo_jax.reports.style import STYLE
 from grpo_jax.runs.directory import encode_png, write_atomically
 from grpo_jax.tasks.display import Display, EpisodeEntry, GalleryEntry, Table, of_turns
 
@@ -31,13 +33,15 @@ def write_report(
     tables: Sequence[Table] = (),
     config_text: str = "",
     starts: Sequence[int] = (),
+    completions: Logged | None = None,
 ) -> None:
     """Writes the page of a run.
 
     Args:
       path: of the HTML file.
       title: the run's name.
-      summary: what summary.json holds; `evaluation.<measure>.{before, after, oracle}` makes the headline.
+      summary: what summary.json holds; `evaluation.<measure>.{before, after, oracle}` makes the headline. Empty for a
+        run that has not finished.
       display: how the task's measures are shown.
       metrics_rows: rows of metrics.jsonl, for the curves.
       gallery: pairs of pictures.
@@ -45,28 +49,24 @@ def write_report(
       tables: rewards per prompt, most added words, …
       config_text: the configuration as YAML.
       starts: iterations done when a process began: the one after compiles.
+      completions: what was written in training, to be searched.
 
     Raises:
       UserError: the disk is full or the place is not writable.
     """
     sections = [
-        _headline(title, summary, display),
+        _headline(title, summary, display, metrics_rows),
         _gallery(gallery, display),
         episodes_section(episodes, _picture, lambda name, value: _value(name, value, display)),
-        _curves(metrics_rows, starts, display),
+        curves_section(metrics_rows, starts, display),
+        _completions(completions),
         *(_table(table) for table in tables if table.rows),
         _facts(summary, config_text),
     ]
-    page = (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
-        f"<body><main>{''.join(sections)}</main></body></html>\n"
-    )
-    write_atomically(path, page)
+    write_atomically(path, document(title, sections, None if completions is None else completions.data))
 
 
-def _headline(title, summary, display):
+def _headline(title, summary, display, rows):
     evaluation = dict(summary.get("evaluation", {}))
     total = evaluation.get("total")
     if any(values == total for name, values in evaluation.items() if name != "total"):
@@ -76,6 +76,8 @@ def _headline(title, summary, display):
     parts = [f"<header><p class='over'>grpo_jax run</p><h1>{html.escape(title)}</h1>"]
     if main is not None:
         parts.append(f"<p class='claim'>{_claim(main, evaluation[main], summary.get('prompts'), display)}</p>")
+    if not summary and rows:
+        parts.append(f"<p class='claim'>Not finished: after iteration {rows[-1]['step']}.</p>")
     parts.append("</header>")
     if main is not None:
         names = [main, *(name for name in evaluation if name != main and not of_turns(name, evaluation))]
@@ -200,99 +202,21 @@ def _picture(image: np.ndarray | None, kind: str) -> str:
     return f"<img{crisp} {size} alt='{kind}' src='data:image/png;base64,{data}'>"
 
 
-def _curves(rows, starts, display):
-    charts = "".join([*_task_charts(rows, display), *_chart_list(rows, display), _seconds_chart(rows, starts)])
-    if not charts:
+def _completions(logged):
+    if logged is None:
         return ""
-    note = "Faint: each iteration. Bold: smoothed. Figures beside the names are the last ones."
-    return f"<section><h2>Training</h2><p class='note'>{note}</p><div class='charts'>{charts}</div></section>"
-
-
-def _task_charts(rows, display):
-    return [
-        line_chart(
-            chart.title,
-            [series_of(rows, curve.metric, curve.label, sparse=curve.sparse) for curve in chart.curves],
-            note=chart.note,
-        )
-        for chart in display.charts
-    ]
-
-
-def _chart_list(rows, display):
-    names = list(dict.fromkeys(key for row in rows for key in row))
-
-    def group(prefix, suffix=""):
-        chosen = [name for name in names if name.startswith(prefix) and name.endswith(suffix)]
-        return [(name, name.removeprefix(prefix).removesuffix(suffix).replace("_", " ")) for name in chosen]
-
-    def chart(title, keys, *, sparse=False, note=""):
-        return line_chart(title, [series_of(rows, key, name, sparse=sparse) for key, name in keys], note=note)
-
-    def computed(keys):
-        """The keys, or none where all is 0: what rows hold where no reference runs, or each batch has one update."""
-        return keys if any(row.get(key) for row in rows for key, _ in keys) else []
-
-    rewards = group("reward/", "/mean")
-    rewards.sort(key=lambda pair: pair[1] != "total")
-    if len(rewards) == 2 and rewards[0][1] == "total":
-        rewards = rewards[1:]  # a single objective is its own total, up to its weight
-    charted = {curve.metric for chart in display.charts for curve in chart.curves}
-    hidden = (*display.hidden, "completion tokens", "usable")
-    watched = [(k, n) for k, n in group("watch/", "/mean") if k not in charted and n not in hidden]
-    measures = {key.removeprefix("validation/") for key in names}
-    validated = [
-        (key, name)
-        for key, name in group("validation/")
-        if name not in hidden and not of_turns(key.removeprefix("validation/"), measures)
-    ]
-    by_turn = [(key, label.replace("@turn", ", turn ")) for key, label in group("reward/") if "@turn" in key]
-    return [
-        chart("Rewards", rewards),
-        chart("Rewards turn by turn", by_turn),
-        chart("Watched, never trained on", watched),
-        chart("Validation", validated, sparse=True),
-        chart("KL to the reference", computed([("kl", "kl")])),
-        chart("Explained variance of the values", [("value/explained_variance", "explained")]),
-        chart("Values", [("value/mean", "value"), ("value/return", "return")]),
-        chart("Groups that teach, of dynamic sampling", [("groups_kept", "kept"), ("draws", "draws")]),
-        chart("Entropy of the policy", [("entropy", "entropy")]),
-        chart("Completion length, tokens", [("completion_tokens", "mean"), ("completion_tokens_max", "longest")]),
-        chart("Turns of an episode", [("turns", "mean")]),
-        chart("Groups without signal", group("dead_groups/")),
-        chart(
-            "Different advantages in a group",
-            [("distinct_advantages/grpo", "rewards summed (GRPO)"), ("distinct_advantages/gdpo", "kept apart (GDPO)")],
-            note="What each estimator can tell apart in the same rewards, whichever is used.",
-        ),
-        chart(
-            "Shares",
-            [
-                ("truncated", "truncated"),
-                ("unusable", "unusable"),
-                ("duplicates", "duplicates in group"),
-                ("unchanged", "unchanged prompts"),
-            ],
-        ),
-        chart("Gradient norm", [("grad_norm", "norm")]),
-        chart("Clipped tokens", computed([("clip_low", "below"), ("clip_high", "above")])),
-    ]
-
-
-def _seconds_chart(rows, starts):
-    """Without the iterations in which a process compiled: they would set the scale. The note tells their seconds."""
-    first = {start + 1 for start in starts}
-    named = [key for row in rows for key in row if key.startswith("seconds/") and key != "seconds/total"]
-    shown = [row for row in rows if row["step"] not in first]
-    compiling = [(row["step"], row.get("seconds/total")) for row in rows if row["step"] in first]
-    left = ", ".join(f"iteration {step} with {number(seconds)} s" for step, seconds in compiling)
-    note = f"Left out, for then programs are compiled: {left}." if left else ""
-    lines = [series_of(shown, key, key.removeprefix("seconds/").replace("_", " ")) for key in dict.fromkeys(named)]
-    return line_chart("Seconds per iteration", lines, note=note)
+    note = "A click on a line unfolds it, on a heading sorts; a prompt has its history."
+    missing = "<p class='note'>A browser that runs scripts shows them here.</p>"
+    return (
+        f"<section><h2>Completions</h2><p class='note'>{html.escape(logged.note)} {note}</p>"
+        f"<div id='completions'>{missing}</div></section>"
+    )
 
 
 def _table(table):
     def cell(value):
+        if value is None:
+            return "<td>–</td>"
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
         return f"<td class='number'>{number(value)}</td>" if numeric else f"<td>{html.escape(str(value))}</td>"
 
@@ -327,6 +251,6 @@ def _facts(summary, config_text):
 
 
 def _fact(value):
-    if isinstance(value, float):
+    if value is None or isinstance(value, float):
         return number(value)
     return html.escape(str(value))

@@ -83,7 +83,7 @@ def make_say(
     vocab_size: int,
     most: int,
     vision: Any = None,
-    enable_thinking: bool = False,
+    **switches: Any,
 ) -> Callable[[Answer, bool, Sequence[Any]], list[int]]:
     """say(answer, ended, rows and columns of each picture) → the tokens between the policy's text and its next one.
 
@@ -93,13 +93,13 @@ def make_say(
         vocab_size: V, the model's.
         most: Tokens that an answer may take (`sampling.max_answer_tokens`).
         vision: The tower's config, or None for a policy that reads text alone.
-        enable_thinking: As for its prompts (`data.enable_thinking`).
+        **switches: What the chat template is told beside the messages, as for its prompts.
 
     Raises:
         UserError: The chat template does not go on after an answer; or (say) an answer is too long, or has no tokens.
     """
     picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
-    encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, enable_thinking=enable_thinking)
+    encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, **switches)
 
     def say(answer: Answer, ended: bool, grids: Sequence[Any] = ()) -> list[int]:
         pictures = [int(rows) * int(columns) // vision.merged for rows, columns in grids] if vision else []
@@ -118,7 +118,7 @@ def make_say(
 
 
 def spoken(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Any = None) -> Said:
-    """Token lists [P][G] as arrays; at least one place wide."""
+    """Token lists `[P][G]` as arrays; at least one place wide."""
     width = max(1, *(len(tokens) for group in encoded for tokens in group))
     array = np.full((len(encoded), len(encoded[0]), width), pad_id, np.int32)
     mask = np.zeros(array.shape, bool)

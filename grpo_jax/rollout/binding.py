@@ -17,7 +17,7 @@ from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, is_own_doing, one_line, said
 from grpo_jax.rollout.isolated import isolate
-from grpo_jax.rollout.rewards import IN_PYTHON, PICTURES, Maker, Reward, check_options, with_options
+from grpo_jax.rollout.rewards import IN_PYTHON, PICTURES, Maker, Reward, check_options, with_messages, with_options
 from grpo_jax.rollout.trainer import LOG, Trainer
 
 
@@ -172,8 +172,13 @@ def _maximised(
         reward = functions[section.called]
     else:
         found = _find(section.name, section.options, source, judges, trainer, "rewards")
-        return found._replace(name=section.called)
+        if section.messages and ":" not in section.name:
+            where, expected = f"rewards.{section.called}.messages", "false, the task's own rewards take texts"
+            raise UserError(f"{where}: expected {expected}; got true")
+        reward = with_messages(found.reward) if section.messages else found.reward
+        return found._replace(name=section.called, reward=reward)
     reward = with_options(_told(reward, trainer), section.called, section.options)
+    reward = with_messages(reward) if section.messages else reward
     return Wanted(section.called, source.adapt(reward), "")
 
 

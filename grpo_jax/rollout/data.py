@@ -6,10 +6,12 @@ picture follow from (seed, number) alone, so that resuming a run means rememberi
 
 from __future__ import annotations
 
+import bisect
+import functools
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
 SPLITS = ("train", "validation", "test")
 RESERVED_COLUMNS = (
     *("prompts", "completions", "completion_ids", "image", "images", "baseline_images", "pictures", "episodes"),
-    *("trainer_state", "log_metric"),
+    *("trainer_state", "log_metric", "prompt_messages", "completion_messages"),
 )
 """Names that rewards receive from the trainer; a column of the same name would be lost."""
 
@@ -57,12 +59,107 @@ class Row:
         return repr((self.prompt, said, [digest(source) for source in self.pictures]))
 
 
+class Facts(NamedTuple):
+    """What is known of n rows without making them again.
+
+    Attributes:
+        sizes: i64 [n], bytes of their text, messages and all.
+        pictures: i64 [n], how many they show.
+        messages: i64 [n], of their conversations; 0 for a prompt alone.
+        told: bool [n], whether a system message begins them.
+    """
+
+    sizes: np.ndarray
+    pictures: np.ndarray
+    messages: np.ndarray
+    told: np.ndarray
+
+    def of(self, places: np.ndarray) -> Facts:
+        """Those of some of the rows."""
+        return Facts(*(values[places] for values in self))
+
+
+def fact_of(row: Row) -> tuple[int, int, int, bool]:
+    """One row's entries of `Facts`."""
+    texts = [message.text for message in row.messages] or [row.prompt]
+    told = bool(row.messages) and row.messages[0].role == "system"
+    return sum(len(text.encode()) for text in texts), len(row.pictures), len(row.messages), told
+
+
+def as_facts(table: np.ndarray) -> Facts:
+    """The entries of several rows, i64 [n, 4] or flat, as `Facts`."""
+    columns = table.reshape(-1, len(Facts._fields)).T
+    sizes, pictures, messages, told = columns
+    return Facts(sizes, pictures, messages, told.astype(bool))
+
+
+class Rows(Sequence[Row]):
+    """Rows that are made each time they are asked for; what they are made of stays where it lies."""
+
+    def __init__(self, make: Callable[[int], Row], places: np.ndarray, facts: Facts):
+        """Rows make(place) for i64 places [n], and their facts."""
+        self.make, self.places, self.facts = make, places, facts
+
+    def __len__(self) -> int:
+        """n."""
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        """A row; of a slice all of them, made."""
+        if isinstance(index, slice):
+            return tuple(map(self.make, self.places[index].tolist()))
+        return self.make(int(self.places[index]))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether they are the rows of another sequence."""
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(map(Row.__eq__, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def chosen(self, which: np.ndarray) -> Rows:
+        """Some of them, by place or by mask."""
+        return Rows(self.make, self.places[which], self.facts.of(which))
+
+    def numbered_from(self, first: int) -> Rows:
+        """They all, with ids that begin so much later."""
+        make = self.make
+
+        def renamed(place: int) -> Row:
+            row = make(place)
+            return replace(row, id=row.id + first)
+
+        return Rows(renamed, self.places, self.facts)
+
+
+def facts_of(rows: Sequence[Row]) -> Facts:
+    """What is known of rows; of those in memory it is looked up."""
+    return rows.facts if isinstance(rows, Rows) else as_facts(np.array([fact_of(row) for row in rows], np.int64))
+
+
 class PromptSet(NamedTuple):
     """The parts of a data set: one to learn from, one to choose the best checkpoint, one to report."""
 
-    train: tuple[Row, ...]
-    validation: tuple[Row, ...]
-    test: tuple[Row, ...]
+    train: Sequence[Row]
+    validation: Sequence[Row]
+    test: Sequence[Row]
+
+
+def all_rows(prompts: PromptSet) -> Rows:
+    """The rows of its parts, one part behind another."""
+    ends = np.cumsum([len(part) for part in prompts]).tolist()
+
+    def make(place: int) -> Row:
+        which = bisect.bisect_right(ends, place)
+        return prompts[which][place - ends[which]]  # from its end
+
+    facts = [facts_of(part) for part in prompts]
+    return Rows(make, np.arange(ends[-1]), Facts(*map(np.concatenate, zip(*facts, strict=True))))
 
 
 # ------------------------------------------------------------------------------------------------- splitting
@@ -92,20 +189,43 @@ def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
         UserError: If nothing would be left to train on.
         ValueError: If ``held_out`` is neither a count nor a share.
     """
+    keys = digests([row.key for row in rows])
+    return PromptSet(*(tuple(rows[place] for place in places) for places in split_places(keys, held_out=held_out)))
+
+
+def digests(keys: Sequence[str]) -> np.ndarray:
+    """SHA-256 of texts: u64 [n, 4], which compare as the bytes do."""
+    return as_digests(b"".join(hashlib.sha256(key.encode()).digest() for key in keys))
+
+
+def as_digests(joined: bytes) -> np.ndarray:
+    """Digests of 32 bytes, one behind another, as u64 [n, 4]."""
+    return np.frombuffer(joined, ">u8").astype(np.uint64).reshape(-1, 4)
+
+
+def groups_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the same digest: the rank of each row's among all different ones i64 [n], and the first row of each."""
+    order = np.lexsort(keys.T[::-1])  # stable: the first row of a digest stands first
+    ranked = keys[order]
+    new = np.concatenate([[True], (ranked[1:] != ranked[:-1]).any(1)]) if len(keys) else np.zeros(0, bool)
+    ranks = np.empty(len(keys), np.int64)
+    ranks[order] = np.cumsum(new) - 1
+    return ranks, order[new]
+
+
+def split_places(keys: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The places of each part's rows, in order; as `split_rows`, from `digests` u64 [n, 4]."""
     check_held_out(held_out)
-    keys = [row.key for row in rows]
-    texts = sorted(set(keys), key=lambda text: hashlib.sha256(text.encode()).digest())
-    share = held_out * len(texts) if isinstance(held_out, float) else held_out
+    ranks, first = groups_of(keys)
+    share = held_out * len(first) if isinstance(held_out, float) else held_out
     count = max(1, round(share)) if held_out > 0 else 0
-    if 2 * count >= len(texts):
+    if 2 * count >= len(first):
         raise UserError(
-            f"{len(texts)} different prompts are too few to keep {count} for testing and {count} for validation: "
+            f"{len(first)} different prompts are too few to keep {count} for testing and {count} for validation: "
             f"lower held_out ({held_out}) or add prompts"
         )
-    part = dict.fromkeys(texts, "train")
-    part |= dict.fromkeys(texts[:count], "test") | dict.fromkeys(texts[count : 2 * count], "validation")
-    placed = list(zip(rows, keys, strict=True))
-    return PromptSet(*(tuple(row for row, key in placed if part[key] == split) for split in SPLITS))
+    test, validation = ranks < count, (ranks >= count) & (ranks < 2 * count)
+    return np.flatnonzero(~(test | validation)), np.flatnonzero(validation), np.flatnonzero(test)
 
 
 # ---------------------------------------------------------------------------------------------------- order
@@ -121,11 +241,14 @@ def _seed_sequence(*numbers: int) -> np.random.SeedSequence:
     return np.random.SeedSequence(words)
 
 
+@functools.lru_cache(maxsize=2)  # each batch of an epoch asks for it
 def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
     """The order in which an epoch visits ``n`` rows: a permutation i64[n], a function of (seed, epoch) alone."""
     # Raw bits of a named generator are stable over NumPy's versions; its permutations are not promised to be.
     bits = np.random.PCG64(_seed_sequence(_ORDER, seed, epoch)).random_raw(n)
-    return np.argsort(bits, kind="stable")
+    order = np.argsort(bits, kind="stable")
+    order.flags.writeable = False
+    return order
 
 
 def batches_per_epoch(n: int, batch_size: int) -> int:
@@ -185,6 +308,8 @@ def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n
         i64[P], indices into the rows; a function of (seed, iteration, draw) alone.
     """
     own = batch_at(seed, iteration, batch_size=batch_size, n=n)
+    if draw == 0:
+        return own
     bits = np.random.PCG64(_seed_sequence(_FURTHER, seed, iteration)).random_raw(n)
     shuffled = np.argsort(bits, kind="stable")
     order = np.concatenate([own, shuffled[~np.isin(shuffled, own)]])

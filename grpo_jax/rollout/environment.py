@@ -13,7 +13,7 @@ from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.inputs.conversations import as_sent
 from grpo_jax.rollout.inputs.encoding import Encoded
 from grpo_jax.rollout.inputs.pictures import opened, refusal
-from grpo_jax.rollout.rewards import Reward, collect_rewards
+from grpo_jax.rollout.rewards import MESSAGES, Reward, asks, collect_rewards
 
 
 class Environment(NamedTuple):
@@ -23,9 +23,9 @@ class Environment(NamedTuple):
         encode: Rows → `Encoded`: tokens i32 [P, L] and bool [P, L], left-padded to a length that depends on no batch,
             and the pictures that stand among them.
         decode: (token ids of one completion, the user's prompt) → (completion as written, text to judge, usable).
-        render: (rows, texts [P][G], iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
-        score: (rows, texts [P][G], pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
-            tasks of several turns `episodes` has those [P][G] that end with the texts; `tokens` [P][G] are what the
+        render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
+        score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
+            tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what the
             policy wrote, where it did.
         reward_names: N names.
         watch_names: W names.
@@ -52,9 +52,10 @@ def make_score(
     columns_of: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None,
     tokenize: Callable[[str], list[int]] | None = None,
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """score(rows, texts [P][G], pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
+    """score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
 
-    Episodes [P][G] reach the rewards as the column "episodes", tokens [P][G] as "completion_ids".
+    Episodes `[P][G]` reach the rewards as the column "episodes", tokens `[P][G]`, or what makes them, as
+    "completion_ids", and prompts and completions as chat messages, where a reward asks for them.
 
     Args:
         rewards: N functions by name.
@@ -64,13 +65,17 @@ def make_score(
         tokenize: The tokens of a text that the policy has not written.
     """
     on_error = "missing" if missing else "raise"
+    functions = [*rewards.values(), *watched.values()]
+    ids_asked, prompts_asked, completions_asked = (
+        any(asks(function, name) for function in functions) for name in ("completion_ids", *MESSAGES)
+    )
 
     def score(
         rows: Sequence[Row],
         texts: list[list[str]],
         pictures: Any,
         episodes: list[list[Episode]] | None = None,
-        tokens: list[list[list[int]]] | None = None,
+        tokens: list[list[list[int]]] | Callable[[], list[list[list[int]]]] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         group = len(texts[0])
         prompts, columns = repeat_rows(rows, group)
@@ -82,12 +87,17 @@ def make_score(
                 columns["baseline_images"] = pictures.baseline_images
         if episodes is not None:
             columns["episodes"] = [episode for group_of in episodes for episode in group_of]
-        written = [ids for group_of in tokens or [] for ids in group_of] or [[] for _ in completions]
-        if tokens is not None or tokenize is not None:  # what the policy did not write has no tokens of its own
-            columns["completion_ids"] = [
+        if ids_asked and (tokens is not None or tokenize is not None):
+            made = tokens() if callable(tokens) else tokens or []
+            written = [ids for group_of in made for ids in group_of] or [[] for _ in completions]
+            columns["completion_ids"] = [  # what the policy did not write has no tokens of its own
                 ids or ([] if tokenize is None else tokenize(text))
                 for ids, text in zip(written, completions, strict=True)
             ]
+        if prompts_asked:
+            columns[MESSAGES[0]] = [as_sent(row) for row in rows for _ in range(group)]
+        if completions_asked:
+            columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
         if columns_of is not None:
             columns |= columns_of(completions, columns)
         values = [

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from grpo_jax.config.sections import DataSection
-from grpo_jax.errors import UserError, said, shown
-from grpo_jax.rollout.data import RESERVED_COLUMNS, SPLITS, PromptSet, Row, check_held_out, split_rows
-from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
+from grpo_jax.errors import UserError, shown
+from grpo_jax.rollout.data import SPLITS, PromptSet, Row, Rows, check_held_out, groups_of, split_places
 from grpo_jax.rollout.inputs.files import read_records
+from grpo_jax.rollout.inputs.records import Records, in_memory
+from grpo_jax.rollout.inputs.scanning import (
+    Line,
+    Problems,
+    Scanned,
+    parse_record,
+    parsing,
+    scan,
+    scanned_rows,
+)
 
 TIERS = ("plain", "attributes", "crowded")
-
-_SHOWN_CHARACTERS = 140
-_ASKING = ("question", "problem", "instruction", "query", "input", "text", "messages")
-"""What data sets often call their prompts."""
-
-
-class _Line(NamedTuple):
-    """A row as read, before it is known which part it belongs to."""
-
-    row: Row
-    split: str | None
 
 
 def prompts_of(section: DataSection) -> PromptSet:
@@ -75,38 +74,40 @@ def load_prompts(
         ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
-    lines = _lines_of(str(path), columns)
+    found = _scanned(str(path), columns)
     if not (validation or test):
-        return _parted(lines, str(path), held_out)
-    named = {"train": lines}
-    named |= {part: _lines_of(place, columns) for part, place in (("validation", validation), ("test", test)) if place}
+        return _parted(found, str(path), held_out)
+    named = {"train": found}
+    named |= {part: _scanned(place, columns) for part, place in (("validation", validation), ("test", test)) if place}
     return _of_files(named)
 
 
-def _lines_of(place: str, columns: Mapping[str, str]) -> list[_Line]:
-    """The lines of a file, or of a built-in list; at least one."""
+def _scanned(place: str, columns: Mapping[str, str]) -> Scanned:
+    """A data set, or a built-in list; at least one row."""
     if place == "builtin" or place.startswith("builtin:"):
-        return [_Line(row, None) for row in builtin_rows(place)]
-    lines = _read_lines(place, columns)
-    if not lines:
+        return scanned_rows(builtin_rows(place))
+    records = read_records(place)
+    found = scan(records, place, parsing(records.base, columns), columns)
+    if not len(found.rows):
         raise UserError(f"{place} has no prompts: write one per line")
-    return lines
+    return found
 
 
-def _of_files(named: Mapping[str, Sequence[_Line]]) -> PromptSet:
+def _of_files(named: Mapping[str, Scanned]) -> PromptSet:
     """Parts that are files of their own; ids count through."""
-    parts: dict[str, tuple[Row, ...]] = {}
-    first, known = 0, set()
-    for part, lines in named.items():
+    parts: dict[str, Rows] = {}
+    first, known = 0, np.empty((0, 4), np.uint64)
+    for part, (rows, keys, splits) in named.items():
         where = "data.prompts" if part == "train" else f"data.{part}"
-        if any(line.split is not None for line in lines):
+        if (splits >= 0).any():
             raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
-        keys = [line.row.key for line in lines]
-        same = [line.row.prompt for line, key in zip(lines, keys, strict=True) if key in known]
-        if same:
-            raise UserError(f"{where}: {len(same)} of its prompts stand in another part too, such as {shown(same[0])}")
-        known.update(keys)
-        parts[part] = tuple(replace(line.row, id=line.row.id + first) for line in lines)
+        ranks, _ = groups_of(np.concatenate([known, keys]))
+        same = np.flatnonzero(np.isin(ranks[len(known) :], ranks[: len(known)]))
+        if same.size:
+            example = shown(rows[int(same[0])].prompt)
+            raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
+        known = np.concatenate([known, keys])
+        parts[part] = rows.numbered_from(first)
         first = parts[part][-1].id + 1
     return PromptSet(*(parts.get(name, ()) for name in SPLITS))
 
@@ -129,64 +130,25 @@ def split_records(
         ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
-    numbered = ((i, dict(record)) for i, record in enumerate(records))
-    lines = _checked(numbered, None, "prompts", "row", columns)
-    if not lines:
+    return split_given(in_memory([*records]), held_out=held_out, columns=columns)
+
+
+def split_given(records: Records, *, held_out: int | float, columns: Mapping[str, str]) -> PromptSet:
+    """As `split_records`, from records that were opened."""
+    check_held_out(held_out)
+    found = scan(records, "prompts", parsing(None, columns), columns)
+    if not len(found.rows):
         raise UserError("prompts: expected at least one")
-    return _parted(lines, "prompts", held_out)
+    return _parted(found, "prompts", held_out)
 
 
-def _checked(
-    records: Iterable[tuple[int, dict[Any, Any] | str]],
-    base: Path | None,
-    subject: str,
-    name: str,
-    columns: Mapping[str, str],
-) -> list[_Line]:
-    """The rows of numbered records; raises one error that names all bad ones."""
-    lines: list[_Line] = []
-    problems, seen = [], {}
-    for number, record in records:
-        line: _Line | str
-        if isinstance(record, str):
-            line = record
-        else:
-            seen |= dict.fromkeys(record)
-            line = _parse_record(_renamed(record, columns), number, base)
-        if isinstance(line, str):
-            problems.append(f"{name} {number}: {line}")
-        else:
-            lines.append(line)
-    if seen:
-        _check_columns([str(column) for column in seen], columns, subject)
-    problems += _split_problems(lines, name)
-    if problems:
-        raise UserError(_listing(subject, problems))
-    return lines
-
-
-def _renamed(record: Mapping[Any, Any], columns: Mapping[str, str]) -> dict[Any, Any]:
-    """A record whose columns have the names that the config gives them."""
-    others = {name: value for name, value in record.items() if name not in columns.values()}
-    return others | {new: record[old] for new, old in columns.items() if old in record}
-
-
-def _check_columns(seen: Sequence[str], columns: Mapping[str, str], subject: str) -> None:
-    """Raises UserError where no record at all has a prompt, or a column that the config names."""
-    has = f"{said(subject)} has {shown(', '.join(seen), 120)}"
-    for new, old in columns.items():
-        if old not in seen:
-            raise UserError(f"data.columns.{new}: no such column, {shown(old)}; {has}")
-    if "prompt" not in columns and "prompt" not in seen:
-        asks = next((name for name in _ASKING if name in seen), seen[0])
-        raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {asks}')
-
-
-def _parted(lines: Sequence[_Line], name: str, held_out: int | float) -> PromptSet:
-    """The parts that the lines name, or, where they name none, that are held out."""
-    if lines[0].split is None:
-        return split_rows([line.row for line in lines], held_out=held_out)
-    parts = PromptSet(*(tuple(line.row for line in lines if line.split == split) for split in SPLITS))
+def _parted(found: Scanned, name: str, held_out: int | float) -> PromptSet:
+    """The parts that the rows name, or, where they name none, that are held out."""
+    if found.splits[0] < 0:
+        places = split_places(found.keys, held_out=held_out)
+    else:
+        places = tuple(np.flatnonzero(found.splits == split) for split in range(len(SPLITS)))
+    parts = PromptSet(*map(found.rows.chosen, places))
     if not parts.train:
         raise UserError(f'{name} has no line with "split": "train"')
     return parts
@@ -225,76 +187,20 @@ def make_prompt_set(
     Raises:
         UserError: If a row is bad or nothing is there to train on.
     """
-    parts, problems, first = [], [], 0
+    parts, problems, first = [], Problems(), 0
     for split, rows in zip(SPLITS, (train, validation, test), strict=True):
         part = []
         for i, record in enumerate(rows):
-            line = _parse_record(dict(record), first + i)
-            if isinstance(line, str):
-                problems.append(f"row {i} of {split}: {line}")
-            elif line.split not in (None, split):
-                problems.append(f'row {i} of {split}: its "split" is {line.split}')
-            else:
+            line = parse_record(dict(record), first + i)
+            if isinstance(line, Line) and line.split not in (None, split):
+                line = f'its "split" is {line.split}'
+            if isinstance(line, Line):
                 part.append(line.row)
+            else:
+                problems.add(lambda i=i, split=split, line=line: f"row {i} of {split}: {line}")
         first += len(part)
         parts.append(tuple(part))
-    if problems:
-        raise UserError(_listing("bad prompts", problems))
+    problems.refuse("bad prompts")
     if not parts[0]:
         raise UserError("no prompts to train on")
     return PromptSet(*parts)
-
-
-def _read_lines(place: str, columns: Mapping[str, str]) -> list[_Line]:
-    """Every line of a data set; raises one error that names all bad ones."""
-    found = read_records(place)
-    return _checked(found.rows, found.base, place, found.unit, columns)
-
-
-def _parse_record(record: dict[Any, Any], identity: int, base: Path | None = None) -> _Line | str:
-    """A record's row and part, or what is wrong with it; its pictures' paths are relative to `base`."""
-    nameless = [name for name in record if not isinstance(name, str)]
-    if nameless:
-        return f"a column's name must be text, got {shown(nameless[0])}"
-    split = record.pop("split", None)
-    if split is not None and not (isinstance(split, str) and split in SPLITS):
-        return f'"split" must be one of {", ".join(SPLITS)}, got {shown(split)}'
-    if "prompt" not in record:
-        return f'no "prompt" (it has {", ".join(map(shown, list(record)[:3])) or "nothing"})'
-    try:
-        pictures = take_pictures(record, base)
-        asked = read_prompt(record.pop("prompt"), pictures, base)
-    except ValueError as error:
-        return str(error)
-    clashes = [name for name in RESERVED_COLUMNS if name in record]
-    if clashes:
-        return f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it"
-    return _Line(Row(identity, asked.text, record, asked.pictures, asked.messages), split)
-
-
-def _split_problems(lines: Sequence[_Line], name: str = "line") -> list[str]:
-    """Lines without a split among lines that have one, and prompts that stand in two parts."""
-    if all(line.split is None for line in lines):
-        return []
-    problems, seen = [], {}
-    for line in lines:
-        if line.split is None:
-            problems.append(f'{name} {line.row.id}: no "split", which other {name}s have')
-            continue
-        split, number = seen.setdefault(line.row.key, (line.split, line.row.id))
-        if split != line.split:
-            problems.append(
-                f"{name} {line.row.id}: this {line.split} prompt is also a {split} prompt ({name} {number})"
-            )
-    return problems
-
-
-def _listing(subject: str, problems: Sequence[str]) -> str:
-    """One line for all problems: those that fit in, and how many more there are."""
-    bad, listed = f"{subject}: {len(problems)} bad line{'s' if len(problems) > 1 else ''}", []
-    for problem in problems:
-        if listed and sum(map(len, listed)) + len(problem) > _SHOWN_CHARACTERS:
-            break
-        listed.append(problem if len(problem) <= _SHOWN_CHARACTERS else f"{problem[:_SHOWN_CHARACTERS]}…")
-    more = len(problems) - len(listed)
-    return f"{bad}: {'; '.join(listed)}{f'; and {more} more' if more else ''}"

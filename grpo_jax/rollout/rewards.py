@@ -34,6 +34,10 @@ PICTURES = ("images", "baseline_images")
 """Arguments of rewards that look at what was drawn; they stay on the scorer's device."""
 
 
+MESSAGES = ("prompt_messages", "completion_messages")
+"""Arguments that a reward gets only where it names them: prompts and completions as chat messages."""
+
+
 class Maker(NamedTuple):
     """What makes a reward of its options: make(**options) → reward."""
 
@@ -122,8 +126,8 @@ def _call(function: Reward, name: str, arguments: dict[str, Any]) -> Any:
     at_work(f"reward {name}")
     with _blamed(name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
-        own = {argument: _copied(value) for argument, value in arguments.items()}
-        return function(**accepted_arguments(function, own))
+        asked = accepted_arguments(function, arguments)
+        return function(**{argument: _copied(value) for argument, value in asked.items()})
 
 
 def _read(returned: Any, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
@@ -207,11 +211,33 @@ def _copied(value: Any) -> Any:
 
 
 def accepted_arguments(function: Reward, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments a reward takes: all with ``**columns``, otherwise those it names."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
+    """The arguments a reward takes: all but `MESSAGES` with ``**columns``, otherwise those it names."""
+    return {name: value for name, value in arguments.items() if asks(function, name)}
+
+
+def asks(function: Reward, name: str) -> bool:
+    """Whether a reward is given an argument of this name where there is one; what has no signature is given all."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return name not in MESSAGES
+    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return name in parameters or (others and name not in MESSAGES)
+
+
+def with_messages(reward: Reward) -> Reward:
+    """A reward that gets chat messages as its prompts and completions, as TRL has them of conversational data."""
+
+    def told(prompt_messages: list[Any], completion_messages: list[Any], **arguments: Any) -> Any:
+        own = {**arguments, "prompts": prompt_messages, "completions": completion_messages}
+        return reward(**accepted_arguments(reward, own))
+
+    parameters = inspect.signature(reward).parameters
+    asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in MESSAGES if name not in parameters]
+    kinds = sorted([*parameters.values(), *asked], key=lambda parameter: parameter.kind)
+    told.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+    told.__name__ = getattr(reward, "__name__", "reward")
+    return told
 
 
 def as_list(returned: Any) -> list[Any]:

@@ -6,6 +6,7 @@ The parts come as functions in an `Environment`; nothing here knows a model, a t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -58,14 +59,14 @@ class Rollout(NamedTuple):
         prompt_tokens: i32 [P, L], a picture as its placeholders.
         prompt_mask: bool [P, L].
         samples: Arrays of the sampler, [P, G, T] and [P, G].
-        completions: What the policy wrote, [P][G]; of an episode its last text, and so are texts and usable.
-        texts: What was judged, [P][G].
+        completions: What the policy wrote, `[P][G]`; of an episode its last text, and so are texts and usable.
+        texts: What was judged, `[P][G]`.
         usable: bool [P, G], false where the completion could not be read and the user's prompt stands in.
         judgement: Rewards and pictures.
         seconds: Seconds of work by stage.
         pictures: What the prompts show, as the update takes it: `PictureStates` or `Pictures` [P, I, ..]; None where
             they show nothing, and in evaluation.
-        episodes: [P][G]; None where the policy writes once.
+        episodes: `[P][G]`; None where the policy writes once.
         answers: Pictures [P, G, I, ..] that stand among the samples' tokens, or None.
     """
 
@@ -256,7 +257,7 @@ def judge(
     timeout: float | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Judgement:
-    """Judges given texts [P][G] as evaluation does: for the unchanged prompt and the oracle; raises as `collect`."""
+    """Judges given texts `[P][G]` as evaluation does: for the unchanged prompt and the oracle; raises as `collect`."""
 
     def give(part: tuple[int, int]) -> _Chunk:
         start, stop = part
@@ -274,7 +275,7 @@ def _judges(environment: Environment, iteration: int, evaluation: bool) -> list[
         alone = [[Episode((Turn(text),)) for text in group] for group in chunk.texts]
         told: dict[str, Any] = {} if environment.answering is None else {"episodes": alone}
         if chunk.written is not None:
-            told["tokens"] = written_tokens(chunk.written.samples)
+            told["tokens"] = partial(written_tokens, chunk.written.samples)
         rewards, watched = environment.score(chunk.rows, chunk.texts, chunk.pictures, **told)
         return chunk._replace(rewards=rewards, watched=watched)
 

@@ -205,8 +205,8 @@ def completion_statistics(
 
     Args:
         prompts: P texts.
-        texts: [P][G], what was judged.
-        usable: [P][G], false where another text stands in for a completion.
+        texts: `[P][G]`, what was judged.
+        usable: `[P][G]`, false where another text stands in for a completion.
 
     Returns:
         "words": mean number; "growth": words more than the prompt has; "duplicates": share that repeat an earlier text

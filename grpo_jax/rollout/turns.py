@@ -37,7 +37,7 @@ class Play(NamedTuple):
     Attributes:
         place: The chunk's first row in the batch and the one behind its last.
         rows: p prompts.
-        episodes: [p][G], as far as they have come.
+        episodes: `[p][G]`, as far as they have come.
         active: bool [p, G], the completions that this turn is about.
         failed: bool [p, G], those that the environment failed to answer.
         carried: What the sampler goes on from.
@@ -281,7 +281,7 @@ def _named(stage: str, turn: int) -> str:
 
 
 def written_tokens(samples: Samples) -> list[list[list[int]]]:
-    """What the policy wrote, [P][G], of samples on the host."""
+    """What the policy wrote, `[P][G]`, of samples on the host."""
     return [
         [np.asarray(row)[there].tolist() for row, there in zip(*group, strict=True)]
         for group in zip(samples.tokens, samples.mask, strict=True)

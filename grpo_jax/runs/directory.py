@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,20 +59,22 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-def write_atomically(path: str | Path, data: bytes | str) -> None:
+def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable[bytes]]) -> None:
     """Writes a whole file or none of it: into a temporary one beside it, then a rename.
+
+    What is much is given as a function of its pieces, which is called again where writing is tried again.
 
     Raises:
       UserError: the disk is full or the place is not writable; the old file, if any, is still there.
     """
     path = Path(path)
-    content = data.encode() if isinstance(data, str) else data
+    content = [data.encode() if isinstance(data, str) else data] if isinstance(data, bytes | str) else data
 
     def write() -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(content)
+                file.writelines(content if isinstance(content, list) else content())
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
@@ -133,6 +135,7 @@ class RunDirectory:
         self.completions = self.path / "completions"
         self.images = self.path / "images"
         self.report = self.path / "report.html"
+        self.kept = self.path / "report.json"  # what the report shows and no other file holds
         self.checkpoints = self.path / "checkpoints"
         self.warm_start = self.path / "warm_start"  # its checkpoints, until the first of the run itself
         self.policy = self.path / "policy"
@@ -236,15 +239,16 @@ class RunDirectory:
         with disk_errors(self.images):
             self.images.mkdir(exist_ok=True)
         texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
-        write_atomically(self.images / "gallery.json", json.dumps(texts, indent=1).encode())
+        write_atomically(self.images / "gallery.json", json.dumps(finite(texts), indent=1).encode())
         for index, entry in enumerate(gallery):
-            shown = [(f"shown_{number}", picture) for number, picture in enumerate(entry.shown)]
-            for name, image in (("before", entry.before), ("after", entry.after), *shown):
-                if image is not None:
-                    write_atomically(self.images / f"{index:03d}_{name}.png", encode_png(image))
+            drawn = {"before": entry.before, "after": entry.after, **_numbered("shown", entry.shown)}
+            self._write_pictures(index, drawn)
 
     def write_episodes(self, episodes: Sequence[EpisodeEntry]) -> None:
-        """Writes what was drawn as images/000_turn_1.png, …, and texts, answers and scores in episodes.json."""
+        """Writes what was drawn as images/000_turn_1.png, …, and texts, answers and scores in episodes.json.
+
+        What the policy read is 000_episode_shown_0.png of the prompt, 000_turn_1_shown_0.png of the answer to a turn.
+        """
         if not episodes:
             return
         with disk_errors(self.images):
@@ -260,9 +264,15 @@ class RunDirectory:
         ]
         write_atomically(self.images / "episodes.json", json.dumps(finite(texts), indent=1).encode())
         for index, entry in enumerate(episodes):
+            drawn = _numbered("episode_shown", entry.pictures)
             for number, turn in enumerate(entry.turns, 1):
-                if turn.image is not None:
-                    write_atomically(self.images / f"{index:03d}_turn_{number}.png", encode_png(turn.image))
+                drawn |= {f"turn_{number}": turn.image, **_numbered(f"turn_{number}_shown", turn.pictures)}
+            self._write_pictures(index, drawn)
+
+    def _write_pictures(self, index: int, pictures: Mapping[str, np.ndarray | None]) -> None:
+        for name, picture in pictures.items():
+            if picture is not None:
+                write_atomically(self.images / f"{index:03d}_{name}.png", encode_png(picture))
 
     def write_completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
         """Writes completions/step_00000N.parquet, one row per completion.
@@ -359,6 +369,10 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 def _short(path: Path) -> str:
     text = str(path).replace("\0", "\\0")
     return text if len(text) <= 120 else f"…{text[-120:]}"
+
+
+def _numbered(name: str, pictures: Sequence[np.ndarray]) -> dict[str, np.ndarray | None]:
+    return {f"{name}_{number}": picture for number, picture in enumerate(pictures)}
 
 
 def _column(values):

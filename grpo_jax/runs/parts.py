@@ -17,17 +17,18 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
+from grpo_jax.models import hf
 from grpo_jax.models.hf.processor import most_patches
 from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
-from grpo_jax.rollout.data import PromptSet, batches_per_epoch, iterations_in_all
+from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, facts_of, iterations_in_all
 from grpo_jax.rollout.environment import Environment, make_score
-from grpo_jax.rollout.inputs.encoding import make_encode, tell_system_prompt
+from grpo_jax.rollout.inputs.encoding import check_tools, make_encode, tell_system_prompt
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
 from grpo_jax.rollout.trainer import Trainer
 from grpo_jax.runs.loop.early_stopping import SCORE
-from grpo_jax.runs.policy import Policy, load_policy, make_new_policy
+from grpo_jax.runs.policy import Policy, load_policy, make_new_policy, policy_folder
 from grpo_jax.runs.seeing import eyes_of, make_prepare, make_see
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Say, Setup, World
@@ -128,9 +129,20 @@ def load_parts(
     devices = _policy_devices(placement, config.policy.mesh)
     if not config.judges:
         say("devices", f"policy on {_listed(devices)}")
-    pictures = world.answers_with_pictures or any(row.pictures for part in world.prompts for row in part)
-    policy = load_policy(config, devices, say, pictures=pictures)
-    tell_system_prompt(policy.loaded.tokenizer, config.data, world.prompts.train, say)
+    rows = all_rows(world.prompts)
+    pictures = world.answers_with_pictures or bool(facts_of(rows).pictures.any())
+    check_tools(config.data, rows)
+    folder = hf.read_folder(policy_folder(config))
+    encode = make_encode(
+        folder.tokenizer,
+        config.data,
+        pad_id=folder.pad_id,
+        vocab_size=folder.config.vocab_size,
+        rows=rows,
+        eyes=eyes_of(config, folder),
+    )  # before the weights: a prompt that is too long is found in seconds
+    policy = load_policy(config, devices, say, pictures=pictures, read=folder)
+    tell_system_prompt(folder.tokenizer, config.data, world.prompts.train, say)
     judges = {}
     for name, judge in config.judges.items():
         with judge_named(name):
@@ -138,7 +150,7 @@ def load_parts(
     for name, judge in judges.items():
         say(name, getattr(judge, "summary", type(judge).__name__))
     environment = make_environment(
-        config, world, policy.loaded, wanted, judges, device=devices[0] if policy.mesh is None else None
+        config, world, policy.loaded, wanted, judges, encode, device=devices[0] if policy.mesh is None else None
     )
     choices = world.choices
     allowed = policy_tokens(config, policy.loaded)
@@ -169,6 +181,7 @@ def make_environment(
     loaded: Any,
     rewards: Rewards,
     judges: Mapping[str, Any],
+    encode: Callable[..., Any],
     *,
     device: jax.Device | None = None,
 ) -> Environment:
@@ -180,20 +193,14 @@ def make_environment(
         loaded: The policy's folder, for its tokenizer.
         rewards: As found.
         judges: Loaded, by name.
+        encode: Of `make_encode`.
         device: The policy's, where pictures that it is shown go; None for where JAX sees them.
     """
     eyes = eyes_of(config, loaded)
     maximised = {wanted.name: bind(wanted, judges) for wanted in rewards.maximised}
     watched = {wanted.name: bind(wanted, judges) for wanted in rewards.watched}
     return Environment(
-        encode=make_encode(
-            loaded.tokenizer,
-            config.data,
-            pad_id=loaded.pad_id,
-            vocab_size=loaded.config.vocab_size,
-            rows=[row for part in world.prompts for row in part],
-            eyes=eyes,
-        ),
+        encode=encode,
         decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
         render=None if world.render is None else world.render(judges, rewards.asked),
         score=make_score(
@@ -228,7 +235,7 @@ def make_answering(config: Config, world: World, loaded: Any) -> Answering | Non
         vocab_size=loaded.config.vocab_size,
         most=section.max_answer_tokens,
         vision=vision,
-        enable_thinking=config.data.enable_thinking,
+        **config.data.template_options,
     )
     lenient = config.on_judge_error == "missing"
     eos_ids = tuple(loaded.eos_ids)
@@ -326,8 +333,8 @@ def within_budget(parts: Parts, say: Say) -> Parts:
     config, training = parts.config, parts.config.training
     if training.memory_budget_gib == 0:
         return parts
-    row = max(parts.prompts.train, key=lambda row: len(row.pictures))
-    encoded = parts.environment.encode([row])
+    shows = facts_of(parts.prompts.train).pictures
+    encoded = parts.environment.encode([parts.prompts.train[int(shows.argmax())]])
     length, shown = encoded.tokens.shape[1], _shown(parts, encoded.pictures)
     data = dataclasses.replace(config.data, max_prompt_tokens=length)
     prompts, budget = training.prompts_per_batch // training.minibatches, training.memory_budget_gib

@@ -94,7 +94,12 @@ def make_new_policy(config: Config, words: Callable[[], Sequence[str]] | None) -
 
 
 def load_policy(
-    config: Config, devices: Sequence[jax.Device], say: Callable[..., None], *, pictures: bool | None = False
+    config: Config,
+    devices: Sequence[jax.Device],
+    say: Callable[..., None],
+    *,
+    pictures: bool | None = False,
+    read: Any = None,
 ) -> Policy:
     """Loads what policy.* names.
 
@@ -104,6 +109,7 @@ def load_policy(
         say: say(name, detail) prints a line.
         pictures: The policy will be shown pictures; without, its vision tower is not loaded unless it is trained. None:
             it may be, if it has one.
+        read: Its folder, where `hf.read_folder` has read it already.
 
     Raises:
         UserError: The folder is missing, broken or unsupported, or does not fit mesh, adapters, lengths or pictures.
@@ -119,7 +125,7 @@ def load_policy(
     if section.quantised != "none":
         store = partial(quantise, kind=section.quantised, device=devices[0])
     try:
-        loaded = hf.load_folder(policy_folder(config), param_dtype=dtype, put=store)
+        loaded = hf.load_weights(read or hf.read_folder(policy_folder(config)), param_dtype=dtype, put=store)
     except ValueError as error:  # a weight that does not divide
         raise UserError(f"policy.mesh: {error}") from error
     lora = lora_config(section.lora, loaded.config)
@@ -184,13 +190,13 @@ def _described(config: Config, variables: Mapping[str, Any], lora: Any, devices:
 
 
 def _check_room(config: Config, limit: int | None) -> None:
-    """Learned positions end: the longest prompt and the longest completion must fit together."""
+    """Some positions end: the longest prompt and the longest completion must fit together."""
     prompt, completion = config.data.max_prompt_tokens, config.sampling.stream_tokens
     if limit is not None and prompt + completion > limit:
         named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "what sampling.turns take"
         raise UserError(
             f"data.max_prompt_tokens = {prompt} and {named} = {completion} make {prompt + completion} "
-            f"tokens, but {config.policy.path} has learned positions for {limit} only: lower one of them"
+            f"tokens, but {config.policy.path} has positions for {limit} only: lower one of them"
         )
 
 
@@ -230,7 +236,7 @@ def restore_policy(
 def restore_variables(
     variables: dict[str, Any], run_dir: str | Path, checkpoint: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint's variables ("final", "best" or a step) on the devices of `variables`, and its meta.
+    """A checkpoint's variables ("final", "best", "latest" or a step) on the devices of `variables`, and its meta.
 
     It holds the trained collections alone; frozen weights are those of the folder.
     """

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models.hf.chat import Message
-from grpo_jax.rollout.data import SPLITS, PromptSet, Row
+from grpo_jax.rollout.data import SPLITS, PromptSet, Row, Rows, all_rows, as_facts, fact_of, facts_of
+from grpo_jax.rollout.inputs.lines import read_lines
 from grpo_jax.rollout.inputs.pictures import File, Stored, encoded, size_of, source_of
 from grpo_jax.rollout.inputs.tables import records_of, tables_of
-from grpo_jax.rollout.prompts import split_records
+from grpo_jax.rollout.prompts import split_given, split_records
 from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 
@@ -78,11 +84,15 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[s
     if lost is not None:
         note(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
         return
-    parts = zip(SPLITS, source.prompts, strict=True)
-    text = "".join(json.dumps(_kept(row, split)) + "\n" for split, part in parts for row in part)
+    given = source.prompts
+
+    def lines() -> Iterator[bytes]:
+        for split, part in zip(SPLITS, given, strict=True):
+            yield from (f"{json.dumps(_kept(row, split))}\n".encode() for row in part)
+
     if not source.config.resume:
-        write_atomically(directory.prompts, text)
-    elif directory.prompts.is_file() and directory.prompts.read_text(encoding="utf-8") != text:
+        write_atomically(directory.prompts, lines)
+    elif directory.prompts.is_file() and not _same_lines(directory.prompts, lines()):
         raise UserError(f"--resume: the prompts are not those that {directory.path} began with; leave prompts out")
 
 
@@ -97,9 +107,24 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
             f"data.prompts: run() was given the prompts in Python and {directory.prompts} does not keep them: call "
             "run(config, prompts=...) again (with resume=True to go on or to measure)"
         )
-    lines = [json.loads(line) for line in directory.prompts.read_text(encoding="utf-8").splitlines()]
-    rows = [(line["split"], _row(line)) for line in lines]
-    return PromptSet(*(tuple(row for split, row in rows if split == name) for name in SPLITS))
+    records = read_lines(directory.prompts, json.loads)
+    splits, facts = array("b"), array("q")
+    line: Any
+    for _, line in records.all():
+        splits.append(SPLITS.index(line["split"]))
+        facts.extend(fact_of(_row(line)))
+
+    def make(place: int) -> Row:
+        ((_, line),) = records.read(place, place + 1)
+        return _row(line)  # type: ignore[arg-type]
+
+    rows = Rows(make, np.arange(len(splits)), as_facts(np.array(facts)))
+    return PromptSet(*(rows.chosen(np.array(splits) == part) for part in range(len(SPLITS))))
+
+
+def _same_lines(path: Path, lines: Iterator[bytes]) -> bool:
+    with path.open("rb") as file:
+        return all(kept == line for kept, line in itertools.zip_longest(file, lines))
 
 
 def _kept(row: Row, split: str) -> dict[str, Any]:
@@ -135,8 +160,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     expected = "prompts: expected a list of texts or of records {'prompt': text, column: value, …}"
     tables = tables_of(prompts)
     if tables is not None:  # pictures stay encoded, and where they are
-        named = [({} if split is None else {"split": split}, records_of(table)) for split, table in tables]
-        return split_records([record | split for split, records in named for record in records], **how)
+        return split_given(records_of(tables, None, "prompts"), **how)
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: it iterates over names of columns
         prompts = prompts.to_dict("records")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
@@ -200,10 +224,15 @@ def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]
 
 def _what_json_would_change(prompts: PromptSet) -> str | None:
     """The first column that a JSON file does not give back as it is, or pictures too large for one; None if none is."""
-    rows = [row for part in prompts for row in part]
-    held = {id(source): source for row in rows for source in row.pictures if not isinstance(source, File)}
-    if sum(map(_size, held.values())) > _MOST_KEPT:
-        return f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB, which is much beside a run"
+    rows = all_rows(prompts)
+    held: dict[int, Any] = {}
+    size = 0
+    for place in np.flatnonzero(facts_of(rows).pictures).tolist():
+        new = [one for one in rows[place].pictures if not isinstance(one, File) and id(one) not in held]
+        held |= {id(source): source for source in new}  # kept, so that no other gets its id
+        size += sum(map(_size, new))
+        if size > _MOST_KEPT:
+            return f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB, which is much beside a run"
     for row in rows:
         for name, value in row.columns.items():
             foreign = _foreign(value)

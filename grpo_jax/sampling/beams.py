@@ -4,7 +4,7 @@ A beam is a path from the root; each step extends all of a prompt's and keeps G.
 none of them left the beams on its way. With a Gumbel number for each path that agrees with its parent's, the same
 search draws G distinct texts without replacement (Kool, van Hoof & Welling 2019, https://arxiv.org/abs/1903.06059).
 
-Axes: P prompts, G beams, T tokens, V vocabulary, B candidates of a beam.
+Axes: P prompts, G beams that are kept of B, T tokens, V vocabulary, C candidates of a beam.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from grpo_jax.core.trie import ROOT, Trie, children, depth_of, follow
+from grpo_jax.core.logprobs import capped
+from grpo_jax.core.trie import ROOT, Trie, children, depth_of, follow, narrow_children
 from grpo_jax.models.cache import Cache
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.sampling.writing import Array, Samples, logits_of
+
+_MOST_LOGITS, _MOST_PROMPTS = 2**25, 256
+"""What a ranking of many prompts holds at once: logits of all their beams, or so many prompts where few are needed."""
 
 
 class Beams(NamedTuple):
@@ -117,6 +121,7 @@ def make_ranker(policy, listed: int, *, pad_id: int, trie: Trie, temperature: fl
     """
     check_group(trie, listed)
     search = _make_search(policy, SamplingParams(listed, depth_of(trie), temperature), pad_id=pad_id, trie=trie)
+    most = max(1, _MOST_LOGITS // (listed * trie.vocab_size)) if wide_below(trie) else _MOST_PROMPTS
 
     @jax.jit
     def found(trie: Trie, variables, prompts, mask, pictures) -> Ranking:
@@ -128,11 +133,21 @@ def make_ranker(policy, listed: int, *, pad_id: int, trie: Trie, temperature: fl
         keys = jax.random.split(jax.random.key(0), len(tokens))  # nothing is drawn
         check_prompts(tokens, mask, keys)
         check_room(getattr(policy, "max_positions", None), mask, depth_of(trie))
-        padded, shown, _, real = pad_to_bucket(tokens, mask, keys, pad_id)
-        ranking = found(trie, variables, padded, shown, pad_rows(pictures, len(real)))
-        return jax.tree.map(lambda x: x[: len(tokens)], ranking)
+        parts = []
+        for start in range(0, len(tokens), most):
+            part = slice(start, start + most)
+            padded, shown, _, real = pad_to_bucket(tokens[part], mask[part], keys[part], pad_id)
+            seen = pad_rows(jax.tree.map(lambda x, part=part: x[part], pictures), len(real))
+            ranking = found(trie, variables, padded, shown, seen)
+            parts.append(jax.tree.map(lambda x, part=part: x[: len(tokens[part])], ranking))
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
     return rank
+
+
+def wide_below(trie: Trie) -> bool:
+    """Whether a node below the root has more children than are looked up one by one."""
+    return bool((np.asarray(trie.row)[1:] >= 0).any())
 
 
 def check_group(trie: Trie, group: int) -> None:
@@ -145,6 +160,7 @@ def check_group(trie: Trie, group: int) -> None:
 def _make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Beams]:
     """search(trie, variables, prompts, mask, keys or None, pictures) → `Beams`, inside of a compiled function."""
     depth, group, temperature = depth_of(trie), params.group_size, params.temperature or 1.0
+    wide, softcap = wide_below(trie), getattr(policy, "softcap", None)
 
     def search(trie: Trie, variables, prompts, mask, keys, pictures) -> Beams:
         prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))
@@ -152,34 +168,61 @@ def _make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> 
         if head.shape[0] != trie.vocab_size:
             raise ValueError(f"trie must be of the policy's vocabulary of {head.shape[0]}, got {trie.vocab_size}")
 
-        def extend(index, beams: Beams, hidden) -> tuple[Beams, jax.Array]:
-            logits = logits_of(head, hidden.reshape(-1, hidden.shape[-1])).T / temperature
+        def extend(index, beams: Beams, hidden, wide: bool) -> tuple[Beams, jax.Array]:
+            find = every_token if wide else listed_children
+            candidates = find(trie, beams.node, hidden, head, softcap)
+            candidates = candidates._replace(logits=candidates.logits / temperature)
             step_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(keys)
-            logits = logits.reshape(*hidden.shape[:-1], -1)
-            return extend_beams(trie, beams, logits, index, step_keys, group=group, pad_id=pad_id)
+            return extend_beams(trie, beams, candidates, index, step_keys, group=group, pad_id=pad_id)
 
         def step(carry):
             index, beams, cache = carry
             last = lax.dynamic_index_in_dim(beams.tokens, index - 1, axis=2, keepdims=False)
             hidden, cache = policy.decode(unstacked, prefix, last, cache)
-            beams, parents = extend(index, beams, hidden)
+            beams, parents = extend(index, beams, hidden, wide)
             return index + 1, beams, _reordered(cache, parents)
 
         def unfinished(carry):
             index, beams, _ = carry
             return (index < depth) & (trie.text[beams.node] < 0).any()
 
-        beams, _ = extend(jnp.int32(0), _root(len(prompts), pad_id, params.max_new_tokens), prefix.hidden[:, None])
+        root = _root(len(prompts), pad_id, params.max_new_tokens)
+        beams, _ = extend(jnp.int32(0), root, prefix.hidden[:, None], True)
         cache = policy.init_cache(len(prompts), group, max(depth - 1, 1))
         return lax.while_loop(unfinished, step, (jnp.int32(1), _widened(beams, group), cache))[1]
 
     return search
 
 
+class Candidates(NamedTuple):
+    """What may follow each beam: tokens int32, logits float32 and whether there is one, each [P, B, C]."""
+
+    tokens: jax.Array
+    logits: jax.Array
+    exists: jax.Array
+
+
+def every_token(trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array, softcap: float | None) -> Candidates:
+    """The whole vocabulary, C = V, for nodes [P, B] and states [P, B, D]."""
+    logits = logits_of(head, hidden.reshape(-1, hidden.shape[-1]), softcap).T.reshape(*nodes.shape, -1)
+    tokens = jnp.broadcast_to(jnp.arange(trie.vocab_size, dtype=jnp.int32), logits.shape)
+    return Candidates(tokens, logits, children(trie, nodes))
+
+
+def listed_children(
+    trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array, softcap: float | None
+) -> Candidates:
+    """The children of narrow nodes alone, C = `NARROW`: the head's other rows are not read."""
+    tokens, exists = narrow_children(trie, nodes)
+    rows = head[jnp.where(exists, tokens, 0)]
+    logits = capped(jnp.einsum("pbd,pbcd->pbc", hidden, rows, preferred_element_type=jnp.float32), softcap)
+    return Candidates(tokens, logits, exists)
+
+
 def extend_beams(
     trie: Trie,
     beams: Beams,
-    logits: jax.Array,
+    candidates: Candidates,
     index: jax.Array,
     keys: jax.Array | None,
     *,
@@ -191,43 +234,42 @@ def extend_beams(
     Args:
         trie: The texts.
         beams: The paths so far; whole texts stay as they are.
-        logits: float [P, B, V] of the next token, for each beam.
-        index: Place of that token.
+        candidates: What may follow each of the B beams.
+        index: Place of the next token.
         keys: Typed keys [P] to draw without replacement; None for the most likely paths.
         group: G, how many are kept; fewer if there are fewer extensions.
         pad_id: What a whole text goes on with.
     """
-    vocabulary = logits.shape[-1]
-    allowed = children(trie, beams.node)
-    logits = jnp.where(allowed, logits.astype(jnp.float32), -jnp.inf)
-    own = logits - jnp.where(allowed.any(-1), jax.nn.logsumexp(logits, axis=-1), 0)[..., None]
     whole = trie.text[beams.node] >= 0
-    stays = jnp.arange(vocabulary) == pad_id
-    own = jnp.where(whole[..., None], jnp.where(stays, 0.0, -jnp.inf), own)
+    exists, size = candidates.exists, candidates.exists.shape[-1]
+    logits = jnp.where(exists, candidates.logits.astype(jnp.float32), -jnp.inf)
+    own = logits - jnp.where(exists.any(-1), jax.nn.logsumexp(logits, axis=-1), 0)[..., None]
+    stays = jnp.where(jnp.arange(size) == 0, 0.0, -jnp.inf)  # a whole text's only extension is itself
+    own = jnp.where(whole[..., None], stays, own)
     total = beams.total[..., None] + own
     rank = total if keys is None else _with_noise(total, beams.rank, keys)
 
-    some = min(group, vocabulary)
-    best, tokens = lax.top_k(rank, some)
+    some = min(group, size)
+    best, found = lax.top_k(rank, some)
     rank, place = lax.top_k(best.reshape(len(best), -1), min(group, best.shape[1] * some))
     parents = (place // some).astype(jnp.int32)
-    tokens = jnp.take_along_axis(tokens.reshape(len(tokens), -1), place, axis=1)
+    found = jnp.take_along_axis(found.reshape(len(found), -1), place, axis=1)
 
     def of_parent(values: jax.Array) -> jax.Array:
         return jax.vmap(lambda rows, chosen: rows[chosen])(values, parents)
 
-    def of_token(values: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(of_parent(values), tokens[..., None], axis=-1)[..., 0]
+    def of_found(values: jax.Array) -> jax.Array:
+        return jax.vmap(lambda rows, chosen, at: rows[chosen, at])(values, parents, found)
 
-    whole, node = of_parent(whole), of_parent(beams.node)
+    whole, node, tokens = of_parent(whole), of_parent(beams.node), of_found(candidates.tokens)
     at = (..., index)
     kept = Beams(
         node=jnp.where(whole, node, follow(trie, node, tokens)),
-        total=of_token(total),
+        total=of_found(total),
         rank=rank,
         tokens=of_parent(beams.tokens).at[at].set(jnp.where(whole, pad_id, tokens)),
         mask=of_parent(beams.mask).at[at].set(~whole),
-        logprobs=of_parent(beams.logprobs).at[at].set(jnp.where(whole, 0.0, of_token(own))),
+        logprobs=of_parent(beams.logprobs).at[at].set(jnp.where(whole, 0.0, of_found(own))),
     )
     return kept, parents
 

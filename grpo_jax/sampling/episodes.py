@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from grpo_jax.models.cache import Cache, Rows
 from grpo_jax.sampling.sampler import bucket_size, check_prompts, check_room, checked_tokens, pad_rows, pad_to_bucket
@@ -22,7 +23,6 @@ from grpo_jax.sampling.writing import (
     generate,
     group_keys,
     halves,
-    logits_of,
     make_writer,
     run,
     samples_of,
@@ -65,12 +65,12 @@ class EpisodeSampler(NamedTuple):
 
 
 def make_episode_sampler(
-    policy,
+    policy: Any,
     params: SamplingParams,
     *,
     eos_ids: tuple[int, ...],
     pad_id: int,
-    allowed_tokens=None,
+    allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
 ) -> EpisodeSampler:
     """Makes the functions that write episodes; of the first turn, all is as with `sampler.make_sampler`.
@@ -112,7 +112,7 @@ def make_episode_sampler(
         if seen is not None:
             seen |= tokens_in(tokens, mask, seen.shape[-1])
         loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache, seen)
-        loop = writer.record(loop, logits_of(writer.head, hidden.reshape(count * group, -1)))
+        loop = writer.record(loop, writer.logits(hidden.reshape(count * group, -1)))
         loop = run(writer.step, loop, length, halves(count, length, ends))
         return samples_of(loop), _carried(loop, Rows(said.mask[..., : size - length], said.advance))
 

@@ -6,10 +6,12 @@ prompt tokens, T completion tokens, D model width, V vocabulary; R is a row, one
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from grpo_jax.core.trie import Trie
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -95,12 +97,12 @@ def checked_tokens(allowed_tokens):
 
 
 def make_sampler(
-    policy,
+    policy: Any,
     params: SamplingParams,
     *,
     eos_ids: tuple[int, ...],
     pad_id: int,
-    allowed_tokens=None,
+    allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
     trie: Trie | None = None,
 ) -> Callable[..., Samples]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.core.logprobs import capped
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.cache import Cache
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
@@ -66,6 +67,7 @@ def make_scorer(policy, trie: Trie, *, pad_id: int, temperature: float = 1.0) ->
         compiled once for each bucket of shapes.
     """
     levels, texts, scale = levels_of(trie), int(np.asarray(trie.text).max()) + 1, temperature or 1.0
+    softcap = getattr(policy, "softcap", None)
 
     @jax.jit
     def score(variables, prompts, mask, pictures):
@@ -75,7 +77,7 @@ def make_scorer(policy, trie: Trie, *, pad_id: int, temperature: float = 1.0) ->
         found = jnp.zeros((len(prompts), texts), jnp.float32)
         cache = policy.init_cache(len(prompts), 1, max(len(levels) - 1, 1))
         for depth, level in enumerate(levels):
-            logs = total[:, level.parent] + _edge_logprobs(hidden, head, level, scale)
+            logs = total[:, level.parent] + _edge_logprobs(hidden, head, level, scale, softcap)
             ended = np.flatnonzero(level.texts >= 0)
             found = found.at[:, level.texts[ended]].set(logs[:, ended])
             if depth + 1 == len(levels):
@@ -96,7 +98,7 @@ def make_scorer(policy, trie: Trie, *, pad_id: int, temperature: float = 1.0) ->
     return scored
 
 
-def _edge_logprobs(hidden: jax.Array, head: jax.Array, level: Level, scale: float) -> jax.Array:
+def _edge_logprobs(hidden: jax.Array, head: jax.Array, level: Level, scale: float, softcap: float | None) -> jax.Array:
     """Of each edge given its node, float32 [P, e], from the nodes' states [P, n, D]."""
     nodes = hidden.shape[1]
     if nodes == 1:
@@ -104,7 +106,7 @@ def _edge_logprobs(hidden: jax.Array, head: jax.Array, level: Level, scale: floa
     else:
         states = hidden[:, level.parent]
         logits = jnp.einsum("ped,ed->pe", states, head[level.token], preferred_element_type=jnp.float32)
-    logits = (logits / scale).T
+    logits = (capped(logits, softcap) / scale).T
     largest = jax.ops.segment_max(logits, level.parent, nodes)
     mass = jax.ops.segment_sum(jnp.exp(logits - largest[level.parent]), level.parent, nodes)
     return (logits - (largest + jnp.log(mass))[level.parent]).T

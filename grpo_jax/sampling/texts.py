@@ -36,7 +36,7 @@ def generate(
         **params: Other fields of `SamplingParams`, such as top_p.
 
     Returns:
-        Texts [P][G], special tokens left out.
+        Texts `[P][G]`, special tokens left out.
 
     Raises:
         TypeError: `prompts` is one text, or there is no such field.

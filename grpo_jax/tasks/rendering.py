@@ -27,7 +27,7 @@ class Pictures(NamedTuple):
 
 
 def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -> Callable[..., Pictures]:
-    """render(rows, texts [P][G], iteration, evaluation) → Pictures.
+    """render(rows, texts `[P][G]`, iteration, evaluation) → Pictures.
 
     Args:
         judges: "renderer", and perhaps "scorer", on whose device the pictures are then.

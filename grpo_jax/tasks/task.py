@@ -92,7 +92,7 @@ class World:
         default_watch: Where the config names nothing to watch.
         measures: name → a reward that is only watched, for names that follow a pattern (ndcg@K); None for others.
         always_watched: Names among `rewards` that are watched in every run, last.
-        render: render(judges, names of arguments that rewards ask for) → the function (rows, texts [P][G], iteration,
+        render: render(judges, names of arguments that rewards ask for) → the function (rows, texts `[P][G]`, iteration,
             evaluation) → pictures; None where nothing is drawn.
         respond: (rows, episodes) → what the environment says to each episode: an `Answer`, a text, or None where it is
             done (sampling.turns); None for a task in which the policy writes once.
@@ -102,7 +102,7 @@ class World:
         adapt: Makes a reward function of the user's own fit the task's.
         conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
         references: rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
-        statistics: (rows, texts [P][G], usable [P][G]) → further metrics of a batch.
+        statistics: (rows, texts `[P][G]`, usable `[P][G]`) → further metrics of a batch.
         remember: (name, judgements by kind) → what the findings need of a measurement; goes into checkpoints.
         findings: (remembered, rows) → tables and lines at the end; kinds are in the order they were measured.
         shown: Columns of the rows that the report's table shows: {heading: column}.

@@ -50,6 +50,12 @@ def make_forward(
         trie: The texts of which each completion is one, in place of `allowed_tokens`.
     """
 
+    options = {
+        "temperature": temperature,
+        "allowed_tokens": allowed_tokens,
+        "softcap": getattr(policy, "softcap", None),
+    }
+
     def forward(variables: dict[str, Tree], batch: Batch) -> Forward:
         packing, shown = batch.packing, {}
         for name in ("pictures", "answers"):
@@ -59,11 +65,11 @@ def make_forward(
                 shown[name] = seen
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **shown)
-        allowed: dict[str, Any] = {"allowed_tokens": allowed_tokens}
+        allowed = options
         if trie is not None:
             nodes = walk(trie, batch.tokens)
-            allowed = {"trie": trie, "nodes": nodes if packing is None else packed(nodes, packing)[0]}
-        logprobs, entropy = token_logprobs(hidden, policy.head(variables), rows[0], temperature=temperature, **allowed)
+            allowed = {**options, "trie": trie, "nodes": nodes if packing is None else packed(nodes, packing)[0]}
+        logprobs, entropy = token_logprobs(hidden, policy.head(variables), rows[0], **allowed)
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         seen = Forward(logprobs, entropy, values)
         return seen if packing is None else jax.tree.map(lambda array: unpacked(array, batch.exists, packing), seen)

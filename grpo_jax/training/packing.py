@@ -40,16 +40,18 @@ def _rounded(number: int, limit: int, smallest: int = 1) -> int:
     return min(limit, -(-number // step) * step)
 
 
-def trimmed(array: Array, mask: Array, *, left: bool = False) -> Array:
+def trimmed(array: Array, mask: Array, *, left: bool = False, worth: float = 0) -> Array:
     """The last axis [.., T] cut to the longest row of a mask [.., T], rounded up to quarters of T.
 
     Args:
         array: `[.., T]`.
         mask: bool `[.., T]`; what is cut off is False.
         left: Rows are padded on the left rather than on the right.
+        worth: Fewer columns than this are left where they are: a program less compiles.
     """
     width = mask.shape[-1]
     longest = _rounded(max(int(mask.sum(-1).max()), 1), width, SMALLEST)
+    longest = longest if width - longest >= worth else width
     return array[..., width - longest :] if left else array[..., :longest]
 
 

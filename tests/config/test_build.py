@@ -20,9 +20,10 @@ from grpo_jax.config import (
     to_dict,
     to_yaml,
 )
-from grpo_jax.config.command_line import find_config, help_lines, load_config, parse
+from grpo_jax.config.command_line import find_config, load_config, parse
 from grpo_jax.config.fields import MAY_CHANGE
 from grpo_jax.config.named import built_in_names, find_class
+from grpo_jax.config.options import help_lines
 from grpo_jax.config.run import JUDGES, TASKS, find_task
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.cartpole.config import CartPoleConfig
@@ -176,11 +177,12 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
         for section in SECTIONS
     }
     memory = {"accumulation", "memory_budget_gib", "chunk_prompts"}
-    run = {"run_dir", "resume", "debug", "report_to", "wandb_project"}
+    run = {"run_dir", "resume", "debug", "report_to", "project"}
     assert {name: fields for name, fields in found.items() if fields} == {
-        "Config": run | {"deterministic", "on_judge_error", "judge_timeout", "devices"},
+        "Config": run | {"push_to_hub", "hub_private", "deterministic", "on_judge_error", "judge_timeout", "devices"},
         "TrainingSection": memory
-        | {"max_steps", "num_epochs", "save_every", "keep_checkpoints", "max_hours", "early_stopping_patience"},
+        | {"max_steps", "num_epochs", "save_every", "keep_checkpoints", "keep_gib", "max_hours"}
+        | {"early_stopping_patience"},
         "PolicySection": {"remat", "mesh"},
         "EvaluationSection": {"gallery"},
         "RewardSection": {"isolated"},
@@ -194,7 +196,7 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
             *("backend", "encoder", "service", "address", "timeout", "attempts", "budget", "window", "cache", "device"),
         },
         "CartPoleConfig": run,
-        "CartPoleTraining": {"iterations", "save_every", "keep_checkpoints", "max_hours"},
+        "CartPoleTraining": {"iterations", "save_every", "keep_checkpoints", "keep_gib", "max_hours"},
     }
 
 

@@ -12,8 +12,6 @@ from support.text_task import ROOT
 from grpo_jax.config import RewardSection, make_config
 from grpo_jax.config.command_line import find_config, load_config, parse
 from grpo_jax.errors import UserError
-from grpo_jax.evaluate import main as evaluate
-from grpo_jax.export import main as export
 from grpo_jax.tasks.text.task import Text
 from grpo_jax.train import main
 
@@ -104,43 +102,6 @@ def test_the_printed_config_is_a_config(name, tmp_path, monkeypatch, capsys):
     Path("printed.yaml").write_text(stopped(capsys, "--config", name, "--seed", "7", "--print_config"))
     expected = dataclasses.replace(load_config(find_config(name)), seed=7)
     assert load_config(Path("printed.yaml")) == parse(["--config=printed.yaml"]) == expected
-
-
-@pytest.mark.parametrize(
-    ("task", "option", "default", "judge"),
-    [
-        ("recommendation", "--task.dummy_users=123", "123", None),
-        ("prompt_enhancement", "--judges.renderer.steps=17", "17", "judges.scorer.model"),
-        ("examples/own_task/task.py:Countdown", "--task.largest=7", "7", "judges.calculator.strict"),
-    ],
-)
-def test_help_shows_what_task_and_judges_add_before_what_all_share(task, option, default, judge, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    text = stopped(capsys, "--task", task, option, "--help")
-    own = [option.partition("=")[0], *([f"--{judge}"] if judge else [])]
-    shared = [text.index(f"  --{name} ") for name in ("policy.path", "sampling.top_k", "evaluation.every")]
-    assert max(text.index(f"  {name} ") for name in own) < min(shared)
-    told = " ".join(text[text.index(f"  {own[0]} ") :].split())
-    assert re.match(rf"{own[0]} [^()]*\(type: int, default: {default}\)", told)
-    assert f"default: {task}" in " ".join(text.split())
-
-
-def test_help_has_the_line_and_the_value_of_every_field(capsys):
-    text = " ".join(stopped(capsys, "--task", "text", "--sampling.top_k=3", "--data.columns.prompt=ask", "-h").split())
-    assert "default: {'prompt': 'ask'}" in text
-    for field in dataclasses.fields(make_config(task="text")):
-        assert f"--{field.name}" in text or field.name == "judges", field.name
-    for phrase in ("Completions per prompt (G).", "Prompts of one iteration (P).", "Rank of the adapters"):
-        assert phrase in text
-    assert "Draw among the k likeliest tokens; 0 for all. (type: int, default: 3)" in text
-    assert "RewardSection" in stopped(capsys, "--task=text", "--rewards.help")
-    text = " ".join(stopped(capsys, "--task=cartpole", "--rollout.group_size=5", "--help").split())
-    assert "up to 500 steps each; with ppo unused. (type: int, default: 5)" in text and "--policy" not in text
-    for command, options in ((evaluate, ("--run", "--checkpoint", "--json")), (export, ("--out", "--dtype"))):
-        with pytest.raises(SystemExit):
-            command(["--help"])
-        text = capsys.readouterr().out
-        assert all(option in text for option in options)
 
 
 # mistakes: a file, an argument and Python are told the same

@@ -83,6 +83,21 @@ def test_an_option_that_is_none_is_told_the_field_that_was_meant(words, message)
     assert str(raised.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "--rum", "x", "--out", "y"], "error: --rum: no such option; did you mean --run?"),
+        (["evaluate", "--run=x", "--chekpoint=best"], "error: --chekpoint: no such option; did you mean --checkpoint?"),
+        (["export", "--wholly_other"], "error: --wholly_other: no such option; there are: --help, --run, --out, "),
+        (["exprot"], "error: exprot: no such command; did you mean export?"),
+    ],
+)
+def test_what_a_command_has_not_is_told_what_was_meant(words, message, capsys):
+    assert __main__.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(message) and said.count("\n") == 1
+
+
 def test_a_table_takes_any_name():
     config = parse(["--task=text", "--data.columns.model=a", "--data.columns.seed", "b", "--data.columns={prompt: c}"])
     assert config.data.columns == {"model": "a", "seed": "b", "prompt": "c"}

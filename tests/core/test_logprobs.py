@@ -39,9 +39,10 @@ def loop(hidden, head, tokens, temperature=1.0, allowed=None):
     return logprobs, entropy
 
 
-def plain(hidden, head, tokens, temperature=1.0, allowed=None):
+def plain(hidden, head, tokens, temperature=1.0, allowed=None, softcap=None):
     """The same with all logits at once, by automatic differentiation."""
-    logits = jnp.einsum("...d,vd->...v", hidden, head) / temperature
+    logits = jnp.einsum("...d,vd->...v", hidden, head)
+    logits = (logits if softcap is None else softcap * jnp.tanh(logits / softcap)) / temperature
     logs = jax.nn.log_softmax(logits if allowed is None else jnp.where(allowed, logits, -1e30))
     chosen = jnp.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0]
     return chosen, -jnp.sum(jnp.exp(logs) * logs, axis=-1)
@@ -65,18 +66,21 @@ def test_values_are_the_loop(temperature, allowed):
 
 
 @pytest.mark.parametrize("allowed", [None, ALLOWED], ids=["all", "allowed"])
-@pytest.mark.parametrize("temperature", [1.0, 1.3])
-def test_gradients_are_those_of_the_plain_formula(allowed, temperature, x64):
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (1.3, None), (1.3, 2.0)])
+def test_values_and_gradients_are_those_of_the_plain_formula(allowed, temperature, softcap, x64):
     hidden, head, tokens = inputs(1, dtype=np.float64, allowed=allowed)
     expected = jax.grad(functools.partial(mixed, plain), (0, 1))(
-        hidden, head, tokens, temperature=temperature, allowed=allowed
+        hidden, head, tokens, temperature=temperature, allowed=allowed, softcap=softcap
     )
+    values = token_logprobs(hidden, head, tokens, temperature=temperature, allowed_tokens=allowed, softcap=softcap)
+    for got, want in zip(values, plain(hidden, head, tokens, temperature, allowed, softcap), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-10)
     for chunk in (1, 7, 1024):
         got = jax.jit(
             jax.grad(
                 lambda h, w, c=chunk: mixed(
                     token_logprobs, h, w, tokens,
-                    temperature=temperature, allowed_tokens=allowed, chunk_size=c,
+                    temperature=temperature, allowed_tokens=allowed, softcap=softcap, chunk_size=c,
                 ),
                 (0, 1),
             )
@@ -222,6 +226,7 @@ H, W, T = np.zeros((2, 3, 4), np.float32), np.zeros((5, 4), np.float32), np.zero
         (lambda: token_logprobs(H, W, T, temperature=np.inf), ValueError, "temperature must be finite"),
         (lambda: token_logprobs(H, W, T, temperature=np.nan), ValueError, "temperature must be finite"),
         (lambda: token_logprobs(H, W, T, temperature="1"), TypeError, "temperature must be a number, got str"),
+        (lambda: token_logprobs(H, W, T, softcap=0.0), ValueError, "softcap must be finite and above 0, got 0.0"),
         (lambda: token_logprobs(H, W, T, chunk_size=0), ValueError, "chunk_size must be at least 1, got 0"),
         (lambda: token_logprobs(H, W, T, chunk_size=1.5), TypeError, "chunk_size must be an integer, got 1.5"),
         (

@@ -104,11 +104,11 @@ def test_stopped_and_resumed_is_uninterrupted(finished, tmp_path, monkeypatch, c
 
 def test_help_shows_its_fields(capsys):
     with pytest.raises(SystemExit):
-        main([*TASK, "--help"])
+        main([*TASK, "--help", "all"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "--task.largest LARGEST Largest number of a puzzle. (type: int, default: 9)" in said
+    assert "--task.largest INT (default: 9) Largest number of a puzzle." in said
     assert "--judges.calculator.strict" in said and "Whether an answer may use each number only as often" in said
-    assert "Reach a number by adding and taking away others:" in said
+    assert "task: Reach a number by adding and taking away others." in said
 
 
 @pytest.mark.parametrize(

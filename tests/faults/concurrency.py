@@ -74,7 +74,7 @@ def _evaluated(kind: Tried, reference: Reference, target: Path) -> Outcome:
         finally:
             ended.set()
 
-    trained, *_ = _together([learn, lambda: measure("best"), lambda: measure("final")])
+    trained, *_ = _together([learn, lambda: measure("best"), lambda: measure("latest")])
     if trained.code != 0:
         wrong.append(f"the run: {trained.code}: {trained.err[:200]}")
     if not wrong:

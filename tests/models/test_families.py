@@ -26,6 +26,11 @@ LLAMA = dict(
 )
 QWEN2 = LLAMA | dict(model_type="qwen2")
 MISTRAL = LLAMA | dict(model_type="mistral", num_key_value_heads=2)
+SMOLLM3 = LLAMA | dict(model_type="smollm3", num_key_value_heads=2)
+PHI3 = LLAMA | dict(model_type="phi3")
+MOE = LLAMA | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+GEMMA2 = LLAMA | dict(model_type="gemma2", num_key_value_heads=2)
+GEMMA3 = GEMMA2 | dict(model_type="gemma3_text")
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
 TOKENS = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
 
@@ -59,6 +64,29 @@ def without(fields, name):
         (QWEN2 | dict(layer_types=["full_attention", "chunked_attention"]), "chunked_attention"),
         (QWEN2 | dict(layer_types=["full_attention"]), "layer_types"),
         (QWEN2 | dict(model_type="qwen2_vl", head_dim=16), "head_dim"),
+        (SMOLLM3 | dict(no_rope_layers=[1]), r"no_rope_layers must have 2 entries, one per layer, got \[1\]"),
+        (SMOLLM3 | dict(no_rope_layers="01"), "no_rope_layers: expected a list of 0 and 1, got '01'"),
+        (SMOLLM3 | dict(layer_types=["sliding_attention"] * 2, sliding_window=8), "use_sliding_window is unset"),
+        (LLAMA | dict(no_rope_layers=[0, 1]), "no_rope_layers=.* is not supported for model_type 'llama'"),
+        (PHI3 | dict(partial_rotary_factor=0.4), "partial_rotary_factor=0.4 is not supported for heads of 8"),
+        (PHI3 | dict(rope_scaling=dict(type="llama3")), "rope type 'llama3' is not supported for model_type 'phi3'"),
+        (PHI3 | dict(rope_scaling=dict(type="longrope", short_factor=[1.0])), r"short_factor must be 4 numbers"),
+        (PHI3 | dict(resid_pdrop=0.1), "resid_pdrop=0.1 is not supported"),
+        (MOE | dict(mlp_only_layers=[1]), r"mlp_only_layers=\[1\] is not supported: every layer must have experts"),
+        (MOE | dict(decoder_sparse_step=2), "decoder_sparse_step=2 is not supported"),
+        (MOE | dict(num_experts_per_tok=5), "num_experts_per_tok must be from 1 to num_experts=4, got 5"),
+        (MOE | dict(num_local_experts=0), "num_experts: expected a whole number from 1"),
+        (LLAMA | dict(num_experts=4), "num_experts=4 is not supported for model_type 'llama'"),
+        (LLAMA | dict(model_type="gemma3", text_config=LLAMA), "'gemma2', 'gemma3_text', .* got 'gemma3'"),
+        (GEMMA2 | dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
+        (GEMMA2 | dict(final_logit_softcapping=0), "final_logit_softcapping: expected a finite number > 0, got 0"),
+        (
+            GEMMA3 | dict(attn_logit_softcapping=50.0),
+            "attn_logit_softcapping=50.0 is not supported for .*'gemma3_text'",
+        ),
+        (GEMMA3 | dict(rope_parameters=dict(rope_theta=1e6)), "rope_parameters.rope_theta: expected a table of fields"),
+        (GEMMA3 | dict(rope_parameters=dict(chunked={})), "rope_parameters.chunked: expected full_attention and"),
+        (LLAMA | dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),
         (GPT2 | dict(add_cross_attention=True), "add_cross_attention=True"),
         (GPT2 | dict(activation_function="quick_gelu"), "activation_function.*quick_gelu"),
         (GPT2 | dict(pruned_heads={"0": [1]}), "pruned_heads"),
@@ -129,6 +157,38 @@ def test_what_a_mistral_folder_leaves_out_is_as_transformers_has_it():
     assert (config.num_kv_heads, config.windows) == (8, (4096, 4096))
     assert read_config(left_out | dict(sliding_window=None)).windows == (None, None)
     assert read_config(left_out | dict(num_key_value_heads=None)).num_kv_heads == 16
+
+
+def test_what_a_smollm3_folder_leaves_out_is_as_transformers_has_it():
+    """Every fourth layer is not rotated, and such layers alone have a window where one is in use."""
+    config = read_config(without(SMOLLM3, "num_key_value_heads") | dict(num_hidden_layers=5))
+    assert [rope is None for rope in config.layer_ropes] == [False, False, False, True, False]
+    assert (config.rope.theta, config.num_kv_heads, config.tie_word_embeddings) == (2e6, 4, True)
+    windowed = read_config(SMOLLM3 | dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=8))
+    assert windowed.windows == (None, None, None, 8)
+    assert read_config(SMOLLM3 | dict(no_rope_layers=[1, 1])).layer_ropes == ()
+
+
+def test_what_gemma_folders_leave_out_is_as_transformers_has_it():
+    two = read_config(GEMMA2)
+    assert (two.windows, two.attention_softcap, two.logit_softcap) == ((4096, None), 50.0, 30.0)
+    assert (two.head_dim, two.activation, two.attention_scale) == (256, "gelu_pytorch_tanh", 1 / 16)
+    assert two.embedding_scale == 32**0.5 and two.tie_word_embeddings and not two.qk_norm
+    assert read_config(GEMMA2 | dict(attn_logit_softcapping=None)).attention_softcap is None
+    three = read_config(GEMMA3 | dict(num_hidden_layers=7, sliding_window=8))
+    assert three.windows == (8, 8, 8, 8, 8, None, 8) and three.qk_norm
+    assert [rope.theta for rope in three.layer_ropes] == [1e4] * 5 + [1e6, 1e4]
+    assert three.attention_softcap is None and three.logit_softcap is None
+
+
+def test_old_and_new_forms_of_gemma_3s_rotations_read_the_same():
+    """Two bases, and a scaling of layers without a window (the hub, 2025); a table for each type (transformers 5)."""
+    linear = dict(rope_type="linear", factor=8.0)
+    old = GEMMA3 | dict(rope_theta=1e5, rope_local_base_freq=1e3, rope_scaling=linear, sliding_window_pattern=2)
+    tables = dict(full_attention=linear | dict(rope_theta=1e5), sliding_attention=dict(rope_theta=1e3))
+    types = ["sliding_attention", "full_attention"]
+    assert read_config(old) == read_config(GEMMA3 | dict(rope_parameters=tables, layer_types=types))
+    assert [(rope.theta, rope.factor) for rope in read_config(old).layer_ropes] == [(1e3, 1.0), (1e5, 8.0)]
 
 
 def test_names_that_transformers_also_takes_for_gpt2():

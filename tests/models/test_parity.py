@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from support import torch_reference as reference  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
-from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
+from grpo_jax.core.logprobs import capped, token_logprobs  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.decoder import make_policy  # noqa: E402
@@ -24,6 +24,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
+SU = dict(rope_type="su", attention_factor=2.0, original_max_position_embeddings=32)
 WINDOW = dict(use_sliding_window=True, sliding_window=3, max_window_layers=1)
 
 
@@ -37,7 +38,8 @@ def load(tmp_path, family, **overrides):
 def last_logits(loaded, tokens, mask):
     policy = make_policy(loaded.config)
     variables = {"params": loaded.params}
-    return jax.jit(policy.prefill)(variables, tokens, mask).hidden @ policy.head(variables).T
+    products = jax.jit(policy.prefill)(variables, tokens, mask).hidden @ policy.head(variables).T
+    return capped(products, policy.softcap)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,11 @@ def last_logits(loaded, tokens, mask):
         ("mistral", dict(sliding_window=3, head_dim=12)),
         ("qwen2_vl", dict(tie_word_embeddings=True)),
         ("gpt2", {}),
+        ("smollm3", {}),
+        ("phi3", dict(sliding_window=3)),
+        ("qwen3_moe", dict(norm_topk_prob=True)),
+        ("gemma2", dict(tie_word_embeddings=True)),
+        ("gemma3_text", dict(final_logit_softcapping=3.0, attention_bias=True)),
     ],
 )
 def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, family, changes):
@@ -66,10 +73,10 @@ def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, family, cha
     def objective(params):
         hidden = policy.forward_group({"params": params}, *batch)
         head = policy.head({"params": params})
-        got, _ = token_logprobs(hidden, head, jnp.asarray(batch[2]), temperature=0.8)
+        got, _ = token_logprobs(hidden, head, jnp.asarray(batch[2]), temperature=0.8, softcap=policy.softcap)
         surrogate, kl = Clip(low=0.2, high=0.3), KLPenalty(0.1)
         value, _ = grpo_loss(got, old, advantages, batch[3], surrogate=surrogate, kl=kl, ref_logprobs=ref)
-        return value, (got, hidden @ head.T)
+        return value, (got, capped(hidden @ head.T, policy.softcap))
 
     (value, (got, logits)), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(loaded.params)
     mask = batch[3]
@@ -102,6 +109,14 @@ FIELDS = [
     ("llama", dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5))),
     ("mistral", dict(sliding_window=3)),
     ("mistral", dict(sliding_window=None, num_key_value_heads=4)),
+    ("smollm3", dict(no_rope_layers=None, no_rope_layer_interval=2, mlp_bias=True)),
+    ("smollm3", dict(layer_types=["full_attention", "sliding_attention"], attention_bias=True)),
+    ("phi3", dict(rope_parameters=None, sliding_window=3, tie_word_embeddings=True)),
+    ("phi3", dict(rope_parameters=reference.LONGROPE | SU)),
+    ("qwen3_moe", dict(num_experts_per_tok=3, use_sliding_window=True, sliding_window=3)),
+    ("gemma2", dict(attn_logit_softcapping=None, layer_types=["full_attention", "sliding_attention"])),
+    ("gemma2", dict(final_logit_softcapping=None, query_pre_attn_scalar=100, hidden_activation="silu")),
+    ("gemma3_text", dict(rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_theta=1e3)))),
     ("qwen2_vl", dict(rope_parameters=YARN | dict(mrope_section=[1, 1, 2]))),
     ("gpt2", dict(n_inner=None)),
     ("gpt2", dict(activation_function="relu")),

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 TARGETS = {
     "qwen2": ("q_proj", "v_proj", "down_proj"),
     "gpt2": ("c_attn", "attn_c_proj", "mlp_c_proj"),
+    "phi3": ("qkv_proj", "gate_up_proj"),
     "qwen2_5_vl": ("q_proj", "gate_proj"),  # its vision tower has a gate_proj too
 }
 AUTO = {"qwen2_5_vl": transformers.AutoModelForImageTextToText}
@@ -113,6 +114,7 @@ def test_our_own_folder_comes_back_bit_equal(world, written):
 
 
 THEIRS = {
+    "phi3": [dict(target_modules="all-linear")],
     "qwen2": [
         dict(target_modules=["q_proj", "mlp.up_proj"]),
         dict(target_modules=r"model\.layers\.\d+\.self_attn\.(k|o)_proj"),

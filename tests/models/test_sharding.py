@@ -67,6 +67,14 @@ def test_what_lies_where(found):
     assert specs["qwen2/lora/layers/o_proj/a"] == [None, "tensor"]
     assert specs["gpt2/params/embed_tokens"] == [None, ["tensor", "fsdp"]]  # four do not divide 50257
     assert specs["gpt2/params/layers/c_attn/kernel"] == [None, ["tensor", "fsdp"]]
+    assert specs["phi3/params/layers/gate_up_proj/kernel"] == [None, ["tensor", "fsdp"]]
+    assert specs["mixture/params/layers/up_experts/kernel"] == [None, None, "fsdp", "tensor"]
+    assert specs["mixture/params/layers/down_experts/kernel"] == [None, None, "tensor", "fsdp"]
+    assert specs["mixture/params/layers/router/embedding"] == []
+
+
+def test_experts_are_trained_alike_over_several_devices(found):
+    assert found["mixture"] < 1e-5
 
 
 def test_what_cannot_lie_there_is_named(found):

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from support import import_checks
 
-from grpo_jax import evaluate, export
+from grpo_jax import evaluate, export, report
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.named import built_in_names, find_class
 from grpo_jax.config.run import JUDGES, TASKS, make_config
@@ -21,8 +21,8 @@ from grpo_jax.errors import UserError
 from grpo_jax.planning.request import take_request
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
-PAGES = {path.name: path.read_text() for path in FILES}
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 TASK_NAMES = built_in_names(TASKS)
 TASK_CLASSES = [find_class(name, TASKS, "task") for name in TASK_NAMES]
 JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(JUDGES)]
@@ -62,7 +62,9 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     shell = [line for block in blocks(text, "bash", "") for line in block.replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"\s#.*|\[.*…]|…", "", line) for line in (*indented, *shell, *spans(text))]
     calls = [re.search(r"-m (grpo_jax\.\w+)(.*)", line) for line in lines]
-    short = [re.match(r"(?:python -m grpo_jax|grpo) (train|evaluate|export) (-.*)", line) for line in lines]
+    short = [
+        re.match(r"(?:python -m grpo_jax|grpo) (train|evaluate|export|report) (-.*|\w+/.*)", line) for line in lines
+    ]
     found = [(call[1], call[2]) for call in calls if call] + [
         (f"grpo_jax.{call[1]}", call[2]) for call in short if call
     ]
@@ -148,7 +150,7 @@ def test_command_lines_parse(page, desk):
         if module == "grpo_jax.train":
             assert not refused(desk(words)), words
         else:  # the options are known; what they name is not there
-            command = {"grpo_jax.evaluate": evaluate, "grpo_jax.export": export}[module]
+            command = {"grpo_jax.evaluate": evaluate, "grpo_jax.export": export, "grpo_jax.report": report}[module]
             assert command.main(words) == 2
 
 
@@ -175,9 +177,16 @@ def test_files_exist(page):
     text = PAGES[page]
     named = re.findall(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./-]*\w)", text)
     assert not [path for path in named if not any(ROOT.glob(path.replace("NAME", "*")))]
-    folder = next(path.parent for path in FILES if path.name == page)
-    links = [link.partition("#")[0] for link in re.findall(r"]\(([^)\s]+)\)", text) if "://" not in link]
-    assert not [link for link in links if link and not (folder / link).exists()]
+    links = [link.partition("#") for link in re.findall(r"]\(([^)\s]+)\)", prose(text)) if "://" not in link]
+    targets = [((ROOT / page).parent / path if path else ROOT / page, anchor) for path, _, anchor in links]
+    assert not [path for path, _ in targets if not path.exists()]
+    assert not [(path.name, anchor) for path, anchor in targets if anchor and anchor not in anchors(path.read_text())]
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @each_page
@@ -207,6 +216,8 @@ def accepted(values: dict) -> bool:
         ("`training.acumulation: 2`", test_fields_and_objects_exist),
         ("`grpo_jax.training.trainer`", test_fields_and_objects_exist),
         ("`tests/test_sharding.py`", test_files_exist),
+        ("[data](docs/dates.md)", test_files_exist),
+        ("[data](docs/data.md#where-it-comes-from)", test_files_exist),
         ("    python -m grpo_jax.train --config cartpole", test_command_lines_parse),
         ("    grpo train --config cartpole", test_command_lines_parse),
         ("```yaml\nrenderer: {steps: 1}\n```", test_yaml_and_imports_of_code_blocks_are_right),

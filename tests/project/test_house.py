@@ -15,7 +15,7 @@ ROOMS = (
     *("planning", "commands"),
 )
 """From the ground up: each imports only from those before it."""
-COMMANDS = ("train", "evaluate", "export", "predict", "recommend", "__main__")
+COMMANDS = ("train", "evaluate", "export", "report", "predict", "recommend", "completion", "__main__")
 BUILDERS = ("bridges.miniature.build", "bridges.miniature.train_", "bridges.retrieval.__main__")
 """Scripts of the bridges that count as commands."""
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")
@@ -148,7 +148,7 @@ def test_no_task_is_known_by_name():
         for word in TASKS.findall(path.read_text(encoding="utf-8"))
     }
     extras = {("errors.py", "recommendation"), ("errors.py", "cartpole")}
-    assert found == {("config/command_line.py", "miniature")} | extras
+    assert found == {("config/help.py", "miniature")} | extras
 
 
 # ------------------------------------------------------------------------------------------------------------ sizes

@@ -1,9 +1,10 @@
-"""The wheel holds what a user needs, and runs outside the checkout."""
+"""The source archive and the wheel made of it hold what a user needs, which runs outside the checkout."""
 
 import os
 import runpy
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 
@@ -12,18 +13,25 @@ from support.text_task import ROOT
 
 pytestmark = pytest.mark.slow
 
-UNAVAILABLE = ("Could not find a version that satisfies", "NewConnectionError", "No module named pip")
+UNAVAILABLE = ("Could not find a version that satisfies", "NewConnectionError", "No module named build")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--quiet", "--wheel-dir", str(folder)]
+def archives(tmp_path_factory):
+    """The folder of both, by the command of docs/releasing.md."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if built.returncode and any(reason in built.stderr for reason in UNAVAILABLE):
-        pytest.skip(f"the build backend cannot be installed here: {built.stderr.strip().splitlines()[-1]}")
-    assert built.returncode == 0, built.stderr
-    (path,) = folder.glob("grpo_jax-*.whl")
+    told = built.stdout + built.stderr
+    if built.returncode and any(reason in told for reason in UNAVAILABLE):
+        pytest.skip(f"the build backend cannot be installed here: {told.strip().splitlines()[-1]}")
+    assert built.returncode == 0, told
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(archives):
+    (path,) = archives.glob("grpo_jax-*.whl")
     return path
 
 
@@ -60,11 +68,33 @@ def test_contents(wheel):
     assert tops == {"grpo_jax", "bridges"}
 
 
+def test_the_source_archive_has_what_git_has(archives):
+    """But for what is of the repository alone."""
+    (path,) = archives.glob("grpo_jax-*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no clone")
+    files = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    missing = {name for name in files - names if not name.startswith((".ci/", ".github/", ".pre-commit"))}
+    assert len(files) > 500 and not missing
+
+
+def test_the_version_is_that_of_the_archives(outside, wheel):
+    """From git, or what the archive was built as; never the text for who has installed nothing."""
+    version = wheel.name.split("-")[1]
+    assert version[0].isdigit()
+    assert outside("-m", "grpo_jax", "--version").strip() == version
+    assert outside("-c", "import importlib.metadata as m; print(m.version('grpo_jax'))").strip() == version
+
+
 def test_every_extra_of_users_is_tried_by_itself():
     """`make test-install` knows what each is for; the others are for who works on the project."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     tried = runpy.run_path(str(ROOT / "scripts" / "test_install.py"))
-    assert tried["CHECKS"].keys() == {tried["ALONE"], *extras} - {"test", "oracles", "lint", "figures"}
+    own = {"test", "oracles", "lint", "docs", "figures"}
+    assert tried["CHECKS"].keys() == {tried["ALONE"], tried["SOURCE"], *extras} - own
 
 
 def test_packaged_configs_are_found_outside_the_checkout(outside):

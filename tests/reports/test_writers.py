@@ -60,8 +60,8 @@ def test_missing_writers(tmp_path, monkeypatch):
     assert len(writers) == 1 and notes == ["no TensorBoard events: pip install tensorboard adds them"]
     with pytest.raises(UserError, match="wandb is not installed; pip install wandb"):
         open_writers(run, ["wandb"])
-    with pytest.raises(UserError, match="expected tensorboard or wandb, got mlflow"):
-        open_writers(run, ["mlflow"])
+    with pytest.raises(UserError, match="expected tensorboard, wandb, mlflow, trackio, got comet"):
+        open_writers(run, ["comet"])
 
 
 def test_wandb_continues_its_run(tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     run = RunDirectory.open(tmp_path / "run")
     for _ in range(2):
-        lines, writer = open_writers(run, ["wandb"], config={"seed": 1, "wandb_project": "sums"})[0]
+        lines, writer = open_writers(run, ["wandb"], config={"seed": 1, "project": "sums"})[0]
         lines.close()
         writer.write(1, {"loss": 1.0, "kl": float("nan")})
         writer.close()

@@ -123,7 +123,7 @@ def test_every_rule_can_be_named_and_allows_what_help_says(rule, expected, place
     written = {loaded.tokenizer.decode([int(i)]) for i in np.flatnonzero(allowed) if i not in loaded.eos_ids}
     assert written == set(expected) and allowed[list(loaded.eos_ids)].all()
     with pytest.raises(SystemExit):
-        main(["--help"])
+        main(["--help", "data.allowed_tokens"])
     told = " ".join(capsys.readouterr().out.split())
     assert '"ascii", those of printable ASCII characters alone' in told
     assert """"english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone""" in told

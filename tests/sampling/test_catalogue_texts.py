@@ -11,6 +11,7 @@ from support.tiny_decoders import LLAMA
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.trie import children, make_trie, walk
 from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.sampling import beams
 from grpo_jax.sampling.beams import make_beam_sampler, make_ranker
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.text_scores import make_scorer
@@ -182,6 +183,21 @@ def test_a_ranking_names_the_texts_that_the_beams_write(model, trie):
     found = written(variables, PROMPTS, MASK, keys())
     assert (np.asarray(ranking.texts) == numbers(found)).all()
     np.testing.assert_allclose(ranking.scores, np.asarray(found.logprobs).sum(-1), rtol=1e-5)
+
+
+def test_beams_find_what_is_below_a_wide_node_too(model, monkeypatch):
+    """Against the exact scores, with the prompts taken one by one."""
+    policy, variables = model
+    texts = [*TEXTS, *[(9, token, EOS) for token in range(10, 50)]]
+    trie = make_trie(texts, vocab_size=LLAMA.vocab_size)
+    assert beams.wide_below(trie) and not beams.wide_below(make_trie(TEXTS, vocab_size=LLAMA.vocab_size))
+    monkeypatch.setattr(beams, "_MOST_LOGITS", 1)
+    scores = np.asarray(make_scorer(policy, trie, pad_id=PAD)(variables, PROMPTS, MASK))
+    ranking = make_ranker(policy, len(texts), pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
+    for found, own, expected in zip(ranking.texts, ranking.scores, scores, strict=True):
+        assert sorted(np.asarray(found).tolist()) == list(range(len(texts)))
+        np.testing.assert_allclose(own, expected[np.asarray(found)], rtol=1e-4, atol=1e-5)
+        assert (np.diff(own) <= 1e-6).all()
 
 
 def test_without_replacement_first_and_second_follow_plackett_and_luce(model, trie, exact):

@@ -1,5 +1,6 @@
 """What tests/models/test_sharding.py looks at, measured on eight simulated devices: JSON to standard output."""
 
+import dataclasses
 import json
 import sys
 
@@ -12,6 +13,7 @@ from support import tiny_update
 from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.families.gpt2 import GPT2Config
+from grpo_jax.models.families.llama_config import Mixture
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.sharding import (
     make_mesh,
@@ -30,6 +32,11 @@ from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update
 
 MESHES = ((8, 1), (4, 2), (2, 4))
+MIXTURE = dataclasses.replace(
+    tiny_update.CONFIG,
+    **dict(model_type="qwen3_moe", mixture=Mixture(4, 2, 16), qkv_bias=False, initializer_range=0.2),
+    **dict(unit_offset=True, post_norms=True, logit_softcap=3.0),
+)
 PROMPTS = 2 * tiny_update.PROMPTS
 
 
@@ -95,11 +102,17 @@ def memory():
 
 
 def specs():
-    """The partition of every leaf, by path, for both families with adapters; and what is said where it cannot be."""
+    """The partition of every leaf, by path, for families with adapters; and what is said where it cannot be."""
     mesh, found = make_mesh(2, 4, jax.devices()), {}
     gpt2 = GPT2Config(50257, 64, 128, 2, 4, 32)
-    adapters = {"qwen2": LoraConfig(4, 8.0, ("q_proj", "o_proj")), "gpt2": LoraConfig(4, 8.0, ("c_attn", "c_fc"))}
-    for name, config in (("qwen2", tiny_update.CONFIG), ("gpt2", gpt2)):
+    phi = dataclasses.replace(tiny_update.CONFIG, model_type="phi3", fused=True, qkv_bias=False)
+    adapters = {
+        "qwen2": LoraConfig(4, 8.0, ("q_proj", "o_proj")),
+        "gpt2": LoraConfig(4, 8.0, ("c_attn", "c_fc")),
+        "phi3": LoraConfig(4, 8.0, ("qkv_proj", "gate_up_proj")),
+        "mixture": LoraConfig(4, 8.0, ("q_proj", "o_proj")),
+    }
+    for name, config in (("qwen2", tiny_update.CONFIG), ("gpt2", gpt2), ("phi3", phi), ("mixture", MIXTURE)):
         tree = jax.eval_shape(lambda c=config, n=name: init_variables(c, jax.random.key(0), lora=adapters[n]))
         for path, sharding in jax.tree_util.tree_leaves_with_path(shardings(tree, mesh)):
             key = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -115,6 +128,22 @@ def specs():
         except ValueError as error:
             found[name] = str(error)
     return found
+
+
+def mixture():
+    """How far the gradient of a model with experts and norms of 1 + weight over a mesh is from that of one device."""
+    variables, batch = init_variables(MIXTURE, jax.random.key(0)), make_batch()[:4]
+
+    def gradient(mesh):
+        policy = shard_policy(make_policy(MIXTURE, spread=over_prompts(mesh)), mesh)
+
+        def loss(variables, batch):
+            return jnp.sum(jnp.sin(policy.forward_group(variables, *batch)) * batch[3][..., None])
+
+        return jax.jit(jax.grad(loss))(shard(variables, mesh), shard_batch(batch, mesh))
+
+    pairs = zip(*(jax.tree.leaves(gradient(mesh)) for mesh in (None, make_mesh(4, 2, jax.devices()))), strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(a)).max()) for a, b in pairs)
 
 
 def rows_of_products():
@@ -162,5 +191,12 @@ def towers():
 
 
 if __name__ == "__main__":
-    checks = {"compare": compare, "memory": memory, "specs": specs, "rows": rows_of_products, "towers": towers}
+    checks = {
+        "compare": compare,
+        "memory": memory,
+        "specs": specs,
+        "mixture": mixture,
+        "rows": rows_of_products,
+        "towers": towers,
+    }
     json.dump({name: check() for name, check in checks.items()}, sys.stdout)

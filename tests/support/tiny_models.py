@@ -33,11 +33,11 @@ def chat_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
 
 
 def causal_lm(folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: str = "1GB", **overrides) -> Path:
-    """A random Qwen2, Qwen3 or Llama folder with a tokenizer and two end-of-sequence ids.
+    """A random folder of a model of text with a tokenizer and two end-of-sequence ids.
 
     Args:
         folder: where to write.
-        family: "qwen2", "qwen3" or "llama".
+        family: "qwen2", "qwen3", "llama", "qwen3_moe" or "gemma2".
         seed: of the weights.
         max_shard_size: as in `save_pretrained`; "20KB" gives several shards and an index.
         **overrides: fields of the family's config.
@@ -48,6 +48,8 @@ def causal_lm(folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: s
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     }[family]
     tokenizer = chat_tokenizer()
     fields = dict(
@@ -61,8 +63,12 @@ def causal_lm(folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: s
         tie_word_embeddings=False,
         **_ids(tokenizer),
     )
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe", "gemma2"):
         fields["head_dim"] = 16  # not hidden_size / heads, as in the real ones
+    if family == "qwen3_moe":
+        fields |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+    if family == "gemma2":
+        fields |= dict(query_pre_attn_scalar=16, sliding_window=8)
     torch.manual_seed(seed)
     model = model_class(config_class(**(fields | overrides)))
     return _save_language_model(model, tokenizer, folder, max_shard_size)

@@ -104,3 +104,18 @@ def test_dr_grpo_divides_by_the_budget_whatever_the_longest_completion_is(rollou
         batch = batch._replace(advantages=batch.advantages.at[0, 0].set(0.0))
         norms[width] = updated(batch, section)[1]["grad_norm"]
     assert norms[32] == pytest.approx(norms[48], rel=1e-5)
+
+
+@pytest.mark.parametrize(("written", "longest", "width"), [("full", 50, 80), ("full", 5, 20), ("short", 50, 60)])
+def test_a_prompt_is_cut_where_that_saves_a_share_of_what_its_group_reads(rollout, written, longest, width):
+    """Twice the group reads 512 tokens at most, of which 1/16 are 32, or shares few rows."""
+    samples = jax.tree.map(lambda array: np.concatenate([array] * 2, axis=1), rollout.samples)
+    if written == "full":
+        samples = samples._replace(mask=np.ones_like(samples.mask))
+    prompt_mask = np.tile(np.arange(80) >= 80 - longest, (PROMPTS, 1))
+    prompts = np.where(prompt_mask, np.arange(80), 0).astype(np.int32), prompt_mask
+    rewards = np.concatenate([rollout.rewards] * 2, axis=1)
+    batch = made(Rollout(prompts, samples, rewards), AlgorithmSection(advantage="grpo"))
+    assert batch.prompt_tokens.shape == batch.prompt_mask.shape == (PROMPTS, width)
+    np.testing.assert_array_equal(batch.prompt_tokens, prompts[0][:, 80 - width :])
+    assert (np.asarray(batch.prompt_mask).sum(-1) == longest).all()

@@ -7,7 +7,8 @@ import pytest
 
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama_config import DecoderConfig
+from grpo_jax.models.families.llama_config import DecoderConfig, Mixture
+from grpo_jax.models.rope import RopeConfig
 from grpo_jax.models.value_head import VALUE
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
@@ -19,6 +20,13 @@ MASK = np.arange(WIDTH) < LENGTHS[..., None]
 SHAPE = dict(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, initializer_range=0.3)
 CONFIGS = {
     "windowed": DecoderConfig(**SHAPE, intermediate_size=24, num_kv_heads=1, head_dim=8, windows=(None, 3)),
+    # All that a layer may have of its own: experts, rotations, caps, norms behind what is added.
+    "mixture": DecoderConfig(
+        **SHAPE,
+        **dict(intermediate_size=24, num_kv_heads=1, head_dim=8, mixture=Mixture(4, 2, 12), windows=(None, 3)),
+        **dict(layer_ropes=(RopeConfig(), None), unit_offset=True, post_norms=True, qk_norm=True),
+        **dict(attention_scale=0.5, attention_softcap=2.0, logit_softcap=3.0, embedding_scale=4.0),
+    ),
     "gpt2": GPT2Config.from_hf(
         dict(model_type="gpt2", vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=24, initializer_range=0.3)
     ),
@@ -120,3 +128,5 @@ def test_trimming_keeps_the_longest_row(longest, kept):
     array = np.arange(100).reshape(2, 50)
     np.testing.assert_array_equal(trimmed(array, mask), array[:, :kept])
     np.testing.assert_array_equal(trimmed(array, mask[:, ::-1], left=True), array[:, 50 - kept :])
+    whole = kept if 50 - kept >= 20 else 50
+    np.testing.assert_array_equal(trimmed(array, mask, worth=20), array[:, :whole])

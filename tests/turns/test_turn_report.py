@@ -105,7 +105,9 @@ def test_the_page_shows_episodes_as_they_went(tmp_path):
     assert "<h3>share gain" not in page
     RunDirectory(tmp_path).write_episodes([entry])
     assert sorted(file.name for file in (tmp_path / "images").iterdir()) == [
+        "000_episode_shown_0.png",
         "000_turn_1.png",
+        "000_turn_1_shown_0.png",
         "000_turn_2.png",
         "episodes.json",
     ]

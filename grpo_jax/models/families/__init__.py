@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import gpt2, llama, qwen_vl
+from grpo_jax.models.families import gemma, gpt2, llama, phi, qwen3_moe, qwen_vl, smollm
 from grpo_jax.models.families.family import Family
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama_config import DecoderConfig
 
 ModelConfig = DecoderConfig | GPT2Config
 
-FAMILIES: dict[str, Family] = {
-    model_type: family for family in (llama.FAMILY, qwen_vl.FAMILY, gpt2.FAMILY) for model_type in family.model_types
-}
+_FAMILIES = (
+    *(llama.FAMILY, smollm.FAMILY, phi.FAMILY, qwen3_moe.FAMILY, gemma.FAMILY, gemma.GEMMA3_FAMILY),
+    *(qwen_vl.FAMILY, gpt2.FAMILY),
+)
+FAMILIES: dict[str, Family] = {model_type: family for family in _FAMILIES for model_type in family.model_types}
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -33,4 +35,4 @@ def read_config(fields: Mapping[str, Any]) -> ModelConfig:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {tuple(FAMILIES)}, got {shown(model_type)}")
-    return FAMILIES[model_type].config.from_hf(fields)
+    return FAMILIES[model_type].read(fields)

@@ -52,10 +52,12 @@ class Naming(NamedTuple):
         heads: names of a head of its own.
         tensors: what is not in a layer: the decoder's name → Hugging Face's behind the prefix.
         layers: name of the list of layers.
-        modules: what is in a layer: the decoder's name → Hugging Face's.
+        modules: what is in a layer: the decoder's name → Hugging Face's, with {} for the number of an expert.
         transposed: kernels are stored [out, in] (Linear), not [in, out] (Conv1D).
         constants: pattern of tensors that old folders store although nothing is learned in them.
         beside: how the names begin of what is no part of the language model (a vision tower).
+        together: of a layer, a tensor in which some folders keep what others keep apart: Hugging Face's name → the
+            decoder's, whose outputs lie one after the other in it, [experts, out, in].
     """
 
     prefixes: tuple[str, ...]
@@ -66,6 +68,7 @@ class Naming(NamedTuple):
     transposed: bool
     constants: str
     beside: tuple[str, ...] = ()
+    together: Mapping[str, tuple[str, ...]] = {}
 
 
 class Family(NamedTuple):
@@ -77,21 +80,26 @@ class Family(NamedTuple):
 
     Attributes:
         model_types: Hugging Face's names of its architectures.
-        config: class of its configs; ``config.from_hf(fields of config.json)`` reads one.
+        config: class of its configs.
+        read: (contents of config.json) -> a config.
         block: its layer, a module made as block(config, dtype, param_dtype, lora, spread) and called as
             block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see ``attend_streams``).
         final_norm: (config, param_dtype) -> the norm after the last layer.
         learned_positions: whether embedded positions are added to the embedded tokens.
         rotation: (config, positions i32 [S] or [P, S], or [P, S, 3] with pictures among the tokens) -> cosine and sine,
-            each float32 [.., E/2], by which the layers rotate queries and keys; None where they do not.
+            each float32 [.., E/2], by which the layers rotate queries and keys, with a leading axis of kinds where
+            layers differ; None where they do not rotate.
         layer_inputs: (config) -> what each layer is given beside the states, stacked along a leading axis.
         projections: names of the layers' kernels, on which adapters can be put → ``COLUMNS``, ``ROWS`` or ``FUSED``.
         initial_stddev: (config, name of a projection or embedding) -> standard deviation of freshly drawn weights.
         naming: of the tensors in its folders.
+        longest: (config) -> how many tokens prompt and completion may have together where positions are not learned
+            but end; None where they go on.
     """
 
     model_types: tuple[str, ...]
     config: type
+    read: Callable[[Mapping[str, Any]], Any]
     block: type[nn.Module]
     final_norm: Callable[[Any, jax.typing.DTypeLike], nn.Module]
     learned_positions: bool
@@ -100,6 +108,7 @@ class Family(NamedTuple):
     projections: Mapping[str, str]
     initial_stddev: Callable[[Any, str], float]
     naming: Naming
+    longest: Callable[[Any], int | None] = lambda config: None
 
 
 def refuse_changed(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:

@@ -216,6 +216,7 @@ PROJECTIONS = {"c_attn": FUSED, "attn_c_proj": ROWS, "c_fc": COLUMNS, "mlp_c_pro
 FAMILY = Family(
     model_types=(MODEL_TYPE,),
     config=GPT2Config,
+    read=GPT2Config.from_hf,
     block=Block,
     final_norm=_final_norm,
     learned_positions=True,

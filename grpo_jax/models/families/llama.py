@@ -1,4 +1,7 @@
-"""Llama, Mistral, Qwen2 and Qwen3: RMS norms, rotations, a gated MLP."""
+"""Llama, Mistral, Qwen2 and Qwen3: RMS norms, rotations, a gated MLP.
+
+The layer has what its config chooses; other families (`smollm`, `phi`, `qwen3_moe`, `gemma`) choose more of it.
+"""
 
 from collections.abc import Callable
 
@@ -6,26 +9,40 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from grpo_jax.models.experts import Experts, Router, mixed, sorted_by_expert
 from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
-from grpo_jax.models.families.llama_config import TEXT_TYPES, DecoderConfig
+from grpo_jax.models.families.llama_config import TEXT_TYPES, DecoderConfig, Mixture
 from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, add_deepstack, attend_streams
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.rope import rotate, rotation, rotation_of_pictures
+from grpo_jax.models.rope import UNTURNED, rotate, rotation, rotation_of_pictures
+
+Rotation = tuple[jax.Array, jax.Array]
 
 
 class RMSNorm(nn.Module):
-    """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    Attributes:
+        epsilon: added to the mean square.
+        param_dtype: of the parameters.
+        unit_offset: multiply by 1 + weight before the rounding to x's dtype, rather than by the weight after it.
+    """
 
     epsilon: float
     param_dtype: jax.typing.DTypeLike
+    unit_offset: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] to the same shape and dtype."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        along = (1,) * (x.ndim - 1) + (-1,)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.unit_offset:
+            excess = self.param("excess", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
+            return (wide * (1 + excess.astype(jnp.float32).reshape(along))).astype(x.dtype)
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        return wide.astype(x.dtype) * scale.astype(x.dtype).reshape(along)
 
 
 class Block(nn.Module):
@@ -44,66 +61,125 @@ class Block(nn.Module):
         def projection(features: int, use_bias: bool) -> Projection:
             return Projection(features, use_bias, self.dtype, self.param_dtype, self.lora)
 
-        self.q_proj = projection(c.num_heads * c.head_dim, c.qkv_bias)
-        self.k_proj = projection(c.num_kv_heads * c.head_dim, c.qkv_bias)
-        self.v_proj = projection(c.num_kv_heads * c.head_dim, c.qkv_bias)
+        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        if c.fused:
+            self.qkv_proj = projection(queries + 2 * keys, c.qkv_bias)
+        else:
+            self.q_proj = projection(queries, c.qkv_bias)
+            self.k_proj = projection(keys, c.qkv_bias)
+            self.v_proj = projection(keys, c.qkv_bias)
         self.o_proj = projection(c.hidden_size, c.output_bias)
-        self.gate_proj = projection(c.intermediate_size, c.mlp_bias)
-        self.up_proj = projection(c.intermediate_size, c.mlp_bias)
-        self.down_proj = projection(c.hidden_size, c.mlp_bias)
-        self.input_layernorm = RMSNorm(c.rms_norm_eps, self.param_dtype)
-        self.post_attention_layernorm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+        if c.mixture is not None:
+            self._setup_experts(c.mixture)
+        else:
+            if c.fused:
+                self.gate_up_proj = projection(2 * c.intermediate_size, c.mlp_bias)
+            else:
+                self.gate_proj = projection(c.intermediate_size, c.mlp_bias)
+                self.up_proj = projection(c.intermediate_size, c.mlp_bias)
+            self.down_proj = projection(c.hidden_size, c.mlp_bias)
+        self.input_layernorm = _norm(c, self.param_dtype)
+        self.post_attention_layernorm = _norm(c, self.param_dtype)
+        if c.post_norms:
+            self.pre_feedforward_layernorm = _norm(c, self.param_dtype)
+            self.post_feedforward_layernorm = _norm(c, self.param_dtype)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
-            self.k_norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
+            self.q_norm = _norm(c, self.param_dtype)
+            self.k_norm = _norm(c, self.param_dtype)
+
+    def _setup_experts(self, m: Mixture) -> None:
+        def experts(features: int) -> Experts:
+            return Experts(m.experts, features, self.dtype, self.param_dtype)
+
+        self.router = Router(m.experts, m.chosen, m.normalised, self.dtype, self.param_dtype)
+        self.gate_experts, self.up_experts = experts(m.width), experts(m.width)
+        self.down_experts = experts(self.config.hidden_size)
 
     def __call__(
         self, x: jax.Array, layer_input: LayerInput, context: Context
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
         x = x if self.spread is None else self.spread(x)
-        mixed, new_keys_values = attend_streams(*self._heads(self.input_layernorm(x), context), layer_input, context)
-        x = x + self.o_proj(mixed)
-        y = self.post_attention_layernorm(x)
-        gate = ACTIVATIONS[self.config.activation](self.gate_proj(y))
-        x = x + self.down_proj(gate * self.up_proj(y))
+        heads = self._heads(self.input_layernorm(x), _rotation_of(layer_input, context))
+        mixed, new_keys_values = attend_streams(*heads, layer_input, context, self.config.attention_softcap)
+        if self.config.post_norms:
+            x = x + self.post_attention_layernorm(self.o_proj(mixed))
+            x = x + self.post_feedforward_layernorm(self._mlp(self.pre_feedforward_layernorm(x)))
+        else:
+            x = x + self.o_proj(mixed)
+            x = x + self._mlp(self.post_attention_layernorm(x))
         return add_deepstack(x, layer_input, context), new_keys_values
 
-    def _heads(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""
         c = self.config
-        query = self.q_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, -1, c.head_dim)
-        key = self.k_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
-        value = self.v_proj(x).reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim)
+        if c.fused:
+            queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+            query, key, value = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
+        else:
+            query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        query = query.reshape(*x.shape[:-1], c.num_kv_heads, -1, c.head_dim)
+        key, value = (part.reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim) for part in (key, value))
         if c.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        assert context.rotation is not None  # the decoder gives it
-        cos, sin = (part[:, :, None] for part in context.rotation)
+        cos, sin = (part[:, :, None] for part in rotation)
         return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
 
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        """The gated MLP, or those of each token's experts, of normed states [P, S, D]."""
+        activation = ACTIVATIONS[self.config.activation]
+        if self.config.mixture is not None:
+            states = x.reshape(-1, x.shape[-1])
+            weights, experts = self.router(states)
+            rows, order, sizes = sorted_by_expert(states, experts, self.config.mixture.experts)
+            inner = activation(self.gate_experts(rows, sizes)) * self.up_experts(rows, sizes)
+            return mixed(self.down_experts(inner, sizes), order, weights).reshape(x.shape)
+        gate, up = jnp.split(self.gate_up_proj(x), 2, -1) if self.config.fused else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(activation(gate) * up)
 
-def _final_norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
-    return RMSNorm(config.rms_norm_eps, param_dtype)
+
+def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:
+    """The layer's own, [P, S, E/2], of the kinds that there are."""
+    assert context.rotation is not None  # the decoder gives it
+    if layer_input.rotation is None:
+        return context.rotation
+    cos, sin = (jnp.take(part, layer_input.rotation, axis=0) for part in context.rotation)
+    return cos, sin
 
 
-def _rotation(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
+    return RMSNorm(config.rms_norm_eps, param_dtype, config.unit_offset)
+
+
+def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
     if positions.ndim == 3:
         return rotation_of_pictures(config.rope, config.head_dim, positions)
-    return rotation(config.rope, config.head_dim, positions)
+    if not config.layer_ropes:
+        return rotation(config.rope, config.head_dim, positions)
+    kinds = [rotation(rope or UNTURNED, config.head_dim, positions) for rope in dict.fromkeys(config.layer_ropes)]
+    cos, sin = (jnp.stack(part) for part in zip(*kinds, strict=True))
+    return cos, sin
 
 
 def _layer_inputs(config: DecoderConfig) -> LayerInput:
-    """The windows, i32 [layers], None when no layer has one; the layers' numbers where pictures are added to some."""
-    depth = (
-        jnp.arange(config.num_layers, dtype=jnp.int32)
-        if getattr(config, "vision", None) and config.vision.deepstack_layers
-        else None
-    )
-    if all(window is None for window in config.windows):
-        return LayerInput(depth=depth)
-    everything = jnp.iinfo(jnp.int32).max
-    windows = [everything if w is None else w for w in config.windows]
-    return LayerInput(window=jnp.array(windows, jnp.int32), depth=depth)
+    """What each layer is told, [layers] each or None.
+
+    The windows; the layers' numbers where pictures are added to some; the kinds of rotation where they differ; what
+    multiplies attention's scores where that is not E^-0.5.
+    """
+    found = LayerInput()
+    if config.attention_scale is not None:
+        found = found._replace(scale=jnp.full((config.num_layers,), config.attention_scale, jnp.float32))
+    if config.vision is not None and config.vision.deepstack_layers:
+        found = found._replace(depth=jnp.arange(config.num_layers, dtype=jnp.int32))
+    if config.layer_ropes:
+        kinds = list(dict.fromkeys(config.layer_ropes))
+        found = found._replace(rotation=jnp.array([kinds.index(rope) for rope in config.layer_ropes], jnp.int32))
+    if any(window is not None for window in config.windows):
+        everything = jnp.iinfo(jnp.int32).max
+        windows = [everything if w is None else w for w in config.windows]
+        found = found._replace(window=jnp.array(windows, jnp.int32))
+    return found
 
 
 PROJECTIONS = {
@@ -125,6 +201,7 @@ NAMING = Naming(
         **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
         **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
         **{name: name for name in ("input_layernorm", "post_attention_layernorm")},
+        **{name: name for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")},
     },
     transposed=True,
     constants=r"(^|\.)rotary_emb\.inv_freq$",
@@ -133,8 +210,9 @@ NAMING = Naming(
 FAMILY = Family(
     model_types=TEXT_TYPES,
     config=DecoderConfig,
+    read=DecoderConfig.from_hf,
     block=Block,
-    final_norm=_final_norm,
+    final_norm=_norm,
     learned_positions=False,
     rotation=_rotation,
     layer_inputs=_layer_inputs,

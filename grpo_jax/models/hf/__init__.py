@@ -5,7 +5,9 @@ from grpo_jax.models.hf.folder import (
     load_folder,
     load_tokenizer,
     load_tower,
+    load_weights,
     model_config,
+    read_folder,
     resolve_folder,
     save_folder,
 )
@@ -15,7 +17,9 @@ __all__ = [
     "load_folder",
     "load_tokenizer",
     "load_tower",
+    "load_weights",
     "model_config",
+    "read_folder",
     "resolve_folder",
     "save_folder",
 ]

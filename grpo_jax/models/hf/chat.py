@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -121,6 +122,12 @@ def conversation_encoder(
         return ids if tokens is None else _expanded(ids, tokens.picture, lengths, texts)
 
     return encode
+
+
+def knows_option(tokenizer: Any, name: str) -> bool:
+    """Whether a chat template says the name of an option at all."""
+    template = tokenizer.get_chat_template(tools=[{}] if name == "tools" else None)
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def default_system_prompt(tokenizer: Any, **switches: Any) -> str:

@@ -66,7 +66,7 @@ def load_folder(
     put: Callable[[Any], Any] | None = None,
     vision: bool = False,
 ) -> LoadedPolicy:
-    """Load a Llama, Qwen2, Qwen3, GPT-2 or Qwen-VL folder.
+    """Load the folder of one of the model families (`models.families`).
 
     Args:
         folder: a local folder, or a hub id.
@@ -81,17 +81,33 @@ def load_folder(
     """
     if param_dtype not in (*_DTYPES, None):
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
+    policy = load_weights(read_folder(folder, tokenizer=tokenizer), param_dtype=param_dtype, put=put)
+    if vision and getattr(policy.config, "vision", None) is not None:
+        policy = policy._replace(visual=load_tower(policy, param_dtype=param_dtype, put=put))
+    return policy
+
+
+def read_folder(folder: str | Path, *, tokenizer: bool = True) -> LoadedPolicy:
+    """All of a folder but its weights, which take long: ``params`` is empty.
+
+    Raises:
+        UserError: as ``load_folder``.
+    """
     name, folder = str(folder), resolve_folder(folder)
     name = str(folder.resolve()) if Path(name).expanduser().is_dir() else name
     raw = _read_config(folder)
     config = model_config(folder, raw)
-    loaded = load_tokenizer(folder) if tokenizer else None  # before the weights, which take long
+    loaded = load_tokenizer(folder) if tokenizer else None
     eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, loaded)
-    params = (put or _copied)(_read_weights(read_params, folder, config, param_dtype))
-    policy = LoadedPolicy(config, params, loaded, eos_ids, pad_id, folder, name)
-    if vision and getattr(config, "vision", None) is not None:
-        policy = policy._replace(visual=load_tower(policy, param_dtype=param_dtype, put=put))
-    return policy
+    return LoadedPolicy(config, {}, loaded, eos_ids, pad_id, folder, name)
+
+
+def load_weights(
+    read: LoadedPolicy, *, param_dtype: str | None = "float32", put: Callable[[Any], Any] | None = None
+) -> LoadedPolicy:
+    """A policy that ``read_folder`` gave with its parameters; arguments and errors as ``load_folder`` has them."""
+    params = _read_weights(read_params, read.folder, read.config, param_dtype)
+    return read._replace(params=(put or _copied)(params))
 
 
 def load_tower(

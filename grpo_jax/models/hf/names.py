@@ -1,13 +1,16 @@
 """Hugging Face tensor names ↔ places in a policy's parameters: the decoder's, and beside them a vision tower's."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig, family_of
+from grpo_jax.models.families.family import Naming
 from grpo_jax.models.vision.pictures import VISUAL
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
@@ -20,12 +23,35 @@ class Place(NamedTuple):
         layer: index along the leaf's first axis, or None for a leaf that is not stacked.
         transpose: the folder stores [out, in], or [out, ...] with all that follows as one axis; the leaf is [in, out].
         shape: of the tensor in the folder.
+        expert: index along the leaf's second axis, or None for a leaf without experts.
+        together: the paths of leaves [in, out] of all experts that are one tensor [experts, out, in]; empty for one
+            leaf alone.
     """
 
     path: tuple[str, ...]
     layer: int | None
     transpose: bool
     shape: tuple[int, ...]
+    expert: int | None = None
+    together: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Where the tensor is in its leaf."""
+        return tuple(index for index in (self.layer, self.expert) if index is not None)
+
+    def parts(self, tensor: np.ndarray) -> dict[tuple[str, ...], np.ndarray]:
+        """What a tensor of the folder is in the leaves, by path."""
+        if self.together:
+            split = np.split(tensor.swapaxes(1, 2), len(self.together), axis=2)
+            return dict(zip(self.together, split, strict=True))
+        return {self.path: tensor.reshape(len(tensor), -1).T if self.transpose else tensor}
+
+    def tensor(self, part: Callable[[tuple[str, ...]], np.ndarray]) -> np.ndarray:
+        """The tensor of the folder from what is in the leaves, by path."""
+        if self.together:
+            return np.concatenate([part(path) for path in self.together], axis=2).swapaxes(1, 2)
+        return part(self.path).T.reshape(self.shape) if self.transpose else part(self.path)
 
 
 def shapes(config: ModelConfig) -> dict[str, Any]:
@@ -65,22 +91,40 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     embedding = f"{naming.tensors['embed_tokens']}.weight"
     prefix = next((p for p in naming.prefixes if p + embedding in names), naming.prefixes[0])
     head = next((h for h in naming.heads if h in names), naming.heads[0])
-    table = {}
-    for path, leaf in flatten(shapes(config)).items():
+    layers, table, leaves = f"{prefix}{naming.layers}", {}, flatten(shapes(config))
+    together = _together(naming, layers, names)
+    for (name, parts), layer in product(naming.together.items(), range(config.num_layers if together else 0)):
+        paths = tuple(("layers", part, "kernel") for part in parts)
+        _, count, inner, _ = leaves[paths[0]].shape
+        width = sum(leaves[path].shape[-1] for path in paths)
+        table[f"{layers}.{layer}.{name}"] = Place(paths[0], layer, True, (count, width, inner), together=paths)
+    for path, leaf in leaves.items():
         kind = "bias" if path[-1] == "bias" else "weight"
         if path == ("lm_head",):
             table[head] = Place(path, None, False, leaf.shape)
         elif path[0] != "layers":
             table[f"{prefix}{naming.tensors[path[0]]}.{kind}"] = Place(path, None, False, leaf.shape)
-        else:
-            transpose = naming.transposed and path[-1] == "kernel"
-            shape = leaf.shape[:0:-1] if transpose else leaf.shape[1:]
-            for layer in range(config.num_layers):
-                name = f"{prefix}{naming.layers}.{layer}.{naming.modules[path[1]]}.{kind}"
-                table[name] = Place(path, layer, transpose, shape)
+        elif path[1] not in together:
+            module, transpose = f"{naming.modules[path[1]]}.{kind}", naming.transposed and path[-1] == "kernel"
+            for layer, (name, place) in product(range(config.num_layers), _in_layer(path, module, transpose, leaf)):
+                table[f"{layers}.{layer}.{name}"] = place._replace(layer=layer)
     if config.tie_word_embeddings and head in names:
         table[head] = table[prefix + embedding]
     return table
+
+
+def _together(naming: Naming, layers: str, names: set[str]) -> set[str]:
+    """The modules that this folder keeps together with others."""
+    found = any(f"{layers}.0.{name}" in names for name in naming.together)
+    return {part for parts in naming.together.values() for part in parts} if found else set()
+
+
+def _in_layer(path: tuple[str, ...], module: str, transpose: bool, leaf: Any) -> list[tuple[str, Place]]:
+    """The tensors that a stacked leaf is of a layer: one, or one for each expert."""
+    if "{}" not in module:
+        return [(module, Place(path, 0, transpose, leaf.shape[:0:-1] if transpose else leaf.shape[1:]))]
+    place = Place(path, 0, transpose, leaf.shape[:1:-1])
+    return [(module.format(expert), place._replace(expert=expert)) for expert in range(leaf.shape[1])]
 
 
 def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:

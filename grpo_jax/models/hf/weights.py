@@ -1,12 +1,10 @@
 """The files that hold a policy's tensors: read into stacked parameters, and written back."""
 
 import os
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -15,7 +13,7 @@ from grpo_jax.config.reading import read_json as read_json_text
 from grpo_jax.errors import UserError, said
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.hf.names import Place, beside, name_table, passes_through, tower_table, unflatten
-from grpo_jax.models.lora import MergedKernel
+from grpo_jax.models.lora import MergedKernel, entry
 from grpo_jax.models.vision.pictures import VISUAL
 
 INDEX = "model.safetensors.index.json"
@@ -153,19 +151,21 @@ def _read(table: dict[str, Place], unknown: list[str], files: TensorFiles, dtype
     problems = _problems(table, files) + [f"{name} is unexpected" for name in unknown]
     if problems:
         raise UserError(f"weights do not fit config.json: {listed(problems)}")
-    stacked = Counter(place.path for place in table.values())
+    stacked: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for place in table.values():
+        for path in place.together or (place.path,):
+            stacked[path] = max(stacked.get(path, ()), place.index)  # the last of each axis
     leaves: dict[tuple[str, ...], np.ndarray] = {}
     for name, place in table.items():
-        value = files.read_finite(name, dtype)
-        value = value.reshape(len(value), -1).T if place.transpose else value
-        if place.layer is not None:
-            if place.path not in leaves:
-                leaves[place.path] = np.empty((stacked[place.path], *value.shape), value.dtype)
-            leaves[place.path][place.layer] = value
-        elif place.path not in leaves:
-            leaves[place.path] = value
-        elif not np.array_equal(leaves[place.path], value):
-            raise UserError(f"{said(name)} differs from the embedding although tie_word_embeddings is true")
+        for path, value in place.parts(files.read_finite(name, dtype)).items():
+            if place.index:
+                if path not in leaves:
+                    leaves[path] = np.empty((*(last + 1 for last in stacked[path]), *value.shape), value.dtype)
+                leaves[path][place.index] = value
+            elif path not in leaves:
+                leaves[path] = value
+            elif not np.array_equal(leaves[path], value):
+                raise UserError(f"{said(name)} differs from the embedding although tie_word_embeddings is true")
     return unflatten(leaves)
 
 
@@ -212,13 +212,11 @@ def write_shard(
 
 
 def _exported(name: str, leaves: Mapping[tuple[str, ...], Any], place: Place, dtype: np.dtype) -> np.ndarray:
-    leaf = leaves[place.path]
-    if isinstance(leaf, MergedKernel):
-        leaf = leaf.layer(place.layer)
-    elif place.layer is not None:
-        leaf = jax.lax.dynamic_index_in_dim(leaf, place.layer, keepdims=False)
-    value = np.asarray(leaf)
-    value = value.T.reshape(place.shape) if place.transpose else value
+    def part(path: tuple[str, ...]) -> np.ndarray:
+        leaf = leaves[path]
+        return np.asarray(leaf.at(place.index) if isinstance(leaf, MergedKernel) else entry(leaf, place.index))
+
+    value = place.tensor(part)
     if dtype == np.float16 and np.abs(value.astype(np.float32)).max(initial=0.0) > np.finfo(np.float16).max:
         raise UserError(f"{name} no longer fits float16; export with dtype float32 or bfloat16")
     return value.astype(dtype)

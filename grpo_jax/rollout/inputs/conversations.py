@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_jax.config.reading import require_text
-from grpo_jax.errors import shown
+from grpo_jax.config.reading import read_json, require_text
+from grpo_jax.errors import UserError, shown
 from grpo_jax.models.hf.chat import PICTURE, Fixed, Message, Part
 from grpo_jax.rollout.inputs.pictures import File, Stored, source_of
 
@@ -186,6 +187,34 @@ def messages_of(row: Any, instruction: str = "", system: str = "") -> tuple[Mess
     for piece in pieces[1:]:
         parts = [*parts, *prompt, *piece]
     return (*before_all, Message("user", (*before, *parts)))
+
+
+def tools_of(row: Any, column: str) -> str:
+    """What a row's policy may call, its column of JSON schemas as JSON text; "" where it has none.
+
+    Raises:
+        UserError: It holds something else.
+    """
+    tools = row.columns.get(column)
+    if isinstance(tools, str) and tools:
+        try:
+            tools = read_json(tools)
+        except ValueError as error:
+            raise UserError(f"row {row.id}, data.tools: column {column!r}: {error}") from error
+    if not tools:
+        return ""
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(
+            f"row {row.id}, data.tools: column {column!r} must hold a list of JSON schemas, got {shown(tools, 40)}"
+        )
+    return json.dumps(_without_none([*tools]))
+
+
+def _without_none(value: Any) -> Any:
+    """Without what a table fills in where other rows' objects have a key."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _between(texts: Sequence[str], part: Part) -> list[Part]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,14 +12,25 @@ import numpy as np
 
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, shown
-from grpo_jax.models.hf.chat import PICTURE, Message, conversation_encoder, default_system_prompt, picture_tokens
+from grpo_jax.models.hf.chat import (
+    PICTURE,
+    Message,
+    conversation_encoder,
+    default_system_prompt,
+    knows_option,
+    picture_tokens,
+)
 from grpo_jax.models.hf.processor import PictureSettings, make_prepare, read_settings
 from grpo_jax.models.vision.patches import Picture
 from grpo_jax.models.vision.stacking import pack_rows
-from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.inputs.conversations import messages_of
+from grpo_jax.rollout.data import Facts, Row, facts_of
+from grpo_jax.rollout.inputs.conversations import messages_of, tools_of
 from grpo_jax.rollout.inputs.pictures import read_rgb, refusal, size_of
 from grpo_jax.sampling.sampler import bucket_size
+
+TokensOf = Callable[[Row, Sequence[int]], list[int]]
+"""(row, tokens of each of its pictures) → the tokens that its completions start from."""
+_LONGEST, _MARGIN = 4096, 8
 
 
 class Encoded(NamedTuple):
@@ -82,14 +95,17 @@ def make_encode(
         section: Form, instruction, and the most tokens of a prompt, its pictures' included.
         pad_id: Fills up on the left.
         vocab_size: V, the model's; a token beyond it is refused.
-        rows: Rows whose longest sets L, and whose pictures set the sizes, so that all batches have few shapes.
+        rows: Rows whose longest sets L, and whose pictures set the sizes, so that all batches have few shapes. Of more
+            than 4096 without pictures those are looked at that have the most text, and all that could be too long; a
+            batch with a longer one than they are is wider.
         eyes: Of a policy that sees; asked for where a row has pictures.
 
     Raises:
         UserError: A prompt is longer than data.max_prompt_tokens, a picture cannot be used, or as
             `conversation_encoder`.
     """
-    some = any(row.pictures for row in rows)
+    facts = facts_of(rows)
+    some = bool(facts.pictures.any())
     if some and eyes is None:
         raise UserError(_BLIND)
     seeing = eyes() if some and eyes is not None else None
@@ -110,7 +126,8 @@ def make_encode(
         return ids
 
     longest, slots, patches = 1, 0, 0
-    for row in rows:
+    for place in _measured(facts, tokens_of, section):
+        row = rows[place]
         grids = [] if seeing is None else _grids(row, seeing.settings)
         longest, slots = max(longest, len(checked(row, grids))), max(slots, len(grids))
         patches = max([patches, *(h * w for h, w in grids)])
@@ -126,9 +143,23 @@ def make_encode(
     return encode
 
 
-def _tokens_of(
-    tokenizer: Any, section: DataSection, vision: Any, vocab_size: int | None
-) -> Callable[[Row, Sequence[int]], list[int]]:
+def _measured(facts: Facts, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
+    """The places of rows that are encoded beforehand: no tokenizer makes more tokens of a text than it has bytes."""
+    count = len(facts.sizes)
+    if count <= _LONGEST or isinstance(section.tools, str):  # a column's tools are no part of the text
+        return range(count)
+    try:
+        frame = len(tokens_of(Row(0, "x"), [])) + _MARGIN
+    except UserError:  # a template that takes no prompt by itself
+        frame = section.max_prompt_tokens
+    repeats = max(1, section.instruction.count("{prompt}"))
+    most = facts.sizes * repeats + frame * np.maximum(facts.messages, 1)
+    looked_at = (most > section.max_prompt_tokens) | (facts.pictures > 0)
+    looked_at[np.argsort(-facts.sizes, kind="stable")[:_LONGEST]] = True
+    return np.flatnonzero(looked_at).tolist()
+
+
+def _tokens_of(tokenizer: Any, section: DataSection, vision: Any, vocab_size: int | None) -> TokensOf:
     """tokens_of(row, tokens of each of its pictures) → the tokens that its completions start from.
 
     In the form "append" the prompt itself is continued. Otherwise it goes through the tokenizer's chat template, with
@@ -137,15 +168,42 @@ def _tokens_of(
     instruction = "" if section.form == "append" else section.instruction
     if instruction and "{prompt}" not in instruction:
         raise UserError("data.instruction must contain {prompt}, the place of the user's prompt")
-    # Templates that know no thinking ignore the switch.
-    encode = conversation_encoder(
-        tokenizer,
-        chat=_chats(tokenizer, section),
-        tokens=None if vision is None else picture_tokens(vision),
-        vocab_size=vocab_size,
-        enable_thinking=section.enable_thinking,
-    )
-    return lambda row, lengths: encode(_messages(row, instruction, section.system_prompt), lengths)
+    _check_options(tokenizer, section)
+
+    def encoder(tools: str) -> Callable[[Sequence[Message], Sequence[int]], list[int]]:
+        return conversation_encoder(
+            tokenizer,
+            chat=_chats(tokenizer, section),
+            tokens=None if vision is None else picture_tokens(vision),
+            vocab_size=vocab_size,
+            **section.template_options,
+            **({"tools": json.loads(tools)} if tools else {}),
+        )
+
+    known = functools.lru_cache(maxsize=64)(encoder)
+
+    def tokens_of(row: Row, lengths: Sequence[int]) -> list[int]:
+        tools = tools_of(row, section.tools) if isinstance(section.tools, str) else ""
+        return known(tools)(_messages(row, instruction, section.system_prompt), lengths)
+
+    return tokens_of
+
+
+def _check_options(tokenizer: Any, section: DataSection) -> None:
+    """Refuses what the chat template would pass over: jinja says nothing of a name that a template has not.
+
+    Raises:
+        UserError: Naming the option.
+    """
+    given = {f"data.chat_template_options.{name}": name for name in section.chat_template_options}
+    given |= {"data.tools": "tools"} if section.tools else {}
+    for field, name in given.items():
+        if not _chats(tokenizer, section):
+            raise UserError(f"{field}: expected nothing, the policy's tokenizer has no chat template")
+        if not knows_option(tokenizer, name):
+            raise UserError(
+                f"{field}: the policy's chat template knows no {name!r}, and would pass it over: leave it out"
+            )
 
 
 def _chats(tokenizer: Any, section: DataSection) -> bool:
@@ -153,14 +211,27 @@ def _chats(tokenizer: Any, section: DataSection) -> bool:
     return section.form != "append" and bool(getattr(tokenizer, "chat_template", None))
 
 
+def check_tools(section: DataSection, rows: Sequence[Row]) -> None:
+    """Refuses a name of data.tools that is no column of any row."""
+    column = section.tools
+    if isinstance(column, str) and column and not any(column in row.columns for row in rows):
+        raise UserError(f"data.tools: expected a list of JSON schemas or a column of the data, got {shown(column)}")
+
+
 def tell_system_prompt(
     tokenizer: Any, section: DataSection, rows: Sequence[Row], say: Callable[[str, str], None]
 ) -> None:
-    """Says what the chat template tells the policy before prompts that nobody gave a system prompt."""
-    own = section.system_prompt or all(row.messages and row.messages[0].role == "system" for row in rows)
-    if own or not _chats(tokenizer, section):
+    """Says what the chat template tells the policy before prompts that nobody gave a system prompt.
+
+    And that it has no switch for thinking, where that is switched on.
+    """
+    if not _chats(tokenizer, section):
         return
-    told = default_system_prompt(tokenizer, enable_thinking=section.enable_thinking)
+    if section.enable_thinking and not knows_option(tokenizer, "enable_thinking"):
+        say("template", "has no switch for thinking: data.enable_thinking changes nothing")
+    if section.system_prompt or facts_of(rows).told.all():
+        return
+    told = default_system_prompt(tokenizer, **section.template_options)
     if told:
         say("template", f"tells the policy {shown(told, 100)} before each prompt; data.system_prompt replaces it")
 

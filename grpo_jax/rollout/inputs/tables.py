@@ -1,64 +1,89 @@
 """Prompts from tables: parquet files, and folders and data sets of Hugging Face's `datasets`.
 
-Arrow reads them; nothing of `datasets` is needed. Pictures stay where they are until they are looked at.
+Arrow reads them, without `datasets`. Rows become Python's each time they are read; pictures stay where they
+are until they are looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from grpo_jax.config.reading import read_json
 from grpo_jax.errors import UserError, one_line, said
 from grpo_jax.rollout.inputs.pictures import Stored
+from grpo_jax.rollout.inputs.records import Numbered, Records
 
 _PICTURES = ("image", "images")
 
 
-def read_tables(path: Path) -> Iterator[dict[str, Any]]:
+def read_tables(path: Path) -> Records:
     """The records of a parquet file, or of a folder that `save_to_disk` wrote, its splits as "split".
 
     Raises:
         UserError: It cannot be read, or is something else.
     """
-    import pyarrow
     import pyarrow.parquet
 
     try:
-        if path.is_file():
-            yield from records_of(pyarrow.parquet.read_table(path))
-        else:
-            yield from _folder(path)
+        tables = [(None, pyarrow.parquet.read_table(path, memory_map=True))] if path.is_file() else _folder(path)
+        return records_of(tables, path.parent, str(path))
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:  # Arrow's are among them
         raise UserError(f"{said(path)} cannot be read: {one_line(error, 120)}") from error
 
 
-def _folder(path: Path) -> Iterator[dict[str, Any]]:
+def _folder(path: Path) -> list[tuple[str | None, Any]]:
     if (path / "dataset_dict.json").is_file():
-        for split in read_json((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]:
-            yield from (record | {"split": split} for record in _saved(path / Path(split).name))
-    elif (path / "state.json").is_file():
-        yield from _saved(path)
-    else:
-        raise UserError(f"{said(path)} is a folder without prompts: give a file, or what Dataset.save_to_disk wrote")
+        splits = read_json((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        return [(split, table) for split in splits for table in _saved(path / Path(split).name)]
+    if (path / "state.json").is_file():
+        return [(None, table) for table in _saved(path)]
+    raise UserError(f"{said(path)} is a folder without prompts: give a file, or what Dataset.save_to_disk wrote")
 
 
-def _saved(folder: Path) -> Iterator[dict[str, Any]]:
-    """The records of one data set, whose Arrow files are read where they lie."""
+def _saved(folder: Path) -> list[Any]:
+    """The tables of one data set, whose Arrow files are read where they lie."""
     import pyarrow
 
     state = read_json((folder / "state.json").read_text(encoding="utf-8"))
     names = [Path(file["filename"]).name for file in state["_data_files"]]
-    tables = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(folder / name))).read_all() for name in names]
-    if tables:
-        yield from records_of(pyarrow.concat_tables(tables))
+    return [pyarrow.ipc.open_stream(pyarrow.memory_map(str(folder / name))).read_all() for name in names]
 
 
-def records_of(table: Any) -> Iterator[dict[str, Any]]:
-    """The rows of an Arrow table, pictures as what finds them."""
+def records_of(tables: Sequence[tuple[str | None, Any]], base: Path | None, name: str) -> Records:
+    """The rows of Arrow tables one after another, each with the "split" of its table, pictures as what finds them.
+
+    Args:
+        tables: With their splits.
+        base: The folder that paths in them are relative to.
+        name: What errors call them.
+    """
+    ends = np.cumsum([table.num_rows for _, table in tables], dtype=np.int64).tolist()
+
+    def read(start: int, stop: int) -> list[Numbered]:
+        found: list[Numbered] = []
+        while start < stop:
+            which = bisect.bisect_right(ends, start)
+            (split, table), end = tables[which], min(stop, ends[which])
+            part = table.slice(start - (ends[which] - table.num_rows), end - start)
+            named = {} if split is None else {"split": split}
+            try:
+                found += enumerate([record | named for record in _records(part)], start)
+            except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # Arrow's are among them
+                raise UserError(f"{said(name)} cannot be read: {one_line(error, 120)}") from error
+            start = end
+        return found
+
+    return Records("row", base, ends[-1] if ends else 0, read)
+
+
+def _records(table: Any) -> Iterator[dict[str, Any]]:
     columns = {
         name: _pictures(table.column(name)) if name in _PICTURES else table.column(name).to_pylist()
         for name in table.column_names

@@ -8,26 +8,29 @@ checkpoints/final/version_1       the end of training
 
 Each is written elsewhere, listed in a manifest with the checksums of its files and only then put in its place
 (`series`); `best` and `final` are replaced by writing the next version and then deleting the previous one. So whatever
-has a name is whole, and what a disk did to it later is noticed. What Orbax sees is nested dictionaries of arrays: the
-types of the state (optax's tuples, typed keys, Python numbers) come back from the template, not from the file.
+has a name is whole, and what a disk did to it later is noticed. Checkpoints of one step have their arrays' files in
+common (`sharing`): each is whole without the others, and the arrays are on the disk once. What Orbax sees is nested
+dictionaries of arrays: the types of the state (optax's tuples, typed keys, Python numbers) come back from the template,
+not from the file.
 """
 
-import errno
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from grpo_jax.errors import UserError, one_line
+from grpo_jax.errors import UserError
 from grpo_jax.runs import directory
+from grpo_jax.runs.checkpoint.disk_errors import first_line, is_disk_error
 from grpo_jax.runs.checkpoint.echoes import silence
 from grpo_jax.runs.checkpoint.manifest import find_damage
 from grpo_jax.runs.checkpoint.series import Series
+from grpo_jax.runs.checkpoint.sharing import bytes_held
 from grpo_jax.runs.checkpoint.tree import EVALUATED, as_template, check_fits, items, leaves, plain, storable, target
 
 PyTree = Any
@@ -47,6 +50,7 @@ class Checkpoints:
         folder: str | Path,
         *,
         keep: int = 3,
+        keep_bytes: float = 0,
         read_only: bool = False,
         note: Callable[[str], None] = lambda text: None,
         pauses: Sequence[float] | None = None,
@@ -56,6 +60,8 @@ class Checkpoints:
         Args:
           folder: the `checkpoints` folder of a run; made if absent.
           keep: how many `step_N` checkpoints stay; older ones are deleted after a newer one is committed.
+          keep_bytes: what all checkpoints may take together, `best` and `final` included; beyond it `step_N` are
+            deleted, the oldest first and never the newest. 0 for no bound.
           read_only: open for restoring only: nothing is made or removed (another process may be writing).
           note: tells of a write that failed and is tried again.
           pauses: seconds before each further try; None for `runs.directory.PAUSES`.
@@ -67,19 +73,17 @@ class Checkpoints:
             raise ValueError(f"keep: expected at least 1, got {keep}")
         silence()
         self.folder = Path(folder).absolute()
-        self._read_only, self._note, self._pauses = (
-            read_only,
-            note,
-            tuple(directory.PAUSES if pauses is None else pauses),
-        )
+        self._read_only, self._note = read_only, note
+        self._pauses = tuple(directory.PAUSES if pauses is None else pauses)
+        self._keep_bytes = keep_bytes
         self._sound: set[Path] = set()
+        self._held: tuple[int, Path] | None = None  # a step whose state is on the disk, and where
         if read_only and not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder; give the run directory of a training run")
         try:
-            self._steps = Series(self.folder, "step", keep, read_only=read_only, items=_ITEMS)
-            self._named = {
-                name: Series(self.folder / name, "version", 1, read_only=read_only, items=_ITEMS) for name in _NAMED
-            }
+            opened = partial(Series, read_only=read_only, items=_ITEMS, committed=self._make_room)
+            self._steps = opened(self.folder, "step", keep)
+            self._named = {name: opened(self.folder / name, "version", 1) for name in _NAMED}
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -149,33 +153,41 @@ class Checkpoints:
         Raises:
           UserError: there is no such checkpoint, it is damaged, or it does not fit the template.
         """
-        series, number = self._find(which)
-        restored = {}
-        for item, part in items(template).items():
-            restored |= self._read(series, number, item, part)
-        return {name: restored[name] for name in template}, self._meta(series, number)
+
+        def read(series, number):
+            restored = {}
+            for item, part in items(template).items():
+                restored |= self._read(series, number, item, part)
+            meta = self._meta(series, number)
+            self._held = meta["step"], series.path(number)
+            return {name: restored[name] for name in template}, meta
+
+        return self._while_there(which, read)
 
     def read_meta(self, which: int | str) -> dict:
         """The meta of a checkpoint alone (with `"step"`). Raises UserError as `restore` does."""
-        return self._meta(*self._find(which))
+        return self._while_there(which, self._meta)
 
     def restore_variables(self, which: int | str, template: PyTree = None) -> tuple[PyTree, dict]:
         """Restores the variables alone; without a template they go to the first device."""
-        series, number = self._find(which)
-        if template is not None:
-            part = {EVALUATED: template}
-        else:
-            place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            saved = self._described(series, number, EVALUATED)
-            part = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), saved)
-        return self._read(series, number, EVALUATED, part)[EVALUATED], self._meta(series, number)
+
+        def read(series, number):
+            if template is not None:
+                part = {EVALUATED: template}
+            else:
+                place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+                saved = self._described(series, number, EVALUATED)
+                part = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), saved)
+            return self._read(series, number, EVALUATED, part)[EVALUATED], self._meta(series, number)
+
+        return self._while_there(which, read)
 
     def wait(self) -> None:
         """Waits for the write in the background. Raises UserError if it failed."""
         try:
             self._steps.wait()
         except Exception as error:
-            if not _is_disk_error(error):
+            if not is_disk_error(error):
                 raise
             self._steps.clear()
             raise self._unwritable(error) from error
@@ -185,7 +197,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            for series in (self._steps, *self._named.values()):
+            for series in self._every():
                 with suppress(Exception):  # of a write that failed, and was told already
                     series.close()
 
@@ -213,6 +225,9 @@ class Checkpoints:
             raise ValueError("these checkpoints were opened with read_only=True")
         trees = {item: storable(part) for item, part in items(state).items()}
         meta = json.loads(json.dumps(meta, default=plain))
+        if self._shares(series, number, meta):
+            return
+        self._held = meta["step"], series.path(number)
         for pause in (*self._pauses, None):
             try:
                 series.save(number, trees, meta)
@@ -220,20 +235,41 @@ class Checkpoints:
                     series.wait()
                 return
             except Exception as error:
-                if not _is_disk_error(error):
+                if not is_disk_error(error):
                     raise
                 series.clear()
                 if pause is None or not self.folder.is_dir():
                     raise self._unwritable(error) from error
-                self._note(f"a checkpoint could not be written ({_first_line(error)}); trying again in {pause:g} s")
+                self._note(f"a checkpoint could not be written ({first_line(error)}); trying again in {pause:g} s")
             time.sleep(pause)
             wait = True
+
+    def _shares(self, series, number, meta) -> bool:
+        """Makes a checkpoint of a step whose arrays this object wrote or restored last, if it is, of their files."""
+        if self._held is None or self._held[0] != meta["step"]:
+            return False
+        try:
+            self._steps.wait()  # they may be on their way
+            series.link(number, self._held[1], meta)
+        except (OSError, ValueError):  # then it is written in full
+            return False
+        return True
+
+    def _make_room(self) -> None:
+        for old in self._steps.numbers()[:-1] if self._keep_bytes else ():
+            every = (series.path(number) for series in self._every() for number in series.numbers())
+            if bytes_held(every) <= self._keep_bytes:
+                return
+            self._steps.remove(old)
+
+    def _every(self) -> tuple[Series, ...]:
+        return self._steps, *self._named.values()
 
     def _unwritable(self, error: BaseException) -> UserError:
         if not self._read_only and isinstance(error, FileNotFoundError) and not self.folder.is_dir():
             return UserError(f"{self.folder} is gone: it was deleted under the run, and nothing more can be saved")
         return UserError(
-            f"cannot write a checkpoint to {self.folder} ({_first_line(error)}); the checkpoints"
+            f"cannot write a checkpoint to {self.folder} ({first_line(error)}); the checkpoints"
             " committed so far stay valid: make room or mend the permissions, then continue with --resume"
         )
 
@@ -293,8 +329,20 @@ class Checkpoints:
             damage = self._damage(series, number)
             if not damage:
                 return number, damaged
+            if number not in series.numbers():  # removed by a run that goes on, which has a newer one
+                return self._first_sound(series)
             damaged.append((series, number, damage))
         return None, damaged
+
+    def _while_there(self, which, read):
+        """What `read(series, number)` gives of a sound checkpoint; of the next if a run that goes on removes it."""
+        while True:
+            series, number = self._find(which)
+            try:
+                return read(series, number)
+            except UserError:
+                if number in series.numbers():
+                    raise
 
     def _find(self, which):
         """(series, number) of a sound checkpoint by name; waits for it if it is still being written."""
@@ -312,7 +360,7 @@ class Checkpoints:
         else:
             raise UserError(f"checkpoint {which!r}: expected a step, latest, best or final")
         there = ", ".join(self.available())
-        mend = f"there are: {there}" if there else "it holds none; the run was stopped before its first checkpoint"
+        mend = f"there are: {there}" if there else "it holds none; the run has not come to its first checkpoint"
         raise UserError(f"no checkpoint {str(which)!r} in {self.folder}: {mend}")
 
     def _checked(self, series, number, which):
@@ -330,7 +378,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            raise UserError(f"{series.path(number)} cannot be read ({_first_line(error)})") from error
+            raise UserError(f"{series.path(number)} cannot be read ({first_line(error)})") from error
 
 
 def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, dict]:
@@ -349,17 +397,3 @@ def restore_params(run_dir: str | Path, which: int | str = "best", template: PyT
     """
     with Checkpoints(Path(run_dir) / "checkpoints", read_only=True) as checkpoints:
         return checkpoints.restore_variables(which, template)
-
-
-def _is_disk_error(error: BaseException) -> bool:
-    """Whether a write failed for the machine's reasons; tensorstore reports those as ValueError."""
-    text = str(error)
-    return isinstance(error, OSError) or "OS error" in text or "os_error_code" in text or "No space left" in text
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error)
-    for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG, errno.ENOMEM):
-        if os.strerror(code) in text:
-            return os.strerror(code)
-    return one_line(error, 80)

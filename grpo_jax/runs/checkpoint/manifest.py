@@ -8,31 +8,47 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 MANIFEST = "manifest.json"
 
 
-def seal(folder: Path) -> None:
-    """Lists every file below a folder in its manifest, which is on the disk when this returns."""
+def seal(folder: Path, known: Mapping[str, Any] | None = None) -> None:
+    """Lists every file below a folder in its manifest, which is on the disk when this returns.
+
+    Args:
+        folder: Of the checkpoint.
+        known: Entries of files that are not read again, of another manifest.
+    """
     found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST)
-    files = {str(path.relative_to(folder)): _described(path) for path in found}
+    names = {str(path.relative_to(folder)): path for path in found}
+    files = {name: (known or {}).get(name) or _described(path) for name, path in names.items()}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({"files": files}, file)
         file.flush()
         os.fsync(file.fileno())
 
 
-def is_sealed(folder: Path) -> bool:
-    """Whether there is a manifest; whether it is right, `find_damage` says."""
-    return (folder / MANIFEST).is_file()
+def entries(folder: Path) -> dict[str, Any]:
+    """What a manifest says of each file.
+
+    Raises:
+        OSError: There is no manifest.
+        ValueError: It is no manifest.
+    """
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError(f"{folder / MANIFEST} lists no files")
+    return files
 
 
 def find_damage(folder: Path) -> str:
     """What differs first from the manifest, in a few words; "" where every file is as it was written."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        listed = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+        listed = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries(folder).items()}
     except FileNotFoundError:
         return f"it has no {MANIFEST}: it was not written to its end"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -1,7 +1,8 @@
 """Numbered checkpoints of one kind in a folder: `step_20`, `step_40`, …; each whole or not there.
 
 Orbax writes a checkpoint under `.writing/`, in the background; then its files are listed in a manifest, and a rename
-gives it its place. Older ones go only after that.
+gives it its place. Older ones go only after that. Where another checkpoint holds the same arrays, `link` takes its
+files.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 
-from grpo_jax.runs.checkpoint.manifest import seal
+from grpo_jax.runs.checkpoint.manifest import entries, seal
+from grpo_jax.runs.checkpoint.sharing import share
 
 _WRITING, _META = ".writing", "meta.json"
 
@@ -26,7 +28,16 @@ _WRITING, _META = ".writing", "meta.json"
 class Series:
     """Checkpoints `prefix_N` of a folder, of which the newest `keep` stay."""
 
-    def __init__(self, folder: Path, prefix: str, keep: int, *, read_only: bool, items: tuple[str, ...]):
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str,
+        keep: int,
+        *,
+        read_only: bool,
+        items: tuple[str, ...],
+        committed: Callable[[], None] = lambda: None,
+    ):
         """Opens a folder; unless it is only read, it is made and what an interrupted write left is removed.
 
         Args:
@@ -35,10 +46,12 @@ class Series:
             keep: How many stay.
             read_only: Nothing is made or removed: another process may be writing.
             items: Names of the trees that a checkpoint may hold beside its meta.
+            committed: Called when one has its place, by the thread that wrote it.
 
         Raises:
             OSError: The folder cannot be made.
         """
+        self._committed = committed
         self.folder, self._prefix, self._keep, self._items = folder, prefix, keep, items
         self.writing: int | None = None  # the number of the write in the background
         self._thread: threading.Thread | None = None
@@ -69,17 +82,25 @@ class Series:
         Raises:
             Exception: What Orbax or the system raised; here or in `wait`.
         """
-        self.wait()
-        if not self.folder.is_dir():
-            raise FileNotFoundError(f"{self.folder} is gone")
-        self.clear()
+        written = self._begun(number)
         checkpointer = self._opened()
         args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
-        written = self.folder / _WRITING / self.path(number).name
         checkpointer.save(written, args=ocp.args.Composite(**args))
         text, self.writing = json.dumps(meta), number
         self._thread = threading.Thread(target=self._commit, args=(written, number, text), name="commit", daemon=True)
         self._thread.start()
+
+    def link(self, number: int, source: Path, meta: Mapping[str, Any]) -> None:
+        """Makes a checkpoint of the arrays of another one with a meta of its own, at once: of the same files.
+
+        Raises:
+            OSError: The other one is gone, or the file system has no hard links.
+            ValueError: Its manifest is no manifest.
+        """
+        written = self._begun(number)
+        known = {name: entry for name, entry in entries(source).items() if name != _META}
+        share(known, source, written)
+        self._place(written, number, json.dumps(meta), known)
 
     def wait(self) -> None:
         """Waits for the write in the background; raises once what it raised."""
@@ -89,6 +110,14 @@ class Series:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def remove(self, number: int) -> None:
+        """Removes a checkpoint, as far as the system lets it: its name at once, so that none is half there."""
+        removed = self.folder / _WRITING / f"removed_{number}"
+        with suppress(OSError):
+            removed.parent.mkdir(exist_ok=True)
+            self.path(number).rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     def set_aside(self, number: int) -> None:
         """Takes a damaged checkpoint out of the series: `step_20.damaged`."""
@@ -121,18 +150,30 @@ class Series:
             if self._checkpointer is not None:
                 self._checkpointer.close()
 
+    def _begun(self, number: int) -> Path:
+        """Where a checkpoint is written, after the write before is done."""
+        self.wait()
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"{self.folder} is gone")
+        self.clear()
+        return self.folder / _WRITING / self.path(number).name
+
     def _commit(self, written: Path, number: int, meta: str) -> None:
         try:
             self._opened().wait_until_finished()
-            (written / _META).write_text(meta, encoding="utf-8")
-            seal(written)
-            os.rename(written, self.path(number))
-            _sync(self.folder)
-            for old in self.numbers()[: -self._keep]:
-                if old != number:
-                    shutil.rmtree(self.path(old), ignore_errors=True)
+            self._place(written, number, meta)
         except BaseException as error:
             self._error = error
+
+    def _place(self, written: Path, number: int, meta: str, known: Mapping[str, Any] | None = None) -> None:
+        (written / _META).write_text(meta, encoding="utf-8")
+        seal(written, known)
+        os.rename(written, self.path(number))
+        _sync(self.folder)
+        for old in self.numbers()[: -self._keep]:
+            if old != number:
+                self.remove(old)
+        self._committed()
 
     def _opened(self) -> ocp.AsyncCheckpointer:
         if self._checkpointer is None:

@@ -1,9 +1,11 @@
 """Functions of the user's that are told of a run as it goes, and may ask it to stop.
 
-def watch(moment):
-    return moment.metrics["kl"] > 0.5  # True: stop, with everything saved
+As in
 
-run(config, on_iteration=watch)
+    def watch(moment):
+        return moment.metrics["kl"] > 0.5  # True: stop, with everything saved
+
+    run(config, on_iteration=watch)
 """
 
 from __future__ import annotations

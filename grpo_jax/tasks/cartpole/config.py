@@ -1,7 +1,7 @@
 """What a CartPole run is made of: frozen dataclasses and their checks.
 
-Every field has its help line in the docstring of its class; `python -m grpo_jax.train --task cartpole --help` prints
-them.
+Every field has its help line in the docstring of its class; `python -m grpo_jax.train --task cartpole --help all`
+prints them.
 """
 
 from __future__ import annotations
@@ -152,6 +152,8 @@ class CartPoleTraining:
         iterations: Iterations in all.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside final.
+        keep_gib: What all checkpoints may take on the disk together; beyond it the oldest go, never final and the
+            newest. While one is written there is one more. 0 for no bound.
         max_hours: Hours after which this process saves and stops behind a measured block, for --resume to go on; 0 for
             never.
     """
@@ -159,13 +161,15 @@ class CartPoleTraining:
     iterations: int = may_change(100)
     save_every: int = may_change(0)
     keep_checkpoints: int = may_change(2)
+    keep_gib: float = may_change(0.0)
     max_hours: float = may_change(0.0)
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         ranges = {"iterations": (1, COUNT), "save_every": (0, COUNT), "keep_checkpoints": (1, COUNT)}
         require_sizes(self, "training.", ranges)
-        require(self.max_hours >= 0, "training.max_hours", "a number >= 0", self.max_hours)
+        for name in ("keep_gib", "max_hours"):
+            require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -199,8 +203,8 @@ class CartPoleConfig:
         run_dir: Folder of the run; null makes runs/TASK-TIME.
         resume: Continue the run in run_dir from its last checkpoint.
         debug: Show tracebacks of user errors.
-        report_to: Metric writers beside metrics.jsonl.
-        wandb_project: Project of the run on Weights & Biases.
+        report_to: Metric writers beside metrics.jsonl (docs/ending.md).
+        project: What the run belongs to: project on Weights & Biases and trackio, experiment on MLflow.
         algorithm: Advantages and loss.
         rollout: What one iteration plays.
         network: The policy.
@@ -215,8 +219,10 @@ class CartPoleConfig:
     run_dir: str | None = may_change(None)
     resume: bool = may_change(False)
     debug: bool = may_change(False)
-    report_to: list[Literal["tensorboard", "wandb"]] = may_change(default_factory=lambda: ["tensorboard"])
-    wandb_project: str = may_change("grpo_jax")
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = may_change(
+        default_factory=lambda: ["tensorboard"]
+    )
+    project: str = may_change("grpo_jax")
     algorithm: CartPoleAlgorithm = field(default_factory=CartPoleAlgorithm)
     rollout: CartPoleRollout = field(default_factory=CartPoleRollout)
     network: CartPoleNetwork = field(default_factory=CartPoleNetwork)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import PromptSet
+from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.tasks.picture_rewards import REWARDS, conditioned
 from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, miniature_prompts, picture_prompts
 from grpo_jax.tasks.prompt_enhancement.compositional import compositional_records
@@ -17,6 +19,8 @@ from grpo_jax.tasks.task import Setup, World, oracle_column
 
 COMPOSITIONAL = "compositional"
 """As data.prompts: objects, counts, colours and places, with questions for a judge that sees."""
+BOTH = "builtin+compositional"
+"""As data.prompts: those that ship with the package, and as many compositional ones, in turn."""
 DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("faithfulness", 0.5), RewardSection("length", 0.2))
 
 
@@ -47,4 +51,12 @@ class PromptEnhancement(PictureTask):
 
 def _prompts(config: Config) -> PromptSet:
     makers = {MINIATURE: miniature_prompts, COMPOSITIONAL: compositional_records}
+    makers[BOTH] = partial(_both_records, config.data.held_out)
     return picture_prompts(config, makers, "a .jsonl or .txt file, or builtin")
+
+
+def _both_records(held_out: float, split: str, count: int) -> list[dict[str, Any]]:
+    """A built-in prompt, a compositional one, and so on: of however many are measured, half are of each list."""
+    rows = getattr(load_prompts("builtin", held_out=held_out), split)
+    plain = [{"prompt": row.prompt, **row.columns} for row in rows]
+    return [record for pair in zip(plain, compositional_records(split, len(rows)), strict=True) for record in pair]

@@ -1,9 +1,13 @@
 """Compositional prompts: every kind in every split, combinations apart, questions that say what the prompt says."""
 
+import re
+
 import pytest
 
+from grpo_jax.config.command_line import parse
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.tasks.prompt_enhancement.compositional import (
     COLOURS,
     KINDS,
@@ -55,11 +59,24 @@ def test_a_config_names_them():
     assert prompts.test[0].columns["questions"] == ALL["test"][0]["questions"]
 
 
-@pytest.mark.parametrize("prompts", ["compositional", "miniature"])
+@pytest.mark.parametrize("config", ["sd3", "sdxl_turbo", "flux_schnell"])
+def test_the_real_configs_have_built_in_and_compositional_prompts_in_turn(config):
+    """The built-in ones split as they are by themselves, and no prompt stands in two parts."""
+    shipped = parse(["--config", f"prompt_enhancement_{config}"])
+    prompts, alone = _prompts(shipped), load_prompts("builtin", held_out=shipped.data.held_out)
+    for split, part, builtin in zip(SPLITS, prompts, alone, strict=True):
+        assert [row.prompt for row in part[::2]] == [row.prompt for row in builtin]
+        assert [row.prompt for row in part[1::2]] == [row["prompt"] for row in ALL[split][: len(builtin)]]
+    rows = [row for part in prompts for row in part]
+    assert len({row.prompt for row in rows}) == len({row.id for row in rows}) == len(rows) == 240
+
+
+@pytest.mark.parametrize("prompts", ["compositional", "miniature", "builtin+compositional"])
 @pytest.mark.parametrize("field", [{"validation": "more.jsonl"}, {"test": "more.jsonl"}, {"columns": {"prompt": "q"}}])
 def test_what_is_made_is_read_from_nowhere(prompts, field):
     config = make_config(task="prompt_enhancement", data={"prompts": prompts, **field})
-    with pytest.raises(UserError, match=f'data.{next(iter(field))}: expected nothing with data.prompts "{prompts}"'):
+    (name,) = field
+    with pytest.raises(UserError, match=f'data.{name}: expected nothing with data.prompts "{re.escape(prompts)}"'):
         _prompts(config)
 
 

@@ -1,0 +1,161 @@
+# %% [markdown]
+# # 2. Advantages
+#
+# A reward of 7 says nothing until you know what was to be expected. An **advantage** is a reward less such an
+# expectation, a *baseline*. On this page you will see four baselines, what each does to the gradient's bias and to
+# its variance, and why a group of answers to one question is a good place to take a baseline from.
+#
+# The world is still a bandit, but now there are eight of them, the *prompts*. Some pay well whatever you do, some
+# badly; what matters is the arm. A language policy is in the same place: some questions are easy.
+
+# %%
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from grpo_jax.core.advantages import group_advantages, leave_one_out_advantages
+from grpo_jax.core.losses import grpo_loss
+
+np.set_printoptions(precision=3, floatmode="fixed", suppress=True)
+EASE = jnp.linspace(0.0, 14.0, 8)[:, None]  # [P, 1]
+PAYS = EASE + jnp.array([0.0, 1.0, 2.0])  # [P, A]
+logits = jnp.zeros(3)  # one policy for all prompts
+
+
+def pull(key, group):
+    """Actions and rewards of a group for each prompt, both [P, G]."""
+    draw, noise = jax.random.split(key)
+    actions = jax.random.categorical(draw, logits, shape=(len(PAYS), group))
+    return actions, jnp.take_along_axis(PAYS, actions, axis=1) + 0.5 * jax.random.normal(noise, actions.shape)
+
+
+def gradient(actions, advantages):
+    """What page 1 made of a loss, for groups."""
+
+    def loss(logits):
+        logprobs = jax.nn.log_softmax(logits)[actions][..., None]
+        return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, jnp.ones_like(logprobs, bool))[0]
+
+    return -jax.grad(loss)(logits)
+
+
+actions, rewards = pull(jax.random.key(0), 4)
+print("rewards [P, G]:\n" + np.array2string(np.asarray(rewards), precision=1))
+
+# %% [markdown]
+# ## Why a baseline does no harm
+#
+# Take any number b away that does not depend on the action. Since Σ_a ∇π(a) = ∇1 = 0,
+#
+#     E[(r - b) ∇log π] = E[r ∇log π] - b · E[∇log π] = E[r ∇log π] - b · Σ_a ∇π(a) = E[r ∇log π]
+#
+# So the expectation stays and only the variance changes. The catch is in the condition: the mean of a group *does*
+# depend on each of its actions, a little.
+#
+# | baseline | taken from | in the library |
+# |---|---|---|
+# | none | | |
+# | batch mean | all prompts' rewards | `batch_whitened_advantages` (and divided by the deviation) |
+# | group mean | the rewards of the same prompt, this one among them | `group_advantages(rewards, scale="none")` |
+# | leave one out | the *other* rewards of the same prompt | `leave_one_out_advantages` |
+#
+# Here are the four on a group that is easy to check: the rewards 1, 2 and 6, with the mean 3.
+
+# %%
+BASELINES = {
+    "none": lambda r: r,
+    "batch mean": lambda r: r - r.mean(),
+    "group mean": lambda r: group_advantages(r, scale="none"),
+    "leave one out": leave_one_out_advantages,
+}
+one_group = jnp.array([[1.0, 2.0, 6.0]])
+for name, advantages in BASELINES.items():
+    print(f"{name:14}", advantages(one_group)[0])
+
+assert jnp.allclose(leave_one_out_advantages(one_group)[0], jnp.array([1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2]))
+assert jnp.allclose(leave_one_out_advantages(one_group), 3 / 2 * group_advantages(one_group, scale="none"))
+
+# %% [markdown]
+# The last line holds for every group of G: leaving one out is the group mean times G / (G - 1). Both point the same
+# way.
+#
+# ## Measured
+#
+# 4000 batches of 8 prompts with 4 pulls each. *Length* is how much of the true gradient the mean estimate has: 1 is
+# unbiased. *Variance* is that of one batch, relative to the squared length of the true gradient: below 1 the estimate
+# is more signal than noise.
+
+# %%
+truth = jax.grad(lambda logits: jnp.mean(PAYS @ jax.nn.softmax(logits)))(logits)
+
+
+def measure(advantages, group, batches=4000):
+    """(share of the true gradient in the mean, variance over squared length)"""
+
+    def one(key):
+        actions, rewards = pull(key, group)
+        return gradient(actions, advantages(rewards))
+
+    estimates = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), batches))
+    return float(estimates.mean(axis=0) @ truth / (truth @ truth)), float(estimates.var(axis=0).sum() / (truth @ truth))
+
+
+measured = {name: measure(advantages, 4) for name, advantages in BASELINES.items()}
+for name, (length, variance) in measured.items():
+    print(f"{name:14} length {length:.2f}  variance {variance:6.2f}")
+
+variance = {name: both[1] for name, both in measured.items()}
+assert variance["none"] > variance["batch mean"] > variance["leave one out"] > variance["group mean"]
+assert abs(measured["leave one out"][0] - 1) < 0.03 and abs(measured["group mean"][0] - 3 / 4) < 0.03
+
+# %% [markdown]
+# Most of the variance was never about the arms: it was about which prompts are easy. The batch mean removes what all
+# prompts share; only the prompt's own mean removes its ease. The group mean's gradient is a quarter too short,
+# because each reward is compared with a mean that it is part of: (G - 1) / G of the truth. Its variance is smaller by
+# the square of that and no better for it. With one G for all prompts this is merely another learning rate.
+
+# %%
+groups = (2, 4, 8, 16)
+lengths = {name: [measure(BASELINES[name], g, 2000)[0] for g in groups] for name in ("group mean", "leave one out")}
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), num="Variance by baseline, and bias by size of the group")
+left.bar(list(variance), list(variance.values()), color=["C0", "C1", "C2", "C3"])
+left.set(yscale="log", title="variance / squared length of the gradient")
+left.tick_params(axis="x", labelrotation=15)
+for (name, values), style in zip(lengths.items(), ("C2o-", "C3s--"), strict=True):
+    right.plot(groups, values, style, label=name)
+right.plot(groups, [(g - 1) / g for g in groups], "k:", linewidth=1, label="(G - 1) / G")
+right.set(title="length of the mean gradient", xlabel="G", xticks=groups, ylim=(0, 1.1))
+right.legend(loc="lower right")
+
+# %% [markdown]
+# ## And the deviation
+#
+# GRPO goes on and divides by the group's standard deviation. Below, groups of 8 with yes-or-no rewards, of which k
+# are right. Without the division a right answer of a hard prompt gets 1 - k/8, at most 1. With it, the rarer a
+# success the more it counts, without that bound: rare successes and rare failures shape the policy most.
+
+# %%
+print(" right   group mean only     divided by the deviation")
+for right_ones in (1, 2, 4, 6, 7):
+    rewards = (jnp.arange(8) < right_ones).astype(float)[None]
+    plain, scaled = group_advantages(rewards, scale="none")[0], group_advantages(rewards, eps=0.0)[0]
+    print(f"{right_ones} of 8   {plain[0]:+.2f} and {plain[-1]:+.2f}      {scaled[0]:+.2f} and {scaled[-1]:+.2f}")
+    assert abs(scaled.std(ddof=1) - 1) < 1e-5
+
+# %% [markdown]
+# Whether that is wanted is a matter of taste and of papers: Dr. GRPO leaves it out, since with it the gradient is not
+# that of the expected reward. [Page 4](4_grpo.md) is about GRPO; [page 3](3_ppo_and_gae.md) has another source of
+# baselines, a network that learns what to expect.
+#
+# ## Exercises
+#
+# 1. Make all prompts alike (`EASE` of zeros). Which baseline gains now, and which one no longer does?
+# 2. With G pulls of P prompts in each batch, and P · G = 32 pulls: which G has the least variance under leave one
+#    out? What else would speak for more prompts?
+# 3. Let the baseline be the largest reward of the group. It depends on the actions: measure its bias.
+#
+# In the library: [`advantages.py`](../../grpo_jax/core/advantages.py). The papers: Williams 1992, on any baseline;
+# Ahmadian and others 2024, ["Back to Basics"](https://arxiv.org/abs/2402.14740), on leaving one out (RLOO); Liu and
+# others 2025, ["Dr. GRPO"](https://arxiv.org/abs/2503.20783), on the deviation.

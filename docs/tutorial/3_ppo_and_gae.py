@@ -1,0 +1,171 @@
+# %% [markdown]
+# # 3. PPO and generalised advantages
+#
+# Two things are still missing for worlds that last more than one step. Which of many actions was the good one? And
+# may a batch, which was dear to collect, be learned from more than once? You will see PPO's two answers, a value
+# function with GAE and a clipped ratio, first on three numbers, then on CartPole: a cart must keep a pole upright by
+# pushing left or right, and each step that it does so pays 1, up to 500.
+
+# %%
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+from grpo_jax.core.masking import masked_whiten
+from grpo_jax.core.ppo import ppo_loss, value_loss
+from grpo_jax.core.returns import discounted_returns, gae_advantages
+from grpo_jax.models.mlp import make_mlp
+from grpo_jax.tasks.cartpole.environment import make_cartpole, play_greedily, play_steps
+from grpo_jax.tasks.cartpole.updates import action_entropy, action_logprobs
+
+np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
+
+# %% [markdown]
+# ## Which action was it?
+#
+# What an action can be praised for is what came *after* it: the discounted return R[t] = r[t] + γ R[t+1]. A baseline
+# for it is the value V(s[t]) that a second network, the critic, expects of the state. R - V is unbiased, but it holds
+# the luck of every later step. The other extreme trusts the critic after one step:
+#
+#     δ[t] = r[t] + γ V(s[t+1]) - V(s[t])
+#
+# GAE goes between them: A[t] = δ[t] + γ λ A[t+1]. By hand and by the library:
+
+# %%
+rewards, values = jnp.array([1.0, 0.0, 2.0]), jnp.array([0.2, 0.5, 0.4, 0.0])  # V after the end is 0
+discount, trace = 0.9, 0.8
+
+following = 0.0
+for t, expected in ((2, 1.6000), (1, 1.0120), (0, 1.9786)):
+    delta = rewards[t] + discount * values[t + 1] - values[t]
+    following = delta + discount * trace * following
+    print(f"t = {t}:  δ = {delta:+.4f}  A = {following:+.4f}")
+    assert abs(following - expected) < 5e-5
+for trace in (0.0, 0.8, 1.0):
+    print(f"λ = {trace}:", gae_advantages(rewards, values, discount=discount, trace=trace))
+print("R - V:  ", discounted_returns(rewards, discount=discount) - values[:3])
+
+# %% [markdown]
+# ## How far may one batch carry?
+#
+# After the first update the policy is no longer the one that acted. The ratio ρ = π / π_old corrects for it, but an
+# update that trusts it too far leaves the region that the batch knows anything of. PPO takes the gain away beyond a
+# bound: the objective is min(ρ A, clip(ρ, 0.8, 1.2) A). Its slope, below, is what the policy feels.
+
+# %%
+ratios = jnp.linspace(0.5, 1.6, 111)
+
+
+def objective(ratio, advantage):
+    logprob = jnp.log(ratio)[None, None]
+    return -ppo_loss(logprob, jnp.zeros((1, 1)), jnp.array([advantage]), jnp.ones((1, 1), bool))[0]
+
+
+figure, axes = plt.subplots(1, 2, figsize=(8, 2.4), num="The clipped objective for a good and for a bad action")
+for axis, advantage, colour in zip(axes, (1.0, -1.0), ("C2", "C1"), strict=True):
+    axis.plot(ratios, advantage * ratios, ":", ratios, jax.vmap(objective, (0, None))(ratios, advantage), colour)
+    axis.set(title=f"A = {advantage:+.0f}", xlabel="ratio ρ")
+
+slopes = jax.jit(jax.vmap(jax.grad(objective), (0, None)), static_argnums=1)
+for advantage in (1.0, -1.0):
+    print(
+        f"A = {advantage:+.0f}: slopes at ρ = 0.7, 1.0 and 1.3 are",
+        slopes(jnp.array([0.7, 1.0, 1.3]), advantage).round(),
+    )
+assert slopes(jnp.array([1.3]), 1.0) == 0 and slopes(jnp.array([1.3]), -1.0) == -1
+
+# %% [markdown]
+# A good action stops being pushed once it is 1.2 times as likely, a bad one once it is 0.8 times. Nothing stops the
+# way *back*: a bad action that became likelier (1.3) is still pushed down. That is what the min is for.
+#
+# ## CartPole
+#
+# The policy and the critic are perceptrons with 64 hidden units. The policy's one output is the log-odds of pushing
+# right. An iteration plays 128 steps of 32 carts, estimates advantages, and follows the same batch ten times.
+
+# %%
+cartpole = make_cartpole()
+policy, critic = make_mlp(4, output_scale=0.01), make_mlp(4, output_scale=1.0)
+optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+
+
+def judge(params, steps, trace=0.95, discount=0.99):
+    """Advantages and the critic's targets, [T, B]."""
+    values, following = (critic.apply(params["value"], x) for x in (steps.observations, steps.next_observations))
+    discounts = jnp.where(steps.terminated, 0.0, discount)  # nothing comes after a fall
+    ends = steps.terminated | steps.truncated  # the next step is of another episode
+    how = {"discount": discounts.T, "trace": trace, "boundary": ends.T, "next_values": following.T}
+    advantages = gae_advantages(jnp.ones_like(values).T, values.T, **how).T  # time is the last axis there
+    return advantages, advantages + values
+
+
+def loss(params, steps, advantages, targets):
+    log_odds = policy.apply(params["policy"], steps.observations)
+    everything = jnp.ones_like(steps.actions)
+    new, old = (action_logprobs(odds, steps.actions) for odds in (log_odds, steps.log_odds))
+    advantages, entropy = masked_whiten(advantages, everything), action_entropy(log_odds)
+    policy_loss, seen = ppo_loss(new, old, advantages, everything, entropy=entropy, entropy_coef=0.01)
+    values = critic.apply(params["value"], steps.observations)
+    error, of_value = value_loss(values, None, targets, everything, clip=None)
+    return policy_loss + 0.5 * error, (seen.clip_high.value() + seen.clip_low.value(), of_value.explained_variance())
+
+
+def iterate(state, key):
+    params, opt_state, carts = state
+    act, test = jax.random.split(key)
+    greedy = play_greedily(cartpole, lambda x: policy.apply(params["policy"], x), cartpole.start(test, 32), width=1.0)
+    carts, steps = play_steps(cartpole, lambda x: policy.apply(params["policy"], x), carts, act, steps=128)
+    advantages, targets = judge(params, steps)
+
+    def update(state, _):
+        params, opt_state = state
+        gradient, seen = jax.grad(loss, has_aux=True)(params, steps, advantages, targets)
+        updates, opt_state = optimizer.update(gradient, opt_state)
+        return (optax.apply_updates(params, updates), opt_state), seen
+
+    (params, opt_state), (clipped, explained) = jax.lax.scan(update, (params, opt_state), length=10)
+    return (params, opt_state, carts), (greedy.length.mean(), clipped[-1], explained[0])
+
+
+keys = jax.random.split(jax.random.key(0), 33)
+params = {"policy": policy.init(keys[0]), "value": critic.init(keys[1])}
+state = (params, optimizer.init(params), jax.tree.map(jnp.asarray, cartpole.start(keys[2], 32)))
+(params, _, carts), (length, clipped, explained) = jax.jit(lambda *x: jax.lax.scan(iterate, *x))(state, keys[3:])
+
+# %% tags=["learned"]
+print(f"steps upright: {length[0]:.0f} before, {length.max():.0f} at best, of 500")
+assert length[0] < 150 and length.max() > 400
+
+figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), num="PPO on CartPole: return, clipped share, explained variance")
+panels = {"steps upright, greedy": length, "share clipped, last pass": clipped, "explained variance of V": explained}
+for axis, (title, curve) in zip(axes, panels.items(), strict=True):
+    axis.plot(np.arange(len(curve)) * 128 * 32 / 1000, curve)
+    axis.set(title=title, xlabel="thousand steps played", ylim=(min(0, float(curve.min())), None))
+
+# %% [markdown]
+# The critic explains nothing at first, and there PPO's advantages are mostly noise; then it catches up. (Later, with
+# hardly a fall, there is little left to explain.) That second network is the price of PPO: it has to be right before
+# it helps, and for a language policy it is as large as the policy, or a head on its states. What λ buys can be read
+# from one batch of the trained policy:
+
+# %% tags=["learned"]
+_, steps = play_steps(cartpole, lambda x: policy.apply(params["policy"], x), carts, keys[0], steps=128)
+spread = {trace: float(judge(params, steps, trace)[0].std()) for trace in (0.0, 0.5, 0.95, 1.0)}
+print("deviation of the advantages:", "  ".join(f"λ {trace}: {std:.2f}" for trace, std in spread.items()))
+assert spread[0.0] < spread[0.95] < spread[1.0]
+
+# %% [markdown]
+# The whole algorithm with minibatches, schedules and ten seeds at once is `python -m grpo_jax.train --config
+# cartpole_ppo`. [Page 4](4_grpo.md) throws the critic away.
+#
+# ## Exercises
+#
+# 1. Do 40 passes in place of 10. What do the clipped share and the return do? And without a clip (`clip_high=1e9`)?
+# 2. Set λ to 0 and to 1 in `judge`. Which one learns at all in 30 iterations, and why?
+# 3. Forget the terminations: give `discount=discount` for every step. What does the critic learn to expect of a fall?
+#
+# In the library: [`returns.py`](../../grpo_jax/core/returns.py) and [`ppo.py`](../../grpo_jax/core/ppo.py). The
+# papers: Schulman and others, ["GAE"](https://arxiv.org/abs/1506.02438), 2016, and
+# ["PPO"](https://arxiv.org/abs/1707.06347), 2017.

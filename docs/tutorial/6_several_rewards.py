@@ -1,0 +1,161 @@
+# %% [markdown]
+# # 6. Several rewards
+#
+# An answer should be right, and brief, and polite. GRPO adds the rewards and compares the sums. GDPO compares each
+# reward in the group by itself and adds the *advantages*. You will see on four digits what the sum forgets, count how
+# much of it is forgotten when rewards are yes or no, and train a policy that finds brief answers easy and right ones
+# hard.
+
+# %%
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from grpo_jax import Condition, condition_rewards, gdpo_advantages, group_advantages, grpo_loss, sum_rewards
+from grpo_jax.core.advantages import distinct_advantages
+from grpo_jax.core.selection import groups_with_signal
+
+np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
+
+
+def of_sum(rewards, **words):
+    return group_advantages(sum_rewards(rewards), **words)
+
+
+# %% [markdown]
+# ## One reason or two
+#
+# Two answers, two rewards. For one question the second answer gained one reward, for the other it gained both. By
+# hand: of the sums 0 and 1 the deviation is 0.7071, so A = ∓0.5 / 0.7071 = ∓0.7071. Of the sums 0 and 2 it is 1.4142,
+# and A is ∓1 / 1.4142 = ∓0.7071 again. Taken apart, each reward that differs gives ∓0.7071, and two of them twice
+# that.
+
+# %%
+one_good = jnp.array([[[0.0, 0.0], [1.0, 0.0]]])  # [P, G, N]
+both_good = jnp.array([[[0.0, 0.0], [1.0, 1.0]]])
+for rewards in (one_good, both_good):
+    apart = gdpo_advantages(rewards, whiten=None, eps=0.0)
+    print("sum", of_sum(rewards, eps=0.0)[0], " apart", apart[0])
+assert np.allclose(apart, [[-1.4142, 1.4142]], atol=5e-5)
+
+both = gdpo_advantages(jnp.concatenate([one_good, both_good]), eps=0.0)
+print("whitened over the batch:", both[0], both[1])
+assert np.allclose(both, [[-0.5477, 0.5477], [-1.0954, 1.0954]], atol=5e-5)
+
+# %% [markdown]
+# ## Reasons with one sum
+#
+# Within a group, (1, 0) and (0, 1) have the same sum and thus the same advantage. Apart, the rarer reward counts
+# more, since its deviation is smaller. And where *all* sums are equal the sum sees nothing to learn.
+
+# %%
+rewards = jnp.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
+summed, apart = of_sum(rewards, eps=0.0), gdpo_advantages(rewards, whiten=None, eps=0.0)
+print("sum  ", summed[0])
+print("apart", apart[0])
+assert np.allclose(apart, [[0.3660, 0.3660, -1.3660, 0.6340]], atol=5e-5)
+assert distinct_advantages(summed, axis=1) == 2 and distinct_advantages(apart, axis=1) == 3
+
+equal = jnp.array([[[1.0, 0.0], [0.0, 1.0]]])
+print("equal sums teach:", groups_with_signal(sum_rewards(equal))[0], " apart:", groups_with_signal(equal)[0])
+
+# %% [markdown]
+# How much is lost? N yes-or-no rewards have 2^N combinations but only N + 1 sums. Groups of 16, rewards of different
+# difficulty; how many different advantages does a group have on average?
+
+# %%
+counts = {"sum": [], "apart": []}
+for number in range(1, 7):
+    easy = jnp.linspace(0.3, 0.7, number)
+    drawn = jax.random.bernoulli(jax.random.key(0), easy, (400, 16, number)).astype(jnp.float32)
+    counts["sum"].append(float(distinct_advantages(of_sum(drawn), axis=1).mean()))
+    counts["apart"].append(float(distinct_advantages(gdpo_advantages(drawn), axis=1).mean()))
+print("sum  ", np.array(counts["sum"]))
+print("apart", np.array(counts["apart"]))
+assert (
+    all(a <= b for a, b in zip(counts["sum"], counts["apart"], strict=True))
+    and counts["apart"][-1] > 2 * counts["sum"][-1]
+)
+
+figure, axis = plt.subplots(figsize=(5, 2.6), num="Distinct advantages of a group, by number of yes-or-no rewards")
+axis.plot(range(1, 7), counts["sum"], "C1s--", range(1, 7), counts["apart"], "C2o-")
+axis.set(title="different advantages in a group of 16", xlabel="yes-or-no rewards", ylim=(0, 16))
+axis.legend(counts)
+
+# %% [markdown]
+# ## Conditions
+#
+# Weights say how much a reward counts. A *condition* says when: brevity only where the answer is right. It is applied
+# to the rewards, before anything is compared.
+
+# %%
+rewards = jnp.array([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]])  # brief, right
+brief_if_right = [Condition(easy=0, hard=1, threshold=1.0)]
+conditioned = condition_rewards(rewards, brief_if_right)
+advantages = gdpo_advantages(conditioned, whiten=None, eps=0.0)
+print("brief", rewards[0, :, 0], "becomes", conditioned[0, :, 0], "\nadvantages", advantages[0])
+assert np.allclose(advantages, [[-1.3660, 0.3660, 2.3660, -1.3660]], atol=5e-5)
+
+# %% [markdown]
+# ## What is learned first
+#
+# A policy with four kinds of answers. At the start 85 % are brief and wrong, 4 % right but long, 1 % both, 10 %
+# neither. Both rewards are yes or no; groups of 8, four questions per step, forty seeds for each way to join the
+# rewards.
+
+# %%
+KINDS = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])  # brief, right
+WAYS = {
+    "sum": of_sum,
+    "GDPO": gdpo_advantages,
+    "GDPO, right twice": lambda r: gdpo_advantages(r, weights=(1.0, 2.0)),
+    "GDPO, conditioned": lambda r: gdpo_advantages(condition_rewards(r, brief_if_right)),
+}
+
+
+def learn(way, key):
+    def step(logits, key):
+        kinds = jax.random.categorical(key, logits, shape=(4, 8))  # [P, G]
+        advantages = way(KINDS[kinds])
+
+        def loss(logits):
+            logprobs = jax.nn.log_softmax(logits)[kinds][..., None]
+            return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, jnp.ones_like(logprobs, bool))[0]
+
+        return logits - 0.5 * jax.grad(loss)(logits), jax.nn.softmax(logits) @ KINDS
+
+    return jax.lax.scan(step, jnp.log(jnp.array([0.85, 0.04, 0.01, 0.10])), jax.random.split(key, 150))[1]
+
+
+keys, ends = jax.random.split(jax.random.key(1), 40), []
+figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, num="Shares of right and of brief answers")
+for (name, way), style in zip(WAYS.items(), ("C1--", "C2-", "C3:", "k-."), strict=True):
+    curves = jax.jit(jax.vmap(lambda key, way=way: learn(way, key)))(keys).mean(axis=0)
+    for axis, which, title in ((axes[0], 1, "right"), (axes[1], 0, "brief")):
+        axis.plot(curves[:, which], style, label=name)
+        axis.set(title=title, xlabel="step")
+    ends.append(curves[-1, 1])
+    print(
+        f"{name:18} right after 75 steps {curves[75, 1]:.2f}, in the end {curves[-1, 1]:.2f}; brief {curves[-1, 0]:.2f}"
+    )
+axes[1].legend(fontsize=8, loc="lower right")
+assert ends[0] < ends[1] < ends[3]
+
+# %% [markdown]
+# By the sum, brief and wrong is as good as long and right, and it is what the policy already does: it gets better at
+# it. GDPO hears the rare right answer louder, because few of its group have it. The condition makes the easy reward
+# wait, so that answers are right first and brief afterwards; a weight does much the same. None of this is free:
+# rewards that agree need no GDPO, and a reward that hardly varies is made loud by it.
+# [comparison.md](../comparison.md) has measured cases of both.
+#
+# ## Exercises
+#
+# 1. By hand: three answers with the rewards (1, 0), (1, 0), (0, 1). The advantages by the sum, and apart without
+#    whitening?
+# 2. Give the last run's wrong answers a third reward that nobody asked for (length, say) with ten times the spread.
+#    What do the sum and GDPO make of its scale?
+# 3. Swap the condition: right counts only where brief. What does the policy learn?
+#
+# In the library: `gdpo_advantages` and `condition_rewards` in [`advantages.py`](../../grpo_jax/core/advantages.py).
+# The paper: NVIDIA, ["GDPO"](https://arxiv.org/abs/2601.05242), 2026.

@@ -1,0 +1,174 @@
+# %% [markdown]
+# # 7. A language policy
+#
+# Now the policy is a transformer and the actions are words. You will write the whole loop in forty lines from the
+# functions that the library's own trainer uses, watch a tiny untrained model learn exactly what its judge says and
+# not what was meant, mend that with a second reward, and read the curves. At the end stand the figures of a run whose
+# judge looks at pictures.
+#
+# ## A policy and a judge
+#
+# `write_policy` makes a Hugging Face folder with random weights in which every word is one token; any other folder of
+# a supported shape loads in the same way. A prompt asks for a word. The judge is plain Python on text, without a
+# gradient: *said* is the share of the answer that is this word, *brief* is 1 for one word, 1/2 for two, and so on.
+
+# %%
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+from grpo_jax import (
+    Condition,
+    SamplingParams,
+    condition_rewards,
+    gdpo_advantages,
+    group_advantages,
+    grpo_loss,
+    load_policy,
+    make_sampler,
+    token_logprobs,
+)
+from grpo_jax.models.new import write_policy
+
+WORDS = ["red", "green", "blue", "black", "ball", "cup", "door", "lamp"]
+
+with tempfile.TemporaryDirectory() as folder:
+    write_policy(folder, ["say", *WORDS], width=32, layers=1, heads=2)
+    policy = load_policy(folder)
+prompts, prompt_mask = policy.encode([f"say {word}" for word in WORDS])
+
+
+def judge(text, word):
+    """Two rewards of one answer: said, brief."""
+    answer = text.split()
+    return [answer.count(word) / len(answer), 1 / len(answer)] if answer else [0.0, 0.0]
+
+
+print("parameters:", sum(x.size for x in jax.tree.leaves(policy.params)))
+print("first prompt:", policy.tokenizer.convert_ids_to_tokens(prompts[0]))
+for text in ("red", "red cup", "cup", ""):
+    print(f"{text!r:10} said, brief =", judge(text, "red"))
+
+# %% [markdown]
+# ## The loop
+#
+# 1. `make_sampler` writes G answers to each prompt, at most 6 tokens long. It reads a prompt once for its whole
+#    group.
+# 2. The judge reads the texts: rewards `[P, G, N]`. An estimator makes advantages `[P, G]` of them.
+# 3. `forward_group` and `token_logprobs` give the log-probability of each token that was written, `grpo_loss` the
+#    loss.
+# 4. An optimizer of your own follows the gradient.
+#
+# There is one update per batch, so the policy that acted is the one that is trained and the ratio is 1: the old
+# log-probabilities are the same numbers without a gradient.
+
+# %%
+sample = make_sampler(
+    policy.functions,
+    SamplingParams(group_size=16, max_new_tokens=6),
+    eos_ids=policy.eos_ids,
+    pad_id=policy.pad_id,
+)
+optimizer = optax.adam(1e-2)
+
+
+def loss(params, samples, advantages):
+    hidden = policy.functions.forward_group({"params": params}, prompts, prompt_mask, samples.tokens, samples.mask)
+    logprobs, entropy = token_logprobs(hidden, policy.functions.head({"params": params}), samples.tokens)
+    return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, samples.mask, entropy=entropy)
+
+
+@jax.jit
+def update(params, opt_state, samples, advantages):
+    gradient, metrics = jax.grad(loss, has_aux=True)(params, samples, advantages)
+    step, opt_state = optimizer.update(gradient, opt_state)
+    return optax.apply_updates(params, step), opt_state, metrics.entropy.value()
+
+
+def train(estimate, steps=50):
+    """The last batch's first answer to each prompt, and four figures of each step."""
+    params, opt_state, rows = policy.params, optimizer.init(policy.params), []
+    for number in range(steps):
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), len(WORDS))
+        samples = sample({"params": params}, prompts, prompt_mask, keys)
+        texts = policy.decode(samples)
+        rewards = jnp.array([[judge(text, word) for text in group] for group, word in zip(texts, WORDS, strict=True)])
+        advantages = estimate(rewards)
+        params, opt_state, entropy = update(params, opt_state, samples, advantages)
+        silent = 1 - jnp.abs(advantages).any(axis=1).mean()
+        rows.append([rewards[..., 0].mean(), samples.mask.sum(-1).mean(), entropy, silent])
+    return [group[0] for group in texts], np.array(rows, float)
+
+
+WAYS = {
+    "said": lambda rewards: group_advantages(rewards[..., 0]),
+    "said, then brief": lambda rewards: gdpo_advantages(condition_rewards(rewards, [Condition(1, 0, threshold=0.99)])),
+}
+runs = {name: train(jax.jit(estimate)) for name, estimate in WAYS.items()}
+
+# %% tags=["learned"]
+figure, axes = plt.subplots(1, 4, figsize=(10, 2.8), num="Said, tokens, entropy and silent groups of the tiny policy")
+for (name, (answers, rows)), style in zip(runs.items(), ("C1-", "C0--"), strict=True):
+    alone = sum(answer == word for answer, word in zip(answers, WORDS, strict=True))
+    print(
+        f"{name}: {rows[-1, 0]:.2f} at last; the word alone for {alone} of {len(WORDS)} prompts, such as {answers[3:6]}"
+    )
+    for axis, curve, title in zip(axes, rows.T, ("said", "tokens", "entropy per token", "silent groups"), strict=True):
+        axis.plot(curve, style, label=name)
+        axis.set(title=title, xlabel="step", ylim=(0, None))
+axes[2].legend(fontsize=8)
+
+hacked, meant = runs["said"][1][-5:].mean(axis=0), runs["said, then brief"][1][-5:].mean(axis=0)
+assert hacked[0] > 0.8 and meant[0] > 0.8  # both do what they are paid for
+assert hacked[1] > 5 and meant[1] < 4.5  # and only one of them tends to stop
+
+# %% [markdown]
+# ## What the curves say
+#
+# - *Said* reaches 1 in both runs. By the reward alone the first run is a success; its texts say that it is not. The
+#   judge paid for the share of the right word, and six of six is as good as one of one. Read the completions.
+# - *Tokens*: with a share as the reward, stopping was never worth anything. With the condition, brevity starts to
+#   count where the word is right (page 6), and most answers become two tokens, the word and the end. A word or two
+#   had settled on saying it six times before brevity counted, and stays there.
+# - *Entropy* falls as the policy makes up its mind, and *silent groups* rise with it: all answers alike, nothing to
+#   compare. The first run is then stuck where it is. A second reward that came now would find no two answers that
+#   differ in it.
+#
+# ## The same at full size
+#
+# `python -m grpo_jax.train --task text` is this loop with several updates per batch, a reference, checkpoints,
+# devices and a report; [`examples/own_loop.py`](../../examples/own_loop.py) is its one-file twin. In the default run
+# a policy rewrites casual captions for a renderer, and CLIP compares the picture with what the user had asked for.
+# These figures were recorded, not made by this page ([`benchmarks/RESULTS.md`](../../benchmarks/RESULTS.md), means of
+# three seeds; shuffled, one): the share of requested attributes that a pixel checker, which no reward is made of,
+# finds on held-out prompts.
+#
+# | run | seed | unchanged | before | after | oracle | gap_closed | alignment_after | seconds |
+# |---|---|---|---|---|---|---|---|---|
+# | **gdpo** | mean | 0.047 | 0.062 | 0.908 | 1.000 | 0.902 | 0.415 | 494 |
+# | **grpo** | mean | 0.047 | 0.062 | 0.928 | 1.000 | 0.924 | 0.427 | 608 |
+# | **ppo** | mean | 0.047 | 0.062 | 0.953 | 1.000 | 0.950 | 0.434 | 870 |
+# | shuffled | 0 | 0.042 | 0.056 | 0.072 | 1.000 | 0.017 | -0.143 | 653 |
+#
+# ![Pixel accuracy and reward of a recorded default run](../images/curves.png)
+#
+# Look for what you know by now. The checker beside the reward is there because of the six reds above. *Shuffled* pays
+# each answer another one's reward, and nothing is learned: the gain comes from the judge. And the sum does no worse
+# than GDPO where rewards do not pull against each other.
+#
+# ## Exercises
+#
+# 1. Mend the judge in place of adding a reward: `answer == [word]`. Why does the run learn more slowly, or not at
+#    all?
+# 2. Train on six of the words and measure the other two. What would a policy need that this one has not?
+# 3. Do three updates per batch, with the log-probabilities before the first as `old_logprobs`. What do
+#    `metrics.ratio` and `metrics.clip_high` show?
+#
+# In the library: [`losses.py`](../../grpo_jax/core/losses.py), [`logprobs.py`](../../grpo_jax/core/logprobs.py),
+# [`sampler.py`](../../grpo_jax/sampling/sampler.py). The papers: Shao and others,
+# ["DeepSeekMath"](https://arxiv.org/abs/2402.03300), 2024, and NVIDIA, ["GDPO"](https://arxiv.org/abs/2601.05242),
+# 2026.

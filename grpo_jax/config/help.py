@@ -1,0 +1,203 @@
+"""What `--help` prints: one screen that leads to the rest, one section, one field, or all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grpo_jax.config.build import require_known
+from grpo_jax.config.options import Option, Section, clause, first_sentence, sections_of, type_word
+from grpo_jax.config.other_names import TRL
+from grpo_jax.errors import UserError
+
+ALL = "all"
+_WIDTH = 100  # characters, where the terminal has as many
+_NAMES, _VALUES = 28, 18  # characters of the first screen's columns
+_SHORT = 48  # characters of a value that is shown beside its type
+
+
+class Screen(NamedTuple):
+    """What the first screen of a command says of it.
+
+    Attributes:
+        usage: How it is called.
+        about: What it does.
+        examples: Commands, each with what it is for.
+    """
+
+    usage: str
+    about: str
+    examples: tuple[tuple[str, str], ...]
+
+
+_TEXT = "--task text --policy.path FOLDER --data.prompts questions.jsonl \\\n      --rewards rewards.py:correct"
+SCREENS = {
+    "train": Screen(
+        "grpo train [--config FILE] [--task NAME] [--run_dir DIR] [--section.field VALUE …]",
+        "Trains a policy with group-relative policy optimisation. Without --config and --task it trains the miniature: "
+        "a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package.",
+        (
+            ("grpo train", "the miniature, minutes on a CPU"),
+            ("grpo train --config my.yaml --run_dir runs/mine --seed 1", "a config of your own, or a shipped one"),
+            (f"grpo train {_TEXT}", ""),
+        ),
+    ),
+    "resume": Screen(
+        "grpo resume DIR [--section.field VALUE …]",
+        "Goes on with a run from its last checkpoint, to the same numbers as one that never stopped. What memory, "
+        "devices or length of the run say may change; what would change what is learned is refused by name.",
+        (
+            ("grpo resume runs/mine", ""),
+            ("grpo resume runs/mine --training.max_steps 200", "make it longer"),
+            ("grpo train --resume --run_dir runs/mine", "the same in other words"),
+        ),
+    ),
+    "plan": Screen(
+        "grpo plan [--device_memory_gib GIB,GIB,…] [options of grpo train …]",
+        "Says what each device would hold and whether the run fits, and what would make it fit; it reads no weights "
+        "and trains nothing. --device_memory_gib plans for devices that are not here. Exit code: 0 fits, 1 does not.",
+        (
+            ("grpo plan --config my.yaml", "on the devices of this machine"),
+            ("grpo plan --config my.yaml --device_memory_gib 80,80", "on two cards of 80 GiB"),
+            (f"grpo plan {_TEXT}", ""),
+        ),
+    ),
+}
+_MOST_USED = (
+    *("policy.path", "policy.lora.rank", "data.prompts", "rewards", "sampling.group_size", "sampling.max_new_tokens"),
+    *("algorithm.advantage", "optimizer.learning_rate", "training.prompts_per_batch", "training.max_steps", "seed"),
+)
+
+
+def show_help(topic: str, kind: type, values: Mapping[str, Any], command: str = "train") -> str:
+    """What `--help TOPIC` prints.
+
+    Args:
+        topic: "" for the first screen, the name of a section or a field, or "all".
+        kind: The config's class.
+        values: Plain values of all its fields, those in force.
+        command: Which first screen.
+
+    Raises:
+        UserError: There is no such section or field; it says the nearest.
+    """
+    sections = sections_of(kind, values)
+    if not topic:
+        return _overview(SCREENS[command], sections, values)
+    if topic == ALL:
+        return "\n\n".join(_section(section, whole=True) for section in sections)
+    topic = TRL.get(topic, topic)
+    inside = [section for section in sections if section.name.startswith(f"{topic}.")]
+    for section in sections:
+        if section.name == topic:
+            return "\n\n".join([_section(section), *_below(inside)])
+    if inside:
+        return "\n\n".join(map(_section, inside))
+    options = [option for section in sections for option in section.options]
+    found = [option for option in options if _is_meant(topic, option.name)]
+    if not found:
+        try:
+            require_known(topic, [*(section.name for section in sections), *(option.name for option in options)])
+        except UserError as error:
+            raise UserError(f"--help {str(error).replace('no such field', 'no such section')}") from error
+    return "\n".join(_option(option, whole=True) for option in found)
+
+
+def _is_meant(topic: str, name: str) -> bool:
+    name = name.replace("[]", "")
+    return name == topic or name.endswith(f".{topic}")
+
+
+def _overview(screen: Screen, sections: Sequence[Section], values: Mapping[str, Any]) -> str:
+    """One screen: what the command does, examples, the options used most and the sections."""
+    options = {option.name: option for section in sections for option in section.options}
+    width = max(len(command) for command, what in screen.examples if what) + 3
+    used = [options[name] for name in _MOST_USED if name in options]
+    return "\n".join(
+        [
+            _filled(f"usage: {screen.usage}"),
+            "",
+            _filled(screen.about),
+            "",
+            *(f"  {command:<{width}}{what}".rstrip() for command, what in screen.examples),
+            "",
+            "Used most, with the values in force:",
+            _row("--config", "FILE", "YAML file or name of a shipped config; several are laid over each other"),
+            _row("--task", _brief(options["task"].value), f"{', '.join(options['task'].names)}, …"),
+            *(_row(f"--{option.name}", _brief(option.value), clause(option.line)) for option in used),
+            _row("--print_config", "", "print the config in force as YAML, and stop"),
+            "",
+            "Sections (--help SECTION and --help SECTION.FIELD say more, --help all everything; --config and",
+            "--task beside it decide which there are):",
+            *(_row(section.name, "", clause(section.about)) for section in sections),
+            "",
+            "More: docs/ at https://github.com/grpo-jax/grpo_jax; grpo completion bash|zsh|fish for the TAB key.",
+        ]
+    )
+
+
+def _brief(value: Any) -> str:
+    return f"[{len(value)} entries]" if isinstance(value, list) and value else _shown(value, _VALUES)
+
+
+def _row(name: str, value: str, text: str) -> str:
+    """A name, its value if there is one, and what is said of it, in one line."""
+    start = f"  {name:<{_NAMES}} " + (f"{value:<{_VALUES}} " if value else "")
+    return start + textwrap.shorten(text, _wide() - len(start), placeholder=" …")
+
+
+def _below(sections: Sequence[Section]) -> list[str]:
+    """The sections inside another one, as one part of its help."""
+    if not sections:
+        return []
+    rows = [_row(f"--help {section.name}", "", clause(section.about)) for section in sections]
+    return ["\n".join(["Inside it:", *rows])]
+
+
+def _section(section: Section, *, whole: bool = False) -> str:
+    """A section with its fields, each with its first sentence or with all of its line."""
+    about = f"{section.name}: {section.about}" if section.about else section.name
+    lines = [_filled(about), "", *(_option(option, whole=whole) for option in section.options)]
+    cut = [option.name for option in section.options if first_sentence(option.line) != option.line]
+    if cut and not whole:
+        lines += ["", f"… --help {cut[0].replace('[]', '')} says all of such a field."]
+    return "\n".join(lines)
+
+
+def _option(option: Option, *, whole: bool) -> str:
+    """A field: its name, type and value in force, and below what it is."""
+    name = f"--{option.name}" if option.is_argument else option.name
+    kind = f"{', '.join(option.names)}, …" if option.names else type_word(option.hint)
+    missing = option.value is dataclasses.MISSING
+    value = "must be given" if missing else f"default: {_shown(option.value, None if whole else _SHORT)}"
+    sentence = option.line if whole else first_sentence(option.line)
+    text = sentence if sentence == option.line else f"{sentence} …"
+    return _filled(f"  {name}  {kind}  ({value})", indent=8) + (
+        f"\n{_filled(f'      {text}', indent=6)}" if text else ""
+    )
+
+
+def _shown(value: Any, most: int | None = _SHORT) -> str:
+    """A value as a command line or a file spells it."""
+    import yaml
+
+    if isinstance(value, str):
+        text = value or '""'
+    else:
+        text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=2**20)
+        text = text.strip().removesuffix("...").strip()
+    text = " ".join(text.split())
+    return text if most is None or len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _wide() -> int:
+    return max(40, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns))
+
+
+def _filled(text: str, *, indent: int = 0) -> str:
+    """A text in lines, those after the first indented."""
+    lines = textwrap.wrap(text, _wide(), subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(lines)

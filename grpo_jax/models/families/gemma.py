@@ -1,0 +1,109 @@
+"""Gemma 2 and the language models of Gemma 3.
+
+Llama's layers with norms that multiply by 1 + weight, also behind attention and MLP, windows in most of the layers, and
+in Gemma 2 caps on attention's scores and on the logits (Gemma team 2024, arXiv:2408.00118; 2025, arXiv:2503.19786).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.models.families import fields as kinds
+from grpo_jax.models.families import llama
+from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, typed_windows
+from grpo_jax.models.families.rope_fields import read_rope
+from grpo_jax.models.rope import RopeConfig
+
+GEMMA2, GEMMA3 = "gemma2", "gemma3_text"
+_DEFAULTS = {
+    **{"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256},
+    **{"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096},
+}
+_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # Gemma 2's; null is none
+_OWN = {
+    **dict.fromkeys((*_SOFTCAPS, "query_pre_attn_scalar", "rope_local_base_freq"), kinds.POSITIVE),
+    "sliding_window_pattern": kinds.LAYERS,
+    "hidden_activation": kinds.NAME,
+}
+
+
+def read_gemma2(config: Mapping[str, Any]) -> DecoderConfig:
+    """The contents of a Gemma 2's ``config.json``.
+
+    Raises:
+        ValueError: naming the field that is missing or unsupported, with its value.
+    """
+    fields = {**_SOFTCAPS, **config}
+    return _read(
+        fields,
+        GEMMA2,
+        pattern=2,
+        rope=read_rope(fields),
+        attention_softcap=_cap(fields, "attn_logit_softcapping"),
+        logit_softcap=_cap(fields, "final_logit_softcapping"),
+    )
+
+
+def read_gemma3(config: Mapping[str, Any]) -> DecoderConfig:
+    """The contents of a Gemma 3 text model's ``config.json``: layers with a window turn faster than those without.
+
+    Raises:
+        ValueError: as `read_gemma2`.
+    """
+    far, near = _ropes(config)
+    read = _read(
+        config,
+        GEMMA3,
+        pattern=config.get("sliding_window_pattern") or 6,
+        rope=far,
+        qk_norm=True,
+        logit_softcap=_cap(config, "final_logit_softcapping"),
+    )
+    return dataclasses.replace(read, layer_ropes=tuple(far if window is None else near for window in read.windows))
+
+
+def _read(fields: Mapping[str, Any], model_type: str, *, pattern: int, **choices: Any) -> DecoderConfig:
+    """What both have; every ``pattern``-th layer has no window where layer_types does not say."""
+    fields = {**_DEFAULTS, **{name: value for name, value in fields.items() if value is not None}}
+    honoured = ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
+    honoured = honoured if model_type == GEMMA2 else honoured[:2]
+    shared = read_shared(fields, model_type, own=_OWN, honoured=honoured)
+    names = ("full_attention", "sliding_attention")
+    types = fields.get("layer_types", [names[(index + 1) % pattern != 0] for index in range(shared["num_layers"])])
+    bias = bool(fields.get("attention_bias", False))
+    return DecoderConfig(
+        **(shared | {"activation": fields["hidden_activation"]}),
+        **choices,
+        windows=typed_windows(fields, types, fields["sliding_window"]),
+        qkv_bias=bias,
+        output_bias=bias,
+        unit_offset=True,
+        post_norms=True,
+        attention_scale=float(fields["query_pre_attn_scalar"]) ** -0.5,
+        embedding_scale=shared["hidden_size"] ** 0.5,
+    )
+
+
+def _cap(fields: Mapping[str, Any], name: str) -> float | None:
+    kinds.check_kinds(fields, {name: kinds.POSITIVE})
+    return None if fields.get(name) is None else float(fields[name])
+
+
+def _ropes(fields: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers without a window, and of those with one: a table for each, or, in older folders, two bases."""
+    kinds.check_kinds(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), kinds.TABLE))
+    tables = dict(fields.get("rope_parameters") or {})
+    kinds.check_kinds(tables, dict.fromkeys(tables, kinds.TABLE), "rope_parameters.")
+    unknown = sorted(set(tables) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"rope_parameters.{unknown[0]}: expected full_attention and sliding_attention alone")
+    bases = {"rope_theta": kinds.POSITIVE, "rope_local_base_freq": kinds.POSITIVE}
+    kinds.check_kinds(fields, bases)
+    far = {"rope_parameters": (tables.get("full_attention") or {}) | (fields.get("rope_scaling") or {})}
+    far |= {name: fields.get(name) for name in ("rope_theta", "max_position_embeddings")}
+    near = {"rope_parameters": tables.get("sliding_attention"), "rope_theta": fields.get("rope_local_base_freq")}
+    return read_rope(far, theta=1e6), read_rope(near, theta=1e4)
+
+
+FAMILY = llama.FAMILY._replace(model_types=(GEMMA2,), read=read_gemma2)
+GEMMA3_FAMILY = llama.FAMILY._replace(model_types=(GEMMA3,), read=read_gemma3)

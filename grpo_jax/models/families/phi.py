@@ -1,0 +1,98 @@
+"""Phi-3, Phi-3.5 and Phi-4-mini: Llama's layers with fused projections (Abdin et al. 2024, arXiv:2404.14219).
+
+Adapters go on ``qkv_proj`` and ``gate_up_proj`` as they are, one pair of factors for what is fused.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.errors import shown
+from grpo_jax.models.families import fields as kinds
+from grpo_jax.models.families import llama
+from grpo_jax.models.families.family import FUSED, ROWS
+from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, same_window
+from grpo_jax.models.rope import RopeConfig
+
+MODEL_TYPE = "phi3"
+_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "max_position_embeddings": 4096}
+_FACTORS = kinds.Kind(
+    "a list of numbers > 0", lambda value: isinstance(value, list | tuple) and all(map(kinds.POSITIVE.holds, value))
+)
+_OWN = {"partial_rotary_factor": kinds.POSITIVE}
+_ROPE_KINDS = {
+    **dict.fromkeys(("short_factor", "long_factor"), _FACTORS),
+    **dict.fromkeys(("rope_theta", "factor", "attention_factor", "partial_rotary_factor"), kinds.POSITIVE),
+    **dict.fromkeys(("rope_type", "type"), kinds.NAME),
+}
+_LONG = ("longrope", "su", "yarn")  # transformers takes the latter two, of older folders, for the first
+
+
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """The contents of a ``config.json`` of the Phi-3 family.
+
+    Raises:
+        ValueError: naming the field that is missing or unsupported, with its value.
+    """
+    fields = {**_DEFAULTS, **{name: value for name, value in config.items() if value is not None}}
+    shared = read_shared(fields, MODEL_TYPE, own=_OWN, honoured=("partial_rotary_factor",))
+    for name in ("attention_bias", "mlp_bias", "lm_head_bias", "resid_pdrop", "embd_pdrop"):
+        if fields.get(name):
+            raise ValueError(f"{name}={shown(fields[name])} is not supported for model_type {MODEL_TYPE!r}")
+    return DecoderConfig(
+        **shared,
+        rope=_rope(fields, shared["head_dim"]),
+        windows=same_window(fields, fields.get("sliding_window")),
+        fused=True,
+    )
+
+
+def _rope(fields: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    """A share of each head turns, with LongRoPE's table for short texts where the folder has one."""
+    scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
+    share = float(scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0)
+    turned = int(head_dim * share)
+    if share > 1 or turned < 2 or turned % 2:
+        raise ValueError(f"partial_rotary_factor={share} is not supported for heads of {head_dim} dimensions")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ("default", *_LONG):
+        raise ValueError(f"rope type {shown(kind)} is not supported for model_type {MODEL_TYPE!r}; only longrope is")
+    theta = float(scaling.get("rope_theta") or fields.get("rope_theta") or 1e4)
+    if kind == "default":
+        return RopeConfig(theta=theta, share=share)
+    short = scaling.get("short_factor")
+    if short is None or len(short) != turned // 2:
+        raise ValueError(f"rope_parameters.short_factor must be {turned // 2} numbers, got {shown(short)}")
+    original = fields["original_max_position_embeddings"]
+    if original < 2:
+        raise ValueError(f"original_max_position_embeddings must be at least 2 with longrope, got {original}")
+    factor = scaling.get("factor") or fields["max_position_embeddings"] / original
+    temperature = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeConfig(
+        theta=theta,
+        scaling="longrope",
+        original_length=original,
+        short_factors=tuple(map(float, short)),
+        attention_factor=float(scaling.get("attention_factor") or temperature),
+        share=share,
+    )
+
+
+def _longest(config: DecoderConfig) -> int | None:
+    """LongRoPE turns by one table in short texts and by another, from the first token on, in longer ones.
+
+    A completion would change what its prompt's keys are as it grows past that length, so it may not.
+    """
+    return config.rope.original_length or None
+
+
+FAMILY = llama.FAMILY._replace(
+    model_types=(MODEL_TYPE,),
+    read=read_config,
+    projections={"qkv_proj": FUSED, "o_proj": ROWS, "gate_up_proj": FUSED, "down_proj": ROWS},
+    naming=llama.NAMING._replace(
+        modules=llama.NAMING.modules | {"qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"}
+    ),
+    longest=_longest,
+)

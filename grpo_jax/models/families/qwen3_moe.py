@@ -1,0 +1,80 @@
+"""Qwen3-MoE: Qwen3's attention, and a mixture of experts for an MLP (Qwen team 2025, arXiv:2505.09388).
+
+The auxiliary loss that balances experts in pre-training (``router_aux_loss_coef``) is no part of what is learned here.
+Adapters go on attention alone: an expert's would have to be one of X in a stack.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.errors import shown
+from grpo_jax.models.families import fields as kinds
+from grpo_jax.models.families import llama
+from grpo_jax.models.families.family import COLUMNS, ROWS
+from grpo_jax.models.families.llama_config import DecoderConfig, Mixture, read_shared, same_window
+from grpo_jax.models.families.rope_fields import read_rope
+
+MODEL_TYPE = "qwen3_moe"
+_DEFAULTS = {
+    **{"num_key_value_heads": 4, "sliding_window": 4096, "decoder_sparse_step": 1},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}
+_EXPERTS = kinds.whole(1, 2**14)
+_LAYERS = kinds.Kind(
+    "a list of layers", lambda value: isinstance(value, list | tuple) and all(map(kinds.whole(0, 2**12).holds, value))
+)
+_OWN = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"), _EXPERTS),
+    **dict.fromkeys(("norm_topk_prob", "output_router_logits"), kinds.FLAG),
+    "moe_intermediate_size": kinds.WIDTH,
+    "mlp_only_layers": _LAYERS,
+}
+
+
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """The contents of a Qwen3-MoE's ``config.json``; transformers 5 writes ``num_experts`` as ``num_local_experts``.
+
+    Raises:
+        ValueError: naming the field that is missing or unsupported, with its value.
+    """
+    fields = {**_DEFAULTS, **{name: value for name, value in config.items() if value is not None}}
+    fields["num_experts"] = fields.get("num_local_experts", fields["num_experts"])
+    shared = read_shared(fields, MODEL_TYPE, own=_OWN, honoured=("num_experts", "num_local_experts"))
+    dense = [layer for layer in fields.get("mlp_only_layers", ()) if layer < shared["num_layers"]]
+    if dense or fields["decoder_sparse_step"] != 1:
+        # The layers are one stack, so they are all of one kind, as in every published folder.
+        name = "mlp_only_layers" if dense else "decoder_sparse_step"
+        raise ValueError(f"{name}={shown(fields[name])} is not supported: every layer must have experts")
+    bias = bool(fields.get("attention_bias", False))
+    return DecoderConfig(
+        **shared,
+        rope=read_rope(fields),
+        windows=same_window(fields, fields["sliding_window"] if fields.get("use_sliding_window") else None),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        mixture=Mixture(
+            fields["num_experts"],
+            fields["num_experts_per_tok"],
+            fields["moe_intermediate_size"],
+            bool(fields.get("norm_topk_prob", False)),
+        ),
+    )
+
+
+_PARTS = ("gate", "up", "down")
+
+FAMILY = llama.FAMILY._replace(
+    model_types=(MODEL_TYPE,),
+    read=read_config,
+    projections={"q_proj": COLUMNS, "k_proj": COLUMNS, "v_proj": COLUMNS, "o_proj": ROWS},
+    naming=llama.NAMING._replace(
+        modules=llama.NAMING.modules
+        | {"router": "mlp.gate"}
+        | {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in _PARTS},
+        together={
+            "mlp.experts.gate_up_proj": ("gate_experts", "up_experts"),
+            "mlp.experts.down_proj": ("down_experts",),
+        },
+    ),
+)

@@ -1,0 +1,104 @@
+"""Writes the page of a run again, or one that compares several.
+
+python -m grpo_jax.report RUN [RUN …] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from grpo_jax.errors import UserError, guarded, leave, require_options, said, version
+from grpo_jax.reports.completions import MEGABYTES
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What reads the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_jax.report",
+        description="Writes report.html of a run again, finished or not; of several runs one page that compares them.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directory of a training run.")
+    parser.add_argument(
+        "--out", metavar="FILE", help="Where to (default: RUN/report.html, of several comparison.html)."
+    )
+    parser.add_argument(
+        "--megabytes", type=float, help=f"Of completions, in the page of one run (default: {MEGABYTES:g})."
+    )
+    parser.add_argument("--version", action="version", version=version())
+    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+
+    def act() -> None:
+        parser = make_parser()
+        require_options(parser, words)
+        _report(parser.parse_args(words))
+
+    return guarded(act, debug="--debug" in words)
+
+
+def _report(options: argparse.Namespace) -> None:
+    from grpo_jax.reports.comparison import write_comparison
+    from grpo_jax.reports.kept import contents
+    from grpo_jax.reports.page import write_report
+
+    megabytes = MEGABYTES if options.megabytes is None else options.megabytes
+    if not 0 < megabytes < 1000:
+        raise UserError(f"--megabytes: expected more than 0 and less than 1000, got {megabytes:g}")
+    if options.megabytes is not None and len(options.runs) > 1:
+        raise UserError("--megabytes: a page that compares runs has no completions; leave it out")
+    runs = [_run(path) for path in options.runs]
+    paths = [run.path.resolve() for run in runs]
+    twice = next((given for given, path in zip(options.runs, paths, strict=True) if paths.count(path) > 1), None)
+    if twice is not None:
+        raise UserError(f"{said(twice)}: named twice; a run is compared with others")
+    out = Path(options.out or (runs[0].report if len(runs) == 1 else "comparison.html"))
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise UserError(f"--out: expected a file in a folder that exists, got {said(out)}")
+    if len(runs) == 1:
+        write_report(out, display=_display(runs[0]), **contents(runs[0], megabytes))
+    else:
+        write_comparison(out, runs, [_display(run) for run in runs])
+    print(f"report: {out}")
+
+
+def _run(path: str) -> Any:
+    """The directory, with metrics in it."""
+    from grpo_jax.runs.directory import RunDirectory, read_metrics
+
+    run = RunDirectory(path)
+    if not os.path.isfile(run.config):
+        raise UserError(f"{said(path)}: no config.yaml there; give the run directory of a training run")
+    if not read_metrics(run.metrics):
+        raise UserError(f"{said(path)}: no metrics there yet (metrics.jsonl); it has not trained an iteration")
+    return run
+
+
+def _display(run: Any) -> Any:
+    """How its task shows measures; plainly, with a word about it, where the task cannot be found any more."""
+    from grpo_jax.config.command_line import load_config
+    from grpo_jax.tasks.display import Display
+
+    try:
+        return load_config(run.config).task.display
+    except UserError as error:
+        print(f"note: {run.path.name} is shown without its task's own charts: {error}")
+        return Display()
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own."""
+    leave(main())
+
+
+if __name__ == "__main__":
+    command()

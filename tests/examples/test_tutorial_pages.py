@@ -1,0 +1,69 @@
+"""The tutorial's pages run, and say what they print: docs/make_tutorial.py, without drawing."""
+
+import re
+
+import pytest
+from support.imports import ROOT
+
+from grpo_jax.config.named import load_module
+
+maker = load_module(str(ROOT / "docs" / "make_tutorial.py"), "tutorial")
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?%?")
+OUTPUT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+each_page = pytest.mark.parametrize("path", maker.PAGES, ids=lambda path: path.stem)
+
+
+def form(printed: str) -> str:
+    """A text with its numbers and its spaces levelled."""
+    return " ".join(NUMBER.sub(" 0 ", printed).split())
+
+
+def differences(committed: str, printed: str) -> list[tuple[str, str]]:
+    """Numbers that differ by more than 3 % and two of the last digit, which processors and compilers may change."""
+    assert form(committed) == form(printed)
+    pairs = zip(NUMBER.findall(committed), NUMBER.findall(printed), strict=True)
+    return [(was, now) for was, now in pairs if not near(was.rstrip("%"), now.rstrip("%"))]
+
+
+def near(was: str, now: str) -> bool:
+    digit = 10.0 ** -len(was.partition(".")[2])
+    return abs(float(was) - float(now)) <= 0.03 * max(abs(float(was)), abs(float(now))) + 2 * digit
+
+
+def test_the_pages_are_seven_and_short():
+    pages = [path.with_suffix(".md") for path in maker.PAGES]
+    assert [path.stem[0] for path in pages] == list("1234567")
+    assert not {path.name: count for path in pages if (count := len(path.read_text().splitlines())) > 200}
+    linked = set(re.findall(r"images/tutorial/(\w+\.png)", "".join(path.read_text() for path in pages)))
+    drawn = {path.name: path.stat().st_size for path in maker.IMAGES.iterdir()}
+    assert linked == set(drawn) and max(drawn.values()) <= 60_000
+    index = (maker.HERE / "tutorial" / "index.md").read_text()
+    assert all(f"]({path.name})" in index for path in pages)
+
+
+@each_page
+def test_a_page_is_what_its_code_prints(path):
+    """Its own assertions hold, its text and code are those of the .py, its numbers those of this run."""
+    cells = maker.read_cells(path.read_text(encoding="utf-8"))
+    outcomes = maker.run_cells(path, cells)
+    page, committed = (maker.write_page(path, cells, outcomes), path.with_suffix(".md").read_text(encoding="utf-8"))
+    assert OUTPUT.sub("", committed) == OUTPUT.sub("", page), f"run python docs/make_tutorial.py {path.stem}"
+    printed = [(cell, outcome.printed) for cell, outcome in zip(cells, outcomes, strict=True) if outcome.printed]
+    for was, (cell, now) in zip(OUTPUT.findall(committed), printed, strict=True):
+        if "learned" not in cell.tags:  # runs whose every draw hangs on the last bits of the one before
+            assert not differences(was, now)
+
+
+def test_numbers_are_compared():
+    assert not differences("mean 0.100 of [ 1.00 -2]: 45%\n", "mean  0.102 of [1.00  -2]: 47%")
+    assert differences("mean 0.100", "mean 0.120") and differences("at 500", "at 400") and differences("-0.5", "0.5")
+    with pytest.raises(AssertionError):
+        differences("gdpo 0.1", "grpo 0.1")
+
+
+def test_recorded_figures_are_those_of_the_results():
+    """The rows that page 7 cites."""
+    page = maker.PAGES[-1].with_suffix(".md").read_text()
+    rows = re.findall(r"^\| \S+ \| (?:mean|\d) \|.*$", page, re.MULTILINE)
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    assert len(rows) == 4 and not set(rows) - set(results)

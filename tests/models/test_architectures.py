@@ -1,0 +1,177 @@
+"""What every newer architecture must hold beyond its logits: transformers' greedy tokens, from shared prompts."""
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import transformers  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from support import tiny_models  # noqa: E402
+from support import torch_reference as reference  # noqa: E402
+
+from grpo_jax import train  # noqa: E402
+from grpo_jax.config import LoraSection  # noqa: E402
+from grpo_jax.core.logprobs import capped  # noqa: E402
+from grpo_jax.errors import UserError  # noqa: E402
+from grpo_jax.models import hf  # noqa: E402
+from grpo_jax.models.adapters import lora_config  # noqa: E402
+from grpo_jax.models.decoder import make_policy  # noqa: E402
+from grpo_jax.models.families import read_config  # noqa: E402
+from grpo_jax.models.hf.names import shapes  # noqa: E402
+from grpo_jax.models.quantised import count_weights, quantise  # noqa: E402
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
+
+FAMILIES = ("smollm3", "phi3", "qwen3_moe", "gemma2", "gemma3_text")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request, tmp_path_factory):
+    """A torch model, and the same weights loaded from its folder."""
+    model = reference.model(request.param)
+    folder = tmp_path_factory.mktemp(request.param) / "source"
+    model.save_pretrained(folder)
+    return model, hf.load_folder(folder, tokenizer=False)
+
+
+def test_greedy_tokens_are_those_of_transformers(world):
+    """Left-padded prompts, each read by its group where it is; completions longer than the windows."""
+    model, loaded = world
+    tokens, mask = reference.group_batch()[:2]
+    policy = make_policy(loaded.config)
+    sample = make_sampler(policy, SamplingParams(2, 8, temperature=0.0), eos_ids=loaded.eos_ids, pad_id=0)
+    samples = sample({"params": loaded.params}, tokens, mask, jax.random.split(jax.random.key(0), 3))
+    ids, attention = torch.tensor(tokens, dtype=torch.long), torch.tensor(mask, dtype=torch.long)
+    with torch.no_grad():
+        written = model.generate(ids, attention_mask=attention, do_sample=False, max_new_tokens=8, pad_token_id=0)
+    expected = np.zeros((3, 8), np.int32)
+    expected[:, : written.shape[1] - 6] = written[:, 6:]
+    np.testing.assert_array_equal(samples.tokens, np.repeat(expected[:, None], 2, axis=1))
+    batch = tokens, mask, np.array(samples.tokens), np.array(samples.mask)
+    with torch.no_grad():
+        logs = torch.log_softmax(reference.completion_logits(model, batch), -1)
+    theirs = logs.gather(-1, torch.tensor(batch[2], dtype=torch.long)[..., None])[..., 0]
+    np.testing.assert_allclose(samples.logprobs[batch[3]], theirs.numpy()[batch[3]], atol=1e-4)
+
+
+def test_longrope_is_used_up_to_where_it_changes(tmp_path):
+    """Longer texts would take another table from their first token on: refused, and under jit not a number."""
+    loaded = hf.load_folder(reference.folder(tmp_path / "source", "phi3"), tokenizer=False)
+    policy, variables = make_policy(loaded.config), {"params": loaded.params}
+    assert policy.max_positions == 32
+    tokens = np.ones((1, 33), np.int32)
+    states = jax.jit(policy.prefill)(variables, tokens, np.arange(33)[None] >= 1).hidden
+    assert np.isfinite(states).all()
+    with pytest.raises(ValueError, match="at most 32 tokens"):
+        policy.prefill(variables, tokens, np.ones((1, 33), bool))
+    assert np.isnan(jax.jit(policy.prefill)(variables, tokens, np.ones((1, 33), bool)).hidden).all()
+
+
+def test_experts_in_one_tensor_are_read_and_written_as_such(tmp_path):
+    """As transformers holds them in memory; what it saves by default is a tensor for each expert."""
+    model = reference.model("qwen3_moe")
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    model.save_pretrained(apart)
+    model.save_pretrained(together, save_original_format=False)
+    loaded, other = (hf.load_folder(folder, tokenizer=False) for folder in (apart, together))
+    assert (loaded.params["layers"]["gate_experts"]["kernel"]).shape == (2, 4, 32, 24)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, other.params)
+    hf.save_folder(tmp_path / "export", together, other.config, other.params)
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "export", together))
+    assert mine.keys() == theirs.keys() and "model.layers.1.mlp.experts.gate_up_proj" in mine
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    assert all(torch.equal(exported[name], weight) for name, weight in model.state_dict().items())
+
+
+SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+PUBLISHED = {
+    "HuggingFaceTB/SmolLM3-3B": (
+        dict(model_type="smollm3", vocab_size=128256, hidden_size=2048, intermediate_size=11008)
+        | dict(num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=4),
+        3_075_098_624,
+    ),
+    "microsoft/Phi-4-mini-instruct": (
+        dict(model_type="phi3", vocab_size=200064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32)
+        | dict(num_attention_heads=24, num_key_value_heads=8, partial_rotary_factor=0.75, tie_word_embeddings=True),
+        3_836_021_760,
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        dict(model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, head_dim=128)
+        | dict(num_hidden_layers=48, num_attention_heads=32, num_experts=128, moe_intermediate_size=768),
+        30_532_122_624,
+    ),
+    "google/gemma-2-2b-it": (
+        dict(model_type="gemma2", vocab_size=256000, hidden_size=2304, intermediate_size=9216)
+        | dict(num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4),
+        2_614_341_888,
+    ),
+    "google/gemma-3-1b-it": (
+        dict(model_type="gemma3_text", vocab_size=262144, hidden_size=1152, intermediate_size=6912)
+        | dict(num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1),
+        999_885_952,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_as_many_weights_as_it_says(name):
+    fields, count = PUBLISHED[name]
+    assert count_weights(shapes(read_config(fields))) == count
+
+
+def test_adapters_go_on_what_is_fused_and_not_on_experts():
+    phi = read_config(SMALL | dict(model_type="phi3"))
+    assert lora_config(LoraSection(rank=2), phi).targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    mixture = read_config(SMALL | dict(model_type="qwen3_moe", num_key_value_heads=2))
+    assert lora_config(LoraSection(rank=2), mixture).targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    with pytest.raises(UserError, match=r"some of \('q_proj', .* for model_type 'qwen3_moe', got \['gate_proj'\]"):
+        lora_config(LoraSection(rank=2, targets=["gate_proj"]), mixture)
+
+
+@pytest.mark.parametrize("world", ["qwen3_moe"], indirect=True)
+def test_experts_are_stored_in_few_bits_and_the_router_is_not(world):
+    pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
+    params, policy = world[1].params, make_policy(world[1].config)
+    small = quantise(params, "int8")
+    assert all(hasattr(small["layers"][f"{part}_experts"]["kernel"], "qvalue") for part in ("gate", "up", "down"))
+    np.testing.assert_array_equal(small["layers"]["router"]["embedding"], params["layers"]["router"]["embedding"])
+    kernel = small["layers"]["gate_experts"]["kernel"]
+    assert kernel.scale.shape == (2, 4, 1, 24)  # of each output of each expert
+    back = np.asarray(kernel.qvalue, np.float32) * np.asarray(kernel.scale)
+    exact = np.asarray(params["layers"]["gate_experts"]["kernel"])
+    assert 0 < np.abs(back - exact).max() <= np.abs(exact).max() / 127 / 2 * 1.001
+    states, near = (
+        jax.jit(policy.prefill)({"params": tree}, *reference.group_batch()[:2]).hidden for tree in (params, small)
+    )
+    assert 1e-4 < np.median(np.abs(states - near)) < 0.1
+
+
+RUNS = {
+    "qwen3_moe": ["--algorithm.kl_coef=0"],
+    "gemma2": ["--policy.lora.rank=2", "--policy.quantised=int8", "--training.accumulation=2"],
+}
+
+
+@pytest.mark.parametrize("family", RUNS)
+def test_a_run_trains_it_and_transformers_loads_what_it_writes(place, tmp_path, monkeypatch, family):
+    source, run = tiny_models.causal_lm(tmp_path / "policy", family), tmp_path / "run"
+    monkeypatch.setenv("JUDGE_RUN", str(run))
+    monkeypatch.setenv("JUDGE", "work:0")
+    options = ["--policy.path", str(source), "--training.max_steps=1", "--evaluation.every=0", *RUNS[family]]
+    options += ["--training.inner_epochs=1", "--training.minibatches=1"]
+    assert train.main(["--config", str(place.config), "--run_dir", str(run), *options]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, run / "policy"))
+    assert before.keys() == after.keys()
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    parts = ["q_proj", "mlp.gate.", "experts.3.down_proj"] if family == "qwen3_moe" else ["q_proj", "mlp.gate_proj"]
+    assert all(any(part in name for name in moved) for part in parts)
+
+    loaded = hf.load_folder(run / "policy", tokenizer=False)
+    policy, variables = make_policy(loaded.config), {"params": loaded.params}
+    tokens = np.random.default_rng(0).integers(0, 250, (2, 7)).astype(np.int32)
+    hidden = jax.jit(policy.prefill)(variables, tokens, np.ones(tokens.shape, bool)).hidden
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "policy", attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor(tokens, dtype=torch.long)).logits[:, -1]
+    np.testing.assert_allclose(capped(hidden @ policy.head(variables).T, policy.softcap), expected, atol=1e-4)

@@ -1,0 +1,125 @@
+"""Python in the pages runs: the blocks of a page one after the other, where a reader stands who has what they name."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.tiny_models import causal_lm
+from support.xla import known_flags
+
+from grpo_jax.config import run as config
+from grpo_jax.rollout.episodes import Episode, Turn
+
+ROOT = Path(__file__).resolve().parents[2]
+ELSEWHERE = {
+    "docs/algorithms.md": "tests/project/test_algorithms_page.py",
+    "docs/judges.md": "tests/scorers/test_clip_model.py",
+}
+"""Pages whose blocks another test runs, with what they print or make."""
+WHOLE = ("tutorial", "recipes")
+"""Folders of docs/ whose pages other tests run whole, with their files, commands and what they print."""
+SMALL = {
+    "sampling": {"group_size": 2, "max_new_tokens": 4},
+    "training": {"max_steps": 1, "prompts_per_batch": 2},
+}
+DEVICES = {"docs/scaling.md": 8}
+"""Pages that need several."""
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
+NAME = "path/to/Qwen2.5-0.5B-Instruct"
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+WITH_PYTHON = [
+    page
+    for page in (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
+    if blocks(page) and page not in ELSEWHERE and page.split("/")[1] not in WHOLE
+]
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory):
+    """What pages name: a policy, the README's reward and prompts, an adapter."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("things")
+    model = causal_lm(folder / NAME)
+    shutil.copytree(model, folder / "Qwen" / "Qwen2.5-0.5B-Instruct")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(folder / "runs" / "my_run" / "adapter")
+    (folder / "my_rewards.py").write_text(blocks("README.md")[0])
+    rows = [{"prompt": f"What is {a} times {b}?", "answer": str(a * b)} for a in range(11, 17) for b in range(3, 6)]
+    for name in ("sums.jsonl", "questions.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def desk(things, tmp_path, monkeypatch):
+    """A folder with these things, in which runs are small."""
+    shutil.copytree(things, tmp_path, dirs_exist_ok=True)
+    whole = config.make_config
+
+    def make_config(values=None, **sections):
+        return whole(config.merged(config.merged(values or {}, sections), SMALL))
+
+    monkeypatch.setattr(config, "make_config", make_config)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def in_a_process(code: str, devices: int) -> dict:
+    flags = f"{known_flags()} --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return {}
+
+
+def scope_of(page: str) -> dict:
+    """What a page's blocks leave when they have run."""
+    if page in DEVICES:
+        return in_a_process("\n".join(blocks(page)), DEVICES[page])
+    scope: dict = {"__name__": "__main__"}
+    for block in blocks(page):
+        exec(compile(block, page, "exec"), scope)
+    return scope
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_of_a_page_runs(page, desk):
+    scope = scope_of(page)
+    if "config" in scope:
+        assert json.loads((desk / scope["config"].run_dir / "summary.json").read_text())["iterations"] == 1
+
+
+def test_pages_that_are_left_out_are_read_elsewhere():
+    for page, test in ELSEWHERE.items():
+        assert blocks(page) and Path(page).name in (ROOT / test).read_text()
+    others = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    for folder in WHOLE:
+        read = any(re.search(rf"docs\W+{folder}", text) for text in others)
+        assert read or not (ROOT / "docs" / folder).exists(), folder
+
+
+def test_a_tool_is_answered_and_judged():
+    scope = scope_of("docs/turns.md")
+    asks, ends = (Episode((Turn(text, text),)) for text in ("<sum>1 2 39</sum>", "It is 42."))
+    assert scope["respond"]([{}, {}], [asks, ends]) == ["42", None]
+    assert scope["right"](["?"] * 2, ["It is 42.", "41"], ["42", "42"], [asks, ends]) == [1.0, 0.0]
+
+
+def test_rewards_of_the_pages_tell_right_from_wrong():
+    animal = scope_of("docs/pictures.md")["names_the_animal"]
+    assert animal(["?"] * 2, ["a cat", "a dog"], [None, None], ["cat", "cat"]) == [1.0, 0.0]
+    brand = scope_of("docs/recommendation.md")["brand"]
+    assert brand(["alder red lamp", "birch red lamp"], ["alder blue chair"] * 2) == [1.0, 0.0]

@@ -1,0 +1,189 @@
+"""A trained policy on the hub: pushed by the hub's own library to a server that speaks the few words it needs."""
+
+import base64
+import io
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from huggingface_hub import constants
+
+from grpo_jax import export, train
+from grpo_jax.config import make_config
+from grpo_jax.models.hf import load_folder
+from grpo_jax.reports.output import RunOutput
+from grpo_jax.tasks.task import Finished
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Repositories are made and get files; a token that is not "writer" may not, and `full` refuses commits."""
+
+    repos: dict  # name: {path: bytes}
+    private: set
+    full: set
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        place = re.fullmatch(r"/api/models/(.*)/(preupload|commit)/main", self.path)
+        if self.headers.get("Authorization") != "Bearer writer":
+            return self.answer(403, {"error": "Forbidden: you don't have the rights"})
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            known = name in self.repos
+            self.repos.setdefault(name, {})
+            self.private |= {name} if asked.get("private") or asked.get("visibility") == "private" else set()
+            return self.answer(409 if known else 200, {"url": f"{constants.ENDPOINT}/{name}", "id": name})
+        if self.path == "/api/validate-yaml":
+            return self.answer(200, {"errors": [], "warnings": []})
+        if place[2] == "preupload":
+            files = [one["path"] for one in json.loads(body)["files"]]
+            told = [{"path": path, "uploadMode": "regular", "shouldIgnore": False, "oid": None} for path in files]
+            return self.answer(200, {"files": told})
+        if place[1] in self.full:
+            return self.answer(507, {"error": "no room"})
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                self.repos[place[1]][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        url = f"{constants.ENDPOINT}/{place[1]}/commit/{'0' * 40}"
+        return self.answer(200, {"success": True, "commitUrl": url, "commitOid": "0" * 40})
+
+    def do_GET(self):
+        known = re.fullmatch(r"/api/models/(.*)/revision/main", self.path)
+        self.answer(200, {"id": known[1] if known else "", "sha": "0" * 40, "siblings": []})
+
+    def answer(self, code, content):
+        text = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def hub():
+    """The server, as the hub of this process, and its writer logged in."""
+    handler = type("Handler", (Hub,), {"repos": {}, "private": set(), "full": set()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setenv("HF_TOKEN", "writer")
+        yield handler
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def run_dir(hub, tmp_path_factory):
+    """An iteration of a text task, pushed at its end."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "prompts.txt").write_text("".join(f"a tree on hill {i}\n" for i in range(12)))
+    (folder / "brief.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
+    words = [
+        *("--task=text", "--policy.path=miniature", f"--data.prompts={folder / 'prompts.txt'}", "--report_to=[]"),
+        *(f"--rewards={folder / 'brief.py'}:brief", "--policy.lora.rank=2", "--evaluation.sampled=false"),
+        *("--training.prompts_per_batch=2", "--training.max_steps=1", "--evaluation.every=0", "--evaluation.prompts=2"),
+        *("--sampling.group_size=2", "--sampling.max_new_tokens=2", f"--run_dir={folder / 'run'}"),
+    ]
+    assert train.main([*words, "--push_to_hub=me/at_the_end", "--hub_private=true"]) == 0
+    return folder / "run"
+
+
+def run_export(run_dir, out, *words):
+    return export.main(["--run", str(run_dir), "--out", str(out), *words])
+
+
+def test_a_run_pushes_its_policy_at_its_end(run_dir, hub):
+    files = hub.repos["me/at_the_end"]
+    assert {path.name: path.read_bytes() for path in (run_dir / "policy").iterdir()} == files
+    assert "README.md" in files and "me/at_the_end" in hub.private
+    assert f"pushed: {constants.ENDPOINT}/me/at_the_end" in (run_dir / "train.log").read_text()
+
+
+def test_a_hub_that_refuses_is_a_note_at_the_end_of_a_run(hub, tmp_path):
+    hub.full.add("me/full")
+    config = make_config(task="text", run_dir=str(tmp_path / "run"), push_to_hub="me/full", report_to=[])
+    stream = io.StringIO()
+    with RunOutput(config, stream=stream) as output:
+        output.truncate(0)
+        output.directory.policy.mkdir()
+        (output.directory.policy / "config.json").write_text("{}")
+        output.finish(Finished({"iterations": 1, "evaluation": {}}), config=config)
+    policy = tmp_path / "run" / "policy"
+    assert stream.getvalue().endswith(f"{policy} is complete, to push it again: hf upload me/full {policy} .\n")
+    assert "push_to_hub: the hub answered 507 (" in stream.getvalue() and (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_export_pushes_the_folder_with_its_card(run_dir, hub, tmp_path, capsys):
+    for _ in range(2):  # into a repository that is there already too
+        assert run_export(run_dir, tmp_path / "out", "--push_to_hub", "team/sums", "--dtype=bfloat16") == 0
+        assert capsys.readouterr().out.endswith(f"pushed to {constants.ENDPOINT}/team/sums\n")
+    files = hub.repos["team/sums"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+    assert "team/sums" not in hub.private
+    card = files["README.md"].decode()
+    assert card == (run_dir / "policy" / "README.md").read_text() and "library_name: transformers" in card
+    (tmp_path / "again").mkdir()
+    for name, content in files.items():
+        (tmp_path / "again" / name).write_bytes(content)
+    assert load_folder(tmp_path / "again").config == load_folder(run_dir / "policy").config
+
+
+def test_adapters_say_on_their_card_what_they_are(run_dir, hub, tmp_path):
+    assert run_export(run_dir, tmp_path, "--adapters", "--push_to_hub=me/adapters", "--private", "--checkpoint=1") == 0
+    files = hub.repos["me/adapters"]
+    card = files["README.md"].decode()
+    assert "adapter_model.safetensors" in files and "me/adapters" in hub.private
+    assert "library_name: peft" in card and "LoRA of rank 2 to load onto it" in card
+    assert "- **Checkpoint**: 1; the measures are of the final one" in card
+
+
+def test_a_hub_that_refuses_leaves_the_folder_and_says_what_to_repeat(run_dir, hub, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    again = f"{out} is complete, to push it again: hf upload team/other {out} . --private\n"
+    words = ["--push_to_hub=team/other", "--private"]
+    with monkeypatch.context() as patch:
+        patch.setenv("HF_TOKEN", "reader")
+        assert run_export(run_dir, out, *words) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"error: push_to_hub: the hub answered 403 \(.*\), may this token write there\?; ", said)
+    assert said.endswith(again) and said.count("\n") == 1 and (out / "model.safetensors").is_file()
+    hub.full.add("team/other")
+    assert run_export(run_dir, out, *words) == 2
+    said = capsys.readouterr().err
+    assert "the hub answered 507 (" in said and said.endswith(again)
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+        assert run_export(run_dir, out, *words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: push_to_hub: the hub cannot be reached (") and said.endswith(again)
+
+
+def test_what_cannot_work_is_said_before_anything_is_loaded(hub, tmp_path, capsys, monkeypatch):
+    def refused(*words):
+        assert run_export(tmp_path / "no_run", tmp_path / "out", *words) == 2
+        return capsys.readouterr().err
+
+    assert refused("--private") == "error: --private: it is for a repository of --push_to_hub\n"
+    for name in ("a/b/c", "true", "me/.."):
+        given = ["--push_to_hub", name]
+        assert refused(*given) == f"error: push_to_hub: expected OWNER/NAME of a repository, got {name}\n"
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "nobody"))
+    nobody = "error: push_to_hub: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN\n"
+    assert refused("--push_to_hub", "me/sums") == nobody
+    words = ["--task=text", "--policy.path=nowhere", "--data.prompts=x.txt", "--rewards=m:f", "--push_to_hub=me/sums"]
+    assert train.main([*words, f"--run_dir={tmp_path / 'run'}"]) == 2
+    assert capsys.readouterr().err == nobody and not (tmp_path / "run").exists()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in refused("--push_to_hub", "me/sums")

@@ -1,0 +1,201 @@
+"""`grpo report`: a run's page again from what lies in its directory, and one page for several runs."""
+
+import io
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from grpo_jax import __main__, report
+from grpo_jax.config import make_config
+from grpo_jax.reports.comparison import names_of
+from grpo_jax.reports.output import RunOutput
+from grpo_jax.runs.directory import RunDirectory
+from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry, ShownTurn, Table
+from grpo_jax.tasks.task import Finished
+
+nan = float("nan")
+
+
+def picture(value):
+    return np.full((8, 6, 3), value, np.uint8)
+
+
+def shown_end(steps):
+    """All that the end of a run may show, missing values and all."""
+    turns = [ShownTurn("first", {"x": 0.5, "y": nan}, picture(10), "mend it", [picture(20)]), ShownTurn("second")]
+    summary = {
+        "iterations": steps,
+        "evaluation": {"x": {"before": 0.25, "after": np.float32(0.5), "oracle": None}, "y": {"after": nan}},
+        "samples": {"measures": {"x": {"mean@4": {"before": [0.2, 0.1, 0.3], "after": [0.4, 0.375, 0.425]}}}},
+        "seconds": {"total": 90.0},
+    }
+    return Finished(
+        summary,
+        tables=[Table("Ranks", ("user", "rank", "odd"), [("rising", np.int64(4), nan), ("falling", None, (1, 2))])],
+        tables_below=[Table("Words", ("word", "share"), [("sharp", np.float32(0.75))], "added")],
+        gallery=[GalleryEntry("p", "r", picture(1), None, {"x": (nan, 0.2)}, shown=[picture(2), picture(3)])],
+        episodes=[EpisodeEntry("asked", turns, [picture(4)])],
+    )
+
+
+def write_run(folder, steps=14, *, ends=True, task="text", **changes):
+    """A run directory as a run writes it, up to so many iterations."""
+    config = make_config(task=task, run_dir=str(folder), report_to=[], **changes)
+    with RunOutput(config, stream=io.StringIO()) as output:
+        output.truncate(0)
+        for step in range(1, steps + 1):
+            rewards = np.arange(4) / 4 + step
+            columns = {"prompt": ["a", "a", "b", "b"], "completion": [f"{i} in {step}" for i in range(4)]}
+            output.completions(step, columns | {"reward/x": rewards, "advantage": rewards - rewards.mean()})
+            output.iteration(
+                {
+                    "step": step,
+                    "reward/x/mean": step / 7,
+                    "loss": -step,
+                    "kl": 0.0,
+                    "seconds/total": 1.5,
+                    "seconds/draw": 1,
+                }
+            )
+        if ends:
+            output.finish(shown_end(steps), config=config, starts=[0, 7])
+        output.directory.checkpoints.joinpath("step_1").mkdir(parents=True)  # what keeps an unfinished run
+    return folder
+
+
+@pytest.fixture
+def refused(capsys):
+    """Calls the command with what it must refuse; gives its line."""
+
+    def call(*words):
+        assert __main__.main(["report", *map(str, words)]) == 2
+        out, line = capsys.readouterr()
+        assert out == "" and line.startswith("error: ") and line.count("\n") == 1
+        return line
+
+    return call
+
+
+def test_a_page_written_again_is_the_same(tmp_path, capsys):
+    page = write_run(tmp_path / "run") / "report.html"
+    first = page.read_text()
+    assert first.count("data:image/png") == 6 and "iteration 8 with 1.5 s" in first and "Not finished" not in first
+    assert all(word in first for word in ("Ranks", "rising", "(1, 2)", "sharp", "mend it", "kind: text", "1 in 14"))
+    page.unlink()
+    assert __main__.main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == f"report: {page}\n" and page.read_text() == first
+    assert report.main([str(tmp_path / "run"), "--out", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").read_text() == first
+
+
+def test_a_run_that_goes_on_has_a_page(tmp_path):
+    run = write_run(tmp_path / "run", 3, ends=False)
+    assert report.main([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "Not finished: after iteration 3." in page and "All 12 completions of 3 iterations." in page
+    finished = write_run(tmp_path / "finished", 3)
+    with (finished / "metrics.jsonl").open("a") as file:  # resumed with more iterations
+        file.write('{"step": 4, "reward/x/mean": 1.0}\n')
+    assert report.main([str(finished)]) == 0
+    page = (finished / "report.html").read_text()
+    assert "Not finished: after iteration 4." in page and "Ranks" not in page
+
+
+def test_completions_beyond_what_was_asked_for_are_left_out(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert report.main([str(run), "--megabytes", "0.001"]) == 0
+    page = (run / "report.html").read_text()
+    told = re.search(r"(\d+) completions of (\d+) iterations of 14, evenly spread", page)
+    assert 2 <= int(told[2]) < 14 and "what fits into 0.001 MB" in page
+
+
+def test_several_runs_in_one_page(tmp_path, monkeypatch, capsys):
+    runs = [write_run(tmp_path / "a" / "run", seed=1), write_run(tmp_path / "b" / "run", 9, seed=2)]
+    runs.append(write_run(tmp_path / "new & <b>", 2, ends=False, seed=1, sampling={"group_size": 6}))
+    monkeypatch.chdir(tmp_path)
+    assert __main__.main(["report", *map(str, runs)]) == 0
+    assert capsys.readouterr().out == "report: comparison.html\n"
+    page = (tmp_path / "comparison.html").read_text()
+    assert "new & <b>" not in page
+    assert "new &amp; &lt;b&gt;" in page and "a/run" in page and "b/run" in page
+    curve = re.search(r"<figure[^>]*><figcaption>Rewards</figcaption>.*?</figure>", page)[0]
+    assert all(f"--series-{place}" in curve for place in (1, 2, 3)) and curve.count("class='smooth'") == 3
+    rows = [re.sub(r"<[^>]*>", "|", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
+    rows = [[cell.strip() for cell in row.split("|") if cell.strip()] for row in rows]
+    assert ["seed", "1", "2", "1"] in rows and ["sampling.group_size", "8", "8", "6"] in rows
+    assert not [row for row in rows if row[0] in ("run_dir", "optimizer.learning_rate")]
+    assert ["x", "0.5", "0.25", "0.5", "0.25", "–"] in rows
+    assert ["x, mean@4", "0.4 [0.375, 0.425]", "0.4 [0.375, 0.425]", "–"] in rows
+    assert any(row[-3:] == ["2, not finished", "–", "–"] for row in rows)
+    assert "different tasks" not in page and ">loss</figcaption>" in page and "0 or missing throughout: kl." in page
+
+
+def test_runs_of_different_tasks_stand_side_by_side(tmp_path):
+    runs = [write_run(tmp_path / "text"), write_run(tmp_path / "game", task="cartpole")]
+    out = tmp_path / "page.html"
+    assert report.main([*map(str, runs), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert "These are of different tasks" in page and "network.hidden" in page and "policy.path" in page
+
+
+def test_a_task_that_is_gone_has_a_plain_page(tmp_path, capsys):
+    run = write_run(tmp_path / "run", 3)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("kind: text", "kind: gone_package.task:Gone"))
+    assert report.main([str(run)]) == 0
+    assert "note: run is shown without its task's own charts" in capsys.readouterr().out
+    assert "Rewards" in (run / "report.html").read_text()
+
+
+def test_the_command_is_found_by_its_name(capsys):
+    assert __main__.main(["--help"]) == 0 and "\n  report " in capsys.readouterr().out
+    assert __main__.main(["reprot"]) == 2 and "did you mean report?" in capsys.readouterr().err
+
+
+def test_what_is_no_run_is_one_line(tmp_path, refused):
+    run = write_run(tmp_path / "run", 2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in ("gone", "empty", "file"):
+        assert f"{name}: no config.yaml there; give the run directory" in refused(run, tmp_path / name)
+    assert "no config.yaml there" in refused("a\0b") and "no config.yaml there" in refused("a" * 5000)
+    assert "run: named twice" in refused(run, f"{run}/")
+    bare = write_run(tmp_path / "bare", 0, ends=False)
+    assert f"{bare}: no metrics there yet" in refused(bare)
+    assert "--out: expected a file in a folder that exists, got" in refused(run, "--out", tmp_path / "no" / "x.html")
+    assert "--out: expected a file" in refused(run, "--out", tmp_path)
+    assert "--megabytes: expected more than 0" in refused(run, "--megabytes", "0")
+    assert "--megabytes: expected more than 0" in refused(run, "--megabytes", "nan")
+    assert "--megabytes: a page that compares runs has no completions" in refused(run, bare, "--megabytes", "9")
+    links = [tmp_path / f"link_{number}" for number in range(25)]
+    for link in links:
+        shutil.copytree(run, link)
+    assert "at most 24 runs can be told apart in one page, got 25" in refused(*links)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("metrics.jsonl", 'nonsense\n{"step": 1}\n', "metrics.jsonl, line 1: not a row of metrics"),
+        ("summary.json", "{", "summary.json: cannot be read"),
+        ("summary.json", "[1]", "summary.json: expected an object"),
+        ("report.json", '{"tables": [{"name": 1}]}', "report.json or images/ is not as a run writes it"),
+        ("images/gallery.json", '["x"]', "report.json or images/ is not as a run writes it"),
+        ("images/000_before.png", "no picture", "report.json or images/ is not as a run writes it"),
+    ],
+)
+def test_a_damaged_run_is_one_line(tmp_path, refused, name, text, line):
+    run = write_run(tmp_path / "run", 2)
+    (run / name).write_text(text)
+    assert line in refused(run)
+
+
+def test_names_are_as_short_as_they_can_be(tmp_path):
+    def named(*paths):
+        return names_of([RunDirectory(path).path for path in paths])
+
+    assert named("/x/a", "/y/b") == ["a", "b"]
+    assert named("/x/a", "/y/a", "/y/b") == ["x/a", "y/a", "b"]
+    assert named("/r/1/a", "/r/2/a", "/a") == ["1/a", "2/a", "/a"]

@@ -1,0 +1,186 @@
+"""A data set stays where it lies: rows are made when they are drawn, and are those that lists of them would hold."""
+
+import gc
+import hashlib
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout.test_files import written
+from support.text_task import make_place, train_here
+from support.tiny_models import chat_tokenizer
+
+from grpo_jax.config import DataSection, make_config
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import SPLITS, Row, Rows, all_rows, epoch_order, facts_of, further_batch_at
+from grpo_jax.rollout.inputs import encoding, lines
+from grpo_jax.rollout.inputs.encoding import make_encode, plain_rows
+from grpo_jax.rollout.prompts import load_prompts, split_records
+from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
+
+COLUMNS = {"prompt": "question"}
+
+
+def living():
+    gc.collect()
+    return sum(type(one) is Row for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
+def test_rows_are_made_when_they_are_drawn(kind, tmp_path):
+    before = living()
+    parts = load_prompts(written(tmp_path, kind), held_out=1, columns=COLUMNS)
+    assert living() == before and [len(part) for part in parts] == [6, 1, 1]
+    drawn = parts.train[3]
+    assert drawn is not parts.train[3] and drawn == parts.train[3] and parts.train[1:3] == (*[*parts.train][1:3],)
+    assert {row.columns["solution"] for part in parts for row in part} == {f"00{i}" for i in range(8)}
+
+
+def test_a_data_set_given_in_python_is_drawn_from_its_table(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    from grpo_jax.runs.directory import RunDirectory
+
+    table = datasets.Dataset.from_dict({"prompt": [f"{i} trees" for i in range(40)], "answer": [*range(40)]})
+    before = living()
+    source = from_python(make_config(task="text", data={"held_out": 0.1}), table, None)
+    keep_prompts(source, RunDirectory(tmp_path), print)
+    kept = kept_prompts(RunDirectory(tmp_path))
+    assert living() == before and kept == source.prompts and [len(part) for part in kept] == [32, 4, 4]
+    resumed = source._replace(config=make_config(task="text", resume=True, run_dir=str(tmp_path)))
+    keep_prompts(resumed, RunDirectory(tmp_path), print)
+    with pytest.raises(UserError, match="the prompts are not those that"):
+        keep_prompts(resumed._replace(prompts=kept._replace(test=())), RunDirectory(tmp_path), print)
+
+
+def slow_split(keys, count):
+    """Where each row belongs: prompts ranked by their hash, one by one."""
+    ranked = sorted(set(keys), key=lambda text: hashlib.sha256(text.encode()).digest())
+    return [SPLITS[2] if key in ranked[:count] else SPLITS[key in ranked[count : 2 * count]] for key in keys]
+
+
+@pytest.mark.parametrize("held_out", [0, 7, 0.1])
+def test_parts_are_those_of_a_slow_loop_over_lists(held_out):
+    rng = random.Random(3)
+    keys = [f"prompt {rng.randrange(90)}" for _ in range(300)]
+    count = round(held_out * len(set(keys))) if isinstance(held_out, float) else held_out
+    parts = split_records([{"prompt": key} for key in keys], held_out=held_out)
+    found = {row.id: split for split, part in zip(SPLITS, parts, strict=True) for row in part}
+    assert [found[place] for place in range(300)] == slow_split(keys, count)
+    assert all([row.id for row in part] == sorted(row.id for row in part) for part in parts)
+
+
+@given(st.lists(st.sampled_from([b"a", b"bc", b" ", b"\n", b"\r", b"\r\n"]), max_size=30), st.integers(1, 7))
+def test_lines_are_those_of_python(tmp_path_factory, pieces, window):
+    content = b"".join(pieces)
+    path = tmp_path_factory.mktemp("lines") / "p.txt"
+    path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "_WINDOW", window)
+        patch.setattr(lines, "_MAPPED", max(len(content) - 1, 0) if window % 2 else 2**26)  # mapped, and copied
+        found = [(number, record) for number, record in lines.read_text(path).all() if record is not None]
+    expected = [(n, line.strip().decode()) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
+    assert found == [(number, {"prompt": text}) for number, text in expected]
+
+
+def test_a_mapped_file_that_changes_names_the_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "_MAPPED", 0)
+    path = written(tmp_path, "jsonl")
+    rows = load_prompts(path, held_out=0, columns=COLUMNS).train
+    text = path.read_bytes()
+    with open(path, "r+b") as file:  # in its place
+        file.write(text.replace(b'"question"', b'"quest_ons"', 1))
+    assert rows[1].prompt.startswith("b ")
+    with pytest.raises(UserError, match=r"p.jsonl: line 1: no \"prompt\" .*; it has changed since it was read"):
+        rows[0]
+
+
+def test_many_mistakes_are_counted_and_the_first_named(tmp_path):
+    parts = [{"prompt": f"p{i % 50}", "split": "train" if i < 50 else "test"} for i in range(100)]
+    bad = [{"prompt": ""}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*parts, *bad, {"prompt": "y"}]))
+    with pytest.raises(UserError) as error:
+        load_prompts(tmp_path / "p.jsonl")
+    message = str(error.value)
+    assert '52 bad lines: line 101: "prompt" is empty; line 51: this test prompt is also a train prompt (l' in message
+    assert message.endswith("also a train prompt (line 1); and 50 more")
+
+
+def test_draws_are_those_of_before_and_an_order_is_made_once():
+    drawn = [further_batch_at(5, iteration, 0, batch_size=4, n=11).tolist() for iteration in range(4)]
+    # Written down: a run that began with an earlier version goes on with the same rows.
+    assert drawn == [[6, 5, 4, 10], [3, 7, 9, 8], [10, 2, 0, 1], [6, 3, 8, 9]]
+    assert further_batch_at(5, 3, 1, batch_size=4, n=11).tolist() == [2, 7, 0, 10]
+    with pytest.raises(ValueError, match="read-only"):
+        epoch_order(5, 0, 11)[0] = 1
+
+
+# ------------------------------------------------------------------------------------------------------ encoding
+
+
+def counting(tokenizer):
+    """The tokenizer, and a list that grows with each call of its template."""
+    calls, apply = [], tokenizer.apply_chat_template
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        return apply(*arguments, **options)
+
+    tokenizer.apply_chat_template = counted
+    return tokenizer, calls
+
+
+def test_of_many_rows_the_longest_set_the_width_and_short_ones_are_not_encoded(monkeypatch):
+    rows = plain_rows(["x" * (10 + i % 7) for i in range(60)] + ["x" * 33])
+    section = DataSection(max_prompt_tokens=200)
+    expected = make_encode(chat_tokenizer(), section, pad_id=0, rows=rows)(rows[:2])
+    monkeypatch.setattr(encoding, "_LONGEST", 4)
+    tokenizer, calls = counting(chat_tokenizer())
+    encode = make_encode(tokenizer, section, pad_id=0, rows=rows)
+    assert len(calls) < 10  # of 61
+    found = encode(rows[:2])
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.mask, expected.mask)
+
+
+def test_a_prompt_that_is_too_long_is_found_whatever_its_bytes(monkeypatch):
+    """Many have more bytes than the one that has most tokens."""
+    monkeypatch.setattr(encoding, "_LONGEST", 2)
+
+    rows = plain_rows(["x" * 90, "x" * 80, "a b c d " * 8, "short"])
+    tokenizer, section = word_tokenizer(), DataSection(max_prompt_tokens=20)
+    with pytest.raises(UserError, match=r"prompt 'a b c d .* takes 32 tokens .*; data.max_prompt_tokens is 20"):
+        make_encode(tokenizer, section, pad_id=0, rows=rows)
+    make_encode(tokenizer, section, pad_id=0, rows=[*rows[:2], rows[3]])
+
+
+def word_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "c": 3, "d": 4}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_facts_of_rows_in_memory_and_of_those_that_lie_elsewhere():
+    talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "été"}]
+    records = [{"prompt": "ab"}, {"prompt": talk}, {"prompt": talk[1:]}]
+    parts = split_records(records, held_out=0)
+    assert isinstance(parts.train, Rows)
+    for facts in (parts.train.facts, facts_of([*parts.train]), all_rows(parts).facts):
+        assert [column.tolist() for column in facts] == [[2, 10, 5], [0, 0, 0], [0, 2, 1], [False, True, False]]
+    assert [*all_rows(parts._replace(test=parts.train))] == [*parts.train, *parts.train]
+
+
+def test_a_prompt_that_is_too_long_is_told_before_the_weights_are_read(tmp_path, capsys):
+    place = make_place(tmp_path)
+    shutil.copyfile(place.config, place.policy / "model.safetensors")  # no weights
+    arguments = ["--data.max_prompt_tokens", "3"]
+    assert train_here(place.config, tmp_path / "run", *arguments) == 2
+    assert "data.max_prompt_tokens is 3: shorten it or raise the limit" in capsys.readouterr().err
+    assert train_here(place.config, tmp_path / "other") == 2
+    assert "safetensors" in capsys.readouterr().err

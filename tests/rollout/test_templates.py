@@ -1,0 +1,125 @@
+"""What a chat template is told beside the messages: tools and options, which must reach it or be refused."""
+
+import json
+
+import pyarrow.parquet
+import pytest
+from support.text_task import train_here
+from support.tiny_models import causal_lm, chat_tokenizer
+
+from grpo_jax.config import DataSection, make_config
+from grpo_jax.errors import UserError
+from grpo_jax.models.hf.chat import default_system_prompt
+from grpo_jax.rollout.answers import make_say
+from grpo_jax.rollout.episodes import Answer
+from grpo_jax.rollout.inputs.encoding import check_tools, make_encode, plain_rows, tell_system_prompt
+from grpo_jax.rollout.prompts import split_records
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ mood | default('') }}{% endif %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+SIT = {"type": "function", "function": {"name": "sit"}}
+
+
+def templated():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def expected(tokenizer, prompt, **told):
+    talk = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(talk, add_generation_prompt=True, **told)["input_ids"]
+
+
+def test_tools_and_options_of_the_config_are_as_transformers_has_them():
+    tokenizer = templated()
+    section = DataSection(tools=[ADD, SIT], chat_template_options={"mood": "merry"})
+    encoded = make_encode(tokenizer, section, pad_id=0, rows=plain_rows(["a fox"] * 2))(plain_rows(["a fox"]))
+    found = encoded.tokens[encoded.mask].tolist()
+    assert found == expected(tokenizer, "a fox", tools=[ADD, SIT], mood="merry") != expected(tokenizer, "a fox")
+    assert default_system_prompt(tokenizer, **section.template_options) == ""
+
+
+def test_tools_of_each_row_are_those_of_its_column():
+    """As a list, as a table's objects filled up with None, as JSON text, and none."""
+    tokenizer = templated()
+    filled = {**SIT, "function": {"name": "sit", "parameters": None}}
+    given = [[ADD], [filled, ADD], json.dumps([SIT]), None, "", []]
+    rows = split_records([{"prompt": f"p{i}", "can": tools} for i, tools in enumerate(given)], held_out=0).train
+    encoded = make_encode(tokenizer, DataSection(tools="can"), pad_id=0, rows=rows)(rows)
+    for row, tools in enumerate([[ADD], [SIT, ADD], [SIT], None, None, None]):
+        found = encoded.tokens[row][encoded.mask[row]].tolist()
+        assert found == expected(tokenizer, f"p{row}", tools=tools)
+
+
+@pytest.mark.parametrize(("tools", "reason"), [(["sit"], r"must hold a list of JSON schemas, got"), ("{", "not JSON")])
+def test_a_column_that_holds_no_tools_is_named(tools, reason):
+    rows = split_records([{"prompt": "a", "can": tools}], held_out=0).train
+    with pytest.raises(UserError, match=f"row 0, data.tools: column 'can'.*{reason}"):
+        make_encode(templated(), DataSection(tools="can"), pad_id=0, rows=rows)
+    with pytest.raises(UserError, match=r"data.tools: expected a list of JSON schemas or a column of .*, got 'cannot'"):
+        check_tools(DataSection(tools="cannot"), rows)
+
+
+def test_what_a_template_passes_over_is_refused_or_told():
+    tokenizer = chat_tokenizer()  # whose template knows nothing but messages
+    for section, name in (
+        (DataSection(tools=[ADD]), "data.tools"),
+        (DataSection(chat_template_options={"mood": 1}), "data.chat_template_options.mood"),
+    ):
+        with pytest.raises(UserError, match=f"^{name}: the policy's chat template knows no "):
+            make_encode(tokenizer, section, pad_id=0)
+    said = []
+    section = DataSection(enable_thinking=True)
+    tell_system_prompt(tokenizer, section, plain_rows(["a"]), lambda *line: said.append(line))
+    assert said == [("template", "has no switch for thinking: data.enable_thinking changes nothing")]
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match=r"^data.tools: expected nothing, the policy's tokenizer has no chat template"):
+        make_encode(tokenizer, DataSection(tools=[ADD]), pad_id=0)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"form": "append", "tools": [ADD]}, "data.tools: expected nothing with form 'append'"),
+        ({"chat_template_options": {"tokenize": True}}, r"data.chat_template_options: expected .*got \['tokenize'\]"),
+        ({"chat_template_options": {"enable_thinking": True}}, r"data.enable_thinking apart\), got \['enable_th"),
+    ],
+)
+def test_what_is_not_for_the_template_is_refused(data, message):
+    with pytest.raises(UserError, match=message):
+        make_config(task="text", data=data)
+
+
+def test_answers_between_turns_are_told_the_same():
+    tokenizer = templated()
+    named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "most": 99}
+    say = make_say(tokenizer, **named, **DataSection(chat_template_options={"mood": "merry"}).template_options)
+    assert tokenizer.decode(say(Answer("no"), True)).endswith("assistant\nmerry")
+
+
+def test_a_run_asks_with_them_and_names_what_the_template_has_not(place, tmp_path, capsys):
+    folder = causal_lm(tmp_path / "policy")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    lines = [{"prompt": f"{c} tree", "wish": c, "can": [ADD]} for c in "abcdefghijklmnop"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "judge.py").write_text("def told(prompts, can):\n    return [len(c[0]['function']) for c in can]\n")
+    values = {"policy.path": folder, "data.prompts": tmp_path / "p.jsonl", "data.tools": "can"}
+    values |= {"rewards": f"{tmp_path / 'judge.py'}:told", "data.chat_template_options.mood": "merry"}
+    short = {"training.max_steps": 1, "training.inner_epochs": 1, "training.minibatches": 1, "evaluation.every": 0}
+    words = [f"--{name}={value}" for name, value in (values | short).items()]
+
+    count = len(expected(templated(), "a tree", tools=[ADD], mood="merry"))
+    limit = f"--data.max_prompt_tokens={count - 1}"
+    assert train_here(place.config, tmp_path / "short", *words, limit) == 2
+    assert f"takes {count} tokens with its instruction" in capsys.readouterr().err
+    run = tmp_path / "run"
+    assert train_here(place.config, run, *words, f"--data.max_prompt_tokens={count}") == 0
+    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
+    assert set(table["reward/told"]) == {2.0}
+    assert train_here(place.config, tmp_path / "other", *words, "--data.chat_template_options.tone=low") == 2
+    assert "data.chat_template_options.tone: the policy's chat template knows no 'tone'" in capsys.readouterr().err

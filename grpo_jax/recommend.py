@@ -1,17 +1,20 @@
 """Items from a trained run: what a user of some history wants next.
 
-python -m grpo_jax.recommend --run DIR --history "title | title" [--k 10]
+On the command line:
+
+    python -m grpo_jax.recommend --run DIR --history "title | title" [--k 10]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, extras_named, guarded, leave, one_line, said, version
+from grpo_jax.errors import UserError, extras_named, guarded, leave, one_line, require_options, said, version
 
 SEPARATOR = "|"
 
@@ -41,8 +44,8 @@ def recommend(run_dir: str | Path, history: Sequence[str], k: int = 10) -> list[
     return load_recommender(run_dir)(history, k)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """What reads the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_jax.recommend",
         description="Asks a trained run for items that a user wants next.",
@@ -57,8 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
-    options = parser.parse_args(arguments)
-    return guarded(lambda: _recommend(options), debug=options.debug)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+
+    def act() -> None:
+        parser = make_parser()
+        require_options(parser, words)
+        _recommend(parser.parse_args(words))
+
+    return guarded(act, debug="--debug" in words)
 
 
 def _recommend(options: argparse.Namespace) -> None:

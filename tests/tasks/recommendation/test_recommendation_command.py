@@ -100,7 +100,7 @@ NEXT = {"task.pairs": "next", "training.prompts_per_batch": 2, "warm_start.batch
         ({"data.max_prompt_tokens": 3}, "max_prompt_tokens"),
         ({"policy.path": "no_folder"}, "no_folder"),
         ({"policy.new.heads": 5}, "policy.new.heads: expected a number that divides width"),
-        ({"policy.new.architecture": "gpt2", "policy.new.window": 36}, "learned positions for 36 only"),
+        ({"policy.new.architecture": "gpt2", "policy.new.window": 36}, "positions for 36 only"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_clear_line(changes, message, files, tmp_path, capsys):

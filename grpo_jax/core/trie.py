@@ -99,8 +99,8 @@ def _laid_flat(parents, tokens, ends: dict[int, int], nodes: int, vocab_size: in
         wide[index, tokens[first[node] : first[node + 1]]] = True
     text[list(ends)] = list(ends.values())
     padded = np.concatenate([tokens, np.full(NARROW, vocab_size)])
-    as_int32 = (jnp.asarray(x, jnp.int32) for x in (first, padded, row))
-    return Trie(*as_int32, jnp.asarray(wide), jnp.asarray(text, jnp.int32))
+    first, token, row, text = (jnp.asarray(x, jnp.int32) for x in (first, padded, row, text))
+    return Trie(first, token, row, jnp.asarray(wide), text)
 
 
 def depth_of(trie: Trie) -> int:

@@ -136,7 +136,7 @@ def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evalu
         pictures = {"pictures": shown} if shown else {}
         found = jax.device_get(rank(variables, prompt.tokens, prompt.mask, **pictures))
         columns = choices.columns(part, found.texts, found.scores)
-        texts += [choices.texts[number] for number in found.texts[:, 0]]
+        texts += [choices.texts[int(number)] for number in found.texts[:, 0]]
         told += [
             dataclasses.replace(row, columns={**row.columns, **{name: values[i] for name, values in columns.items()}})
             for i, row in enumerate(part)

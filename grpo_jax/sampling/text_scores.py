@@ -41,7 +41,7 @@ def levels_of(trie: Trie) -> list[Level]:
     nodes, levels = np.zeros(1, int), []
     while len(nodes):
         counts = first[nodes + 1] - first[nodes]
-        edges = np.concatenate([np.arange(first[node], first[node + 1]) for node in nodes])
+        edges = np.concatenate([np.arange(int(first[node]), int(first[node + 1])) for node in nodes])
         texts = text[edges + 1]
         inner = np.flatnonzero(texts < 0)
         levels.append(Level(np.repeat(np.arange(len(nodes)), counts), token[edges], texts, inner))

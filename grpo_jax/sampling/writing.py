@@ -186,7 +186,9 @@ def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
         step_keys = jax.vmap(lambda key: jax.random.fold_in(key, loop.step))(loop.keys.reshape(-1))
         seen = None if loop.seen is None else loop.seen.reshape(-1, loop.seen.shape[-1])
         barred = _barred(logits.shape[0], loop.step, params, ends)
-        allowed = ends.allowed_tokens if ends.trie is None else children(ends.trie, loop.node.reshape(-1)).T
+        allowed = ends.allowed_tokens
+        if ends.trie is not None and loop.node is not None:
+            allowed = children(ends.trie, loop.node.reshape(-1)).T
         choice = choose_tokens(logits, step_keys, params, allowed, seen=seen, barred=barred)
         choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
         active = ~loop.done
@@ -196,7 +198,7 @@ def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
             place = jnp.where(active, stops[loop.place, tokens], loop.place)
             stopped = place == len(stops)
             ended, loop = ended | stopped, loop._replace(place=jnp.where(stopped, START, place))
-        if ends.trie is not None:
+        if ends.trie is not None and loop.node is not None:
             node = jnp.where(active, follow(ends.trie, loop.node, tokens), loop.node)
             ended, loop = ended | (ends.trie.text[node] >= 0), loop._replace(node=node)
         if loop.seen is not None:

@@ -171,7 +171,7 @@ class Recommendation(Task):
         return World(
             prompts=dataset.prompts,
             source=self.source,
-            rewards=_rewards(len(catalogue)),
+            rewards=_rewards(len(catalogue), fused=known is not None),
             default_rewards=(RewardSection("ndcg"),),
             default_watch=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
             measures=measure,
@@ -209,9 +209,9 @@ def _oracle(task: Recommendation, row: Row) -> str:
     return item_word(row.columns["target_row"]) if task.writes == "item" else row.columns["target_title"]
 
 
-def _rewards(items: int) -> dict[str, Any]:
+def _rewards(items: int, *, fused: bool) -> dict[str, Any]:
     made = {name: Maker(functools.partial(_built_in, name, items)) for name in BUILT_IN}
-    return {**made, RANK: _rank, FUSED: _fused}
+    return {**made, RANK: _rank, **({FUSED: _fused} if fused else {})}
 
 
 def _built_in(name: str, items: int, **options: Any) -> Reward:

@@ -83,7 +83,7 @@ NEXT = {"task.pairs": "next", "training.prompts_per_batch": 2, "warm_start.batch
         ({"task.source": "data.parquet"}, "expected dummy, a .txt of sequences or a .csv of ratings"),
         ({"task.prompts": "none.json"}, "none.json does not exist"),
         ({"task.order_column": "asin"}, "order_column must be one of [], got 'asin'"),
-        ({"task.template": "{titles}"}, "expected {history} or {last} in it"),
+        ({"task.template": "{titles}"}, "expected one of {history}, {last}, {items} in it"),
         ({"task.history_items": 0}, "items must be at least 1"),
         ({"task.decay": 2}, "task.decay: expected a number in [0, 1]"),
         ({"rewards": '[{"name": "recall"}]'}, "or of this task hit, mixed, mrr, ndcg, rank, soft; got 'recall'"),

@@ -61,7 +61,7 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
     vectors, together = title_vectors(titles), item_similarity(users, len(titles))
 
     def known(histories: Sequence[Sequence[int]]) -> np.ndarray:
-        weights = decayed(histories, len(titles), decay=section.decay)
+        weights: Any = decayed(histories, len(titles), decay=section.decay)
         found: Any = np.zeros((len(histories), len(titles)), np.float32)
         if section.history:
             asked = weights @ vectors
@@ -80,9 +80,9 @@ def title_vectors(titles: Sequence[str]) -> Any:
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
 
-    vectorizer = TfidfVectorizer(sublinear_tf=True, dtype=np.float32)
+    vectorizer = TfidfVectorizer(sublinear_tf=True)
     counted = vectorizer.fit_transform(titles)
-    return sparse.csr_array(normalize(counted @ sparse.diags_array(vectorizer.idf_.astype(np.float32))))
+    return sparse.csr_array(normalize(counted @ sparse.diags_array(vectorizer.idf_)), dtype=np.float32)
 
 
 def fused_scores(listed: np.ndarray, scores: np.ndarray, known: np.ndarray) -> np.ndarray:

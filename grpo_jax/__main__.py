@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax import completion, evaluate, export, report, train
+from grpo_jax import completion, evaluate, export, recommend, report, train
 from grpo_jax.errors import UserError, guarded, leave, said, version
 from grpo_jax.planning.request import PLAN
 
@@ -19,10 +19,11 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
   evaluate   measure a run's policy on its held-out prompts: --run DIR
   export     write a run's policy as a Hugging Face folder: --run DIR --out FOLDER
   report     write a run's report.html again, or a page that compares several: DIR [DIR …] --out FILE
+  recommend  ask a run that recommends for items: --run DIR --history "title | title"
   completion print a script for bash, zsh or fish, for the TAB key
 
 COMMAND --help says more. In Python: from grpo_jax import make_config, run, load_rewriter"""
-_COMMANDS = ("train", "resume", "plan", "evaluate", "export", "report", "completion")
+_COMMANDS = ("train", "resume", "plan", "evaluate", "export", "report", "recommend", "completion")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return export.main(rest)
     if name == "completion":
         return completion.main(rest, _COMMANDS)
+    if name == "recommend":
+        return recommend.main(rest)
     if name == "report":
         return report.main(rest)
     if name in ("-h", "--help", "help", "--version"):

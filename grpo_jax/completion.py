@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from grpo_jax import evaluate, export, report
+from grpo_jax import evaluate, export, recommend, report
 from grpo_jax.errors import UserError, guarded, option_names, said
 
 SHELLS = ("bash", "zsh", "fish")
@@ -23,7 +23,12 @@ Prints a script for the shell, which completes commands, options, configs, tasks
   grpo completion zsh > ~/.zfunc/_grpo        (with fpath+=~/.zfunc before compinit in ~/.zshrc)
   grpo completion fish > ~/.config/fish/completions/grpo.fish"""
 _TRAINING = ("train", "resume", "plan")
-_PARSERS = {"evaluate": evaluate.make_parser, "export": export.make_parser, "report": report.make_parser}
+_PARSERS = {
+    "evaluate": evaluate.make_parser,
+    "export": export.make_parser,
+    "report": report.make_parser,
+    "recommend": recommend.make_parser,
+}
 
 
 class Words(NamedTuple):

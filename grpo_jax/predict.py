@@ -38,8 +38,7 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
     from grpo_jax.rollout.data import Row
     from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
     from grpo_jax.rollout.inputs.encoding import make_encode
-    from grpo_jax.rollout.texts import make_decode
-    from grpo_jax.runs.parts import policy_tokens
+    from grpo_jax.rollout.texts import make_decode, policy_tokens
     from grpo_jax.runs.policy import restore_policy
     from grpo_jax.runs.seeing import eyes_of, make_see
     from grpo_jax.sampling.sampler import make_sampler

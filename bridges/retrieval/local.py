@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from scipy import sparse
 
 from bridges.retrieval.catalogue import Index, open_index
@@ -57,6 +58,7 @@ class LocalBackend:
         self.items = index.vectors.shape[0]
         self.fingerprint = index.fingerprint
         self._encoder = encoder
+        self._vectors = index.vectors
         self._shards = [Shard(index, shard=i, shards=shards, device=device) for i in range(shards)]
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
@@ -64,6 +66,13 @@ class LocalBackend:
         vectors = stacked([self._encoder.encode(batch) for batch in queries.texts])
         check_finite(vectors, [text for batch in queries.texts for text in batch])
         return merge_counts([shard.count(queries, vectors, scale) for shard in self._shards])
+
+    def nearest(self, text: str, count: int) -> list[tuple[int, float]]:
+        """The rows of the items most similar to a text, with their cosines; of equal ones the first row first."""
+        vector = self._encoder.encode([text])
+        found = self._vectors @ vector.T if sparse.issparse(vector) else self._vectors @ vector[0]
+        scores = np.asarray(found.todense() if sparse.issparse(found) else found, np.float64).reshape(-1)
+        return [(int(row), float(scores[row])) for row in np.argsort(-scores, kind="stable")[:count]]
 
     def reconnect(self) -> None:
         """Nothing can be lost."""

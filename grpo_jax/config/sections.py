@@ -96,6 +96,8 @@ class SamplingSection:
 
     Args:
         group_size: Completions per prompt (G).
+        group: How a group is made where a task lists what may be written: independent "samples", "distinct" ones (drawn
+            without replacement), or the "beams", which are the likeliest.
         keep_prompt: How many of them are the unchanged prompt instead: their rewards count in the group, and nothing is
             trained on them. For tasks in which the prompt itself can be judged, such as its rewriting.
         max_new_tokens: Longest completion (T); of an episode the longest text of one turn.
@@ -114,6 +116,7 @@ class SamplingSection:
     """
 
     group_size: int = 8
+    group: Literal["samples", "distinct", "beams"] = "samples"
     keep_prompt: int = 0
     max_new_tokens: int = 32
     temperature: float = 1.0

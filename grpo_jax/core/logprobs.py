@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from grpo_jax.core.masking import as_mask
+from grpo_jax.core.trie import Trie, children
 
 
 def token_logprobs(
@@ -24,6 +25,8 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     allowed_tokens: ArrayLike | None = None,
+    trie: Trie | None = None,
+    nodes: ArrayLike | None = None,
     softcap: float | None = None,
     chunk_size: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
@@ -44,6 +47,9 @@ def token_logprobs(
         tokens: int `[.., T]`.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         allowed_tokens: bool `[V]`; all by default.
+        trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its node.
+        nodes: int `[.., T]` with a trie, the node before each token (`trie.walk`); -1 where no token is allowed, whose
+            log-probability is then -inf and whose entropy is 0.
         softcap: the cap that products are drawn towards (Gemma 2, arXiv:2408.00118); None for none.
         chunk_size: how many tokens' logits are held at once.
 
@@ -59,6 +65,7 @@ def token_logprobs(
     _check(hidden, head, tokens, temperature, softcap, chunk_size)
     if allowed_tokens is not None:
         allowed_tokens = as_mask("allowed_tokens", allowed_tokens, head.shape[:1])
+    _check_trie(trie, nodes, tokens, head, allowed_tokens)
     tokens = tokens.astype(jnp.int32)
     number = tokens.size
     chunks = max(1, -(-number // chunk_size))
@@ -70,8 +77,9 @@ def token_logprobs(
         x = jnp.pad(x.reshape(number, *x.shape[tokens.ndim :]), [(0, padding), *[(0, 0)] * (x.ndim - tokens.ndim)])
         return x.reshape(chunk, chunks, *x.shape[1:])
 
+    allowed = allowed_tokens if trie is None else (trie, split(jnp.asarray(nodes)))
     scaling = float(temperature) or 1.0, softcap
-    outputs: Any = _chunked(split(hidden), head, split(tokens), allowed_tokens, scaling)
+    outputs: Any = _chunked(split(hidden), head, split(tokens), allowed, scaling)
     logprobs, entropy = (x.reshape(-1)[:number].reshape(tokens.shape) for x in outputs)
     return logprobs, entropy
 
@@ -103,8 +111,24 @@ def _check(hidden, head, tokens, temperature, softcap, chunk_size) -> None:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
 
 
+def _check_trie(trie, nodes, tokens, head, allowed_tokens) -> None:
+    if (trie is None) != (nodes is None) or (trie is not None and allowed_tokens is not None):
+        raise ValueError("trie and nodes must be given together, and without allowed_tokens")
+    if trie is None:
+        return
+    if jnp.shape(nodes) != tokens.shape or not jnp.issubdtype(jnp.asarray(nodes).dtype, jnp.integer):
+        raise ValueError(f"nodes must be int of the shape {tokens.shape} of tokens, got {jnp.shape(nodes)}")
+    if trie.vocab_size != head.shape[0]:
+        raise ValueError(f"trie must be of the head's vocabulary of {head.shape[0]}, got one of {trie.vocab_size}")
+
+
 def _wide(dtype):
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def _allowed_at(allowed, index):
+    """Of one chunk: None, bool [V], or bool [C, V] of the children of its nodes."""
+    return children(allowed[0], allowed[1][:, index]) if isinstance(allowed, tuple) else allowed
 
 
 def _logits(hidden, head, allowed, scaling):
@@ -116,7 +140,10 @@ def _logits(hidden, head, allowed, scaling):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(hidden, head, tokens, allowed, scaling):
-    """hidden [C, n, D], head [V, D], tokens [C, n], allowed [V] or None → logprobs, entropy [C, n]."""
+    """hidden [C, n, D], head [V, D], tokens [C, n] → logprobs, entropy [C, n].
+
+    `allowed` is bool [V], (trie, nodes [C, n]) or None.
+    """
     return _forward(hidden, head, tokens, allowed, scaling)[0]
 
 
@@ -124,12 +151,14 @@ def _forward(hidden, head, tokens, allowed, scaling):
     weights = head.astype(hidden.dtype)
 
     def one(_, index):
-        states, ids = hidden[:, index], tokens[:, index]
-        logits = _logits(states, weights, allowed, scaling)
+        states, ids, here = hidden[:, index], tokens[:, index], _allowed_at(allowed, index)
+        logits = _logits(states, weights, here, scaling)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
+        if isinstance(allowed, tuple):  # where nothing is allowed: not the NaN of -inf less -inf
+            normaliser = jnp.where(here.any(-1), normaliser, 0)
         chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
         probabilities = jnp.exp(logits - normaliser[:, None])
-        finite = logits if allowed is None else jnp.where(allowed, logits, 0)  # 0 · -inf is NaN
+        finite = logits if here is None else jnp.where(here, logits, 0)  # 0 · -inf is NaN
         entropy = normaliser - jnp.sum(probabilities * finite, axis=-1)
         return None, (chosen - normaliser, entropy, normaliser)
 
@@ -149,10 +178,11 @@ def _backward(scaling, residuals, cotangents):
         states, ids, log_total, spread, for_logprob, for_entropy = (x[:, index] for x in per_token)
         alive = ((for_logprob != 0) | (for_entropy != 0))[:, None]
         states = jnp.where(alive, states, 0)
-        logits = _logits(states, weights, allowed, scaling)
+        here = _allowed_at(allowed, index)
+        logits = _logits(states, weights, here, scaling)
         logs = logits - jnp.where(alive, log_total[:, None], 0)
         probabilities = jnp.where(alive, jnp.exp(logs), 0)
-        logs = logs if allowed is None else jnp.where(allowed, logs, 0)
+        logs = logs if here is None else jnp.where(here, logs, 0)
         # d log p[token] / dz = onehot - p,   d entropy / dz = -p (log p + entropy)
         onehot = ids[:, None] == jnp.arange(head.shape[0], dtype=ids.dtype)
         pull = for_logprob[:, None] + for_entropy[:, None] * (logs + jnp.where(alive, spread[:, None], 0))

@@ -9,8 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.fields import require
+from grpo_jax.config.run import Config
+from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
+from grpo_jax.models.hf.chat import picture_tokens
 from grpo_jax.models.hf.tokens import special_ids
+from grpo_jax.sampling.choices import choices_trie
 
 _WORDS = re.compile(r"\w+(?:['’-]\w+)*")
 
@@ -108,6 +113,55 @@ def without_forbidden(
     if not np.delete(left, list(eos_ids)).any():
         raise UserError("data.forbidden_tokens: no token is left to write")
     return left
+
+
+def policy_tokens(config: Config, loaded: Any) -> np.ndarray | None:
+    """The mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
+
+    A policy with a vision tower never writes what stands for a picture: there would be none in its place.
+    """
+    allowed = allowed_tokens(
+        loaded.tokenizer, config.data.allowed_tokens, vocab_size=loaded.config.vocab_size, eos_ids=loaded.eos_ids
+    )
+    allowed = without_forbidden(
+        allowed,
+        config.data.forbidden_tokens,
+        loaded.tokenizer,
+        vocab_size=loaded.config.vocab_size,
+        eos_ids=loaded.eos_ids,
+    )
+    vision = getattr(loaded.config, "vision", None)
+    if vision is None:
+        return allowed
+    allowed = np.ones(loaded.config.vocab_size, bool) if allowed is None else allowed
+    allowed[list(picture_tokens(vision))] = False
+    return allowed
+
+
+def policy_choices(config: Config, texts: Sequence[str] | None, loaded: Any) -> Trie | None:
+    """The tree of the texts that a task lists (`tasks.task.Choices`); None where it lists none and any may be written.
+
+    Raises:
+        UserError: A field of the config does not go with it, or a text cannot be written.
+    """
+    if texts is None:
+        require(config.sampling.group == "samples", "sampling.group", "samples in this task", config.sampling.group)
+        return None
+    data, sampling = config.data, config.sampling
+    for name, given in (
+        ("data.allowed_tokens", data.allowed_tokens != "all"),
+        ("data.forbidden_tokens", bool(data.forbidden_tokens)),
+        ("sampling.stop", bool(sampling.stop)),
+        ("sampling.min_new_tokens", sampling.min_new_tokens > 0),
+    ):
+        require(not given, name, "its default: the task lists what may be written", "another")
+    gap = follows_text(config, loaded.tokenizer)
+    return choices_trie(texts, loaded, gap=gap, most=sampling.max_new_tokens)
+
+
+def follows_text(config: Config, tokenizer: Any) -> bool:
+    """Whether completions stand behind plain text, and not behind a chat template's mark."""
+    return not getattr(tokenizer, "chat_template", None) or config.data.form != "rewrite"
 
 
 def make_decode(

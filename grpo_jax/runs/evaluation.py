@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from grpo_jax.core.repeated import mean_interval, pass_at_k
+from grpo_jax.errors import Stopped
 from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.rollout import Judgement, Rollout, collect, judge
 from grpo_jax.runs.parts import Parts, objectives_of
@@ -46,8 +49,13 @@ class Evaluation(NamedTuple):
 
 
 def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sampled: bool = False) -> Evaluation:
-    """Measures the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones."""
+    """Measures the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.
+
+    Where the task lists what may be written, the first of its ranking takes the greedy completion's place.
+    """
     section = parts.config.evaluation
+    if parts.samplers.rank is not None and not sampled:
+        return evaluate_ranking(parts, variables, rows)
     count = section.samples if sampled else 1
     rollout = collect(
         parts.environment,
@@ -111,6 +119,29 @@ def _mean_of(values: np.ndarray) -> list[float]:
     present = np.isfinite(values)
     sums = np.where(present, values, 0.0).sum(1, dtype=np.float64)
     return [*mean_interval(np.divide(sums, present.sum(1), out=np.full(len(sums), np.nan), where=present.any(1)))]
+
+
+def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evaluation:
+    """Measures the policy's rankings of what may be written; what the task says of one stands in its row's columns."""
+    choices, rank = parts.world.choices, parts.samplers.rank
+    assert choices is not None and rank is not None
+    texts: list[str] = []
+    told: list[Any] = []
+    for start in range(0, len(rows), _chunk(parts)):
+        if parts.stopping():
+            raise Stopped
+        part = rows[start : start + _chunk(parts)]
+        prompt = parts.environment.encode(part)
+        shown = {} if prompt.pictures is None or parts.see is None else parts.see(variables, prompt.pictures)[0]
+        pictures = {"pictures": shown} if shown else {}
+        found = jax.device_get(rank(variables, prompt.tokens, prompt.mask, **pictures))
+        columns = choices.columns(part, found.texts, found.scores)
+        texts += [choices.texts[int(number)] for number in found.texts[:, 0]]
+        told += [
+            dataclasses.replace(row, columns={**row.columns, **{name: values[i] for name, values in columns.items()}})
+            for i, row in enumerate(part)
+        ]
+    return evaluate_texts(parts, told, texts)
 
 
 def evaluate_controls(parts: Parts, variables: Any, rows: Sequence[Any]) -> dict[str, float]:

@@ -90,6 +90,7 @@ def make_learner(parts: Parts) -> Learner:
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.written_tokens,
         allowed_tokens=None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens),
+        trie=parts.trie,
         ppo=config.ppo,
     )
     steered = config.algorithm.learns_values and config.ppo.kl_coef > 0

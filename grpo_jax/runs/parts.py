@@ -15,9 +15,9 @@ from grpo_jax.config import Config, MeshSection
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
+from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.hf.chat import picture_tokens
 from grpo_jax.models.hf.processor import most_patches
 from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
@@ -25,7 +25,7 @@ from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, facts_
 from grpo_jax.rollout.environment import Environment, make_score
 from grpo_jax.rollout.inputs.encoding import check_tools, make_encode, tell_system_prompt
 from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.texts import allowed_tokens, make_decode, without_forbidden
+from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
 from grpo_jax.rollout.trainer import Trainer
 from grpo_jax.runs.loop.early_stopping import SCORE
 from grpo_jax.runs.policy import Policy, load_policy, make_new_policy, policy_folder
@@ -49,6 +49,7 @@ class Parts(NamedTuple):
         rewards: What is maximised and what is watched, with weights and conditions.
         samplers: Of training and evaluation.
         allowed_tokens: bool [V], or None for all.
+        trie: The texts of which each completion is one (`World.choices`), or None.
         key: The run's key.
         devices: Name of the device of each part.
         trainer: The run as rewards see it.
@@ -63,6 +64,7 @@ class Parts(NamedTuple):
     rewards: Rewards
     samplers: Samplers
     allowed_tokens: np.ndarray | None
+    trie: Trie | None
     key: jax.Array
     devices: dict[str, str]
     trainer: Trainer
@@ -150,7 +152,9 @@ def load_parts(
     environment = make_environment(
         config, world, policy.loaded, wanted, judges, encode, device=devices[0] if policy.mesh is None else None
     )
+    choices = world.choices
     allowed = policy_tokens(config, policy.loaded)
+    trie = policy_choices(config, choices and choices.texts, policy.loaded)
     _check_early_stopping(config, world.prompts, environment)
     return Parts(
         config=config,
@@ -158,8 +162,11 @@ def load_parts(
         policy=policy,
         environment=environment,
         rewards=wanted,
-        samplers=make_samplers(config.sampling, config.evaluation, policy, allowed),
+        samplers=make_samplers(
+            config.sampling, config.evaluation, policy, allowed, trie, listed=choices.listed if choices else 0
+        ),
         allowed_tokens=allowed,
+        trie=trie,
         key=jax.random.key(config.seed),
         devices=placement if judges else {POLICY: _listed(devices)},
         see=make_see(policy) if pictures else None,
@@ -256,29 +263,6 @@ def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Obje
     if judged.ndim == 3:
         return make_objectives(rewards, tokens, **options)
     return make_turn_objectives(rewards, tokens, algorithm, **options)
-
-
-def policy_tokens(config: Config, loaded: Any) -> np.ndarray | None:
-    """The mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
-
-    A policy with a vision tower never writes what stands for a picture: there would be none in its place.
-    """
-    allowed = allowed_tokens(
-        loaded.tokenizer, config.data.allowed_tokens, vocab_size=loaded.config.vocab_size, eos_ids=loaded.eos_ids
-    )
-    allowed = without_forbidden(
-        allowed,
-        config.data.forbidden_tokens,
-        loaded.tokenizer,
-        vocab_size=loaded.config.vocab_size,
-        eos_ids=loaded.eos_ids,
-    )
-    vision = getattr(loaded.config, "vision", None)
-    if vision is None:
-        return allowed
-    allowed = np.ones(loaded.config.vocab_size, bool) if allowed is None else allowed
-    allowed[list(picture_tokens(vision))] = False
-    return allowed
 
 
 def _check_early_stopping(config: Config, prompts: PromptSet, environment: Environment) -> None:

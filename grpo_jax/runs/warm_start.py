@@ -12,14 +12,15 @@ import numpy as np
 
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.tokens import plain_tokens
 from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.rollout.answers import prepared
 from grpo_jax.rollout.data import Row, batch_at
 from grpo_jax.rollout.episodes import Answer, checked
+from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.parts import Parts
+from grpo_jax.sampling.choices import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
@@ -75,7 +76,8 @@ def warm_start(
     optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, policy.mesh)
     allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
-    forward = make_forward(policy.functions, temperature=config.sampling.temperature, allowed_tokens=allowed)
+    temperature, trie = config.sampling.temperature, parts.trie
+    forward = make_forward(policy.functions, temperature=temperature, allowed_tokens=allowed, trie=trie)
     step = make_train_step(
         make_supervised_objective(forward),
         optimizer,
@@ -125,36 +127,31 @@ def _require_updates(state: TrainState) -> None:
 
 def teachable(parts: Parts, pairs: Sequence[Pair], say: Callable[[str], None]) -> Sequence[Pair]:
     """The pairs whose texts the policy may write (`data.allowed_tokens`); says how many are left out."""
-    allowed = parts.allowed_tokens
-    if allowed is None:
+    allowed, choices = parts.allowed_tokens, parts.world.choices
+    if choices is not None:
+        listed = frozenset(choices.texts)
+        writable = [pair for pair in pairs if all(text in listed for text in texts_of(pair))]
+        why = "are none of those that this task lists"
+    elif allowed is not None:
+        writable = [
+            pair
+            for pair in pairs
+            if all(allowed[taught_tokens(parts, asked(pair[0]).prompt, text)].all() for text in texts_of(pair))
+        ]
+        why = f"hold tokens that data.allowed_tokens = {parts.config.data.allowed_tokens} rules out"
+    else:
         return pairs
-    writable = [
-        pair
-        for pair in pairs
-        if all(allowed[taught_tokens(parts, asked(pair[0]).prompt, text)].all() for text in texts_of(pair))
-    ]
     if len(writable) < len(pairs):
-        say(
-            f"warm start: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts hold tokens "
-            f"that data.allowed_tokens = {parts.config.data.allowed_tokens} rules out"
-        )
+        say(f"warm start: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts {why}")
     return writable
 
 
 def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
-    """A text as the completion of a prompt, up to the token that ends it; cut to max_new_tokens (then without it).
-
-    It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of the
-    folder's end tokens where that is none of them. The sampler stops at any: a text that holds one ends there.
-    """
-    tokenizer, ends = parts.policy.loaded.tokenizer, parts.policy.loaded.eos_ids
-    chat = bool(getattr(tokenizer, "chat_template", None)) and parts.config.data.form == "rewrite"
-    # Behind plain text a word starts with its space; behind a chat template's mark it does not.
-    gap = "" if chat or not prompt or prompt[-1].isspace() else " "
-    end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
-    ids = [*plain_tokens(tokenizer, gap + text), end]
-    stop = next(place for place, token in enumerate(ids) if token in ends)
-    return ids[: stop + 1][: parts.config.sampling.max_new_tokens]
+    """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens (then without its end)."""
+    loaded, config = parts.policy.loaded, parts.config
+    listed = parts.world.choices is not None  # its texts are the same behind every prompt
+    gap = follows_text(config, loaded.tokenizer) and (listed or (bool(prompt) and not prompt[-1].isspace()))
+    return completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)[: config.sampling.max_new_tokens]
 
 
 def taught_stream(parts: Parts, pair: Pair, grids: Sequence[Any] = ()) -> tuple[list[int], list[bool]]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from grpo_jax.core.trie import Trie
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.sampling.writing import Ends, Samples, generate, samples_of
 
@@ -103,6 +104,7 @@ def make_sampler(
     pad_id: int,
     allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
+    trie: Trie | None = None,
 ) -> Callable[..., Samples]:
     """Make the function that writes completions.
 
@@ -118,6 +120,8 @@ def make_sampler(
         allowed_tokens: bool [V], the tokens that may be written at all; None for every token.
         stops: Stop strings as int32 [S, V] of `stopping.stop_table`, which end a completion with the token that
             completes one of them; None for none.
+        trie: The texts of which each completion is one, in place of `allowed_tokens` and `stops`: at every token the
+            policy's distribution is that over the children of its node (`core.trie`). None for any text.
 
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples` with int [P, L], bool [P, L]
@@ -133,15 +137,15 @@ def make_sampler(
     table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
     @jax.jit
-    def write(stops, *arguments) -> Samples:
-        return samples_of(generate(policy, params, ends._replace(stops=stops), *arguments))
+    def write(stops, trie, *arguments) -> Samples:
+        return samples_of(generate(policy, params, ends._replace(stops=stops, trie=trie), *arguments))
 
     def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
         tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
         check_prompts(tokens, mask, keys)
         check_room(getattr(policy, "max_positions", None), mask, params.max_new_tokens)
         padded = pad_to_bucket(tokens, mask, keys, ends.pad_id)
-        samples = write(table, variables, *padded, pad_rows(pictures, len(padded[0])))
+        samples = write(table, trie, variables, *padded, pad_rows(pictures, len(padded[0])))
         return jax.tree.map(lambda x: x[: tokens.shape[0]], samples)
 
     return sample

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
+from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.pieces import token_pieces
 from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.models.sharding import gather
+from grpo_jax.sampling.beams import Ranking, make_beam_sampler, make_ranker
 from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.stopping import stop_table
@@ -22,12 +25,14 @@ from grpo_jax.sampling.token_choice import SamplingParams
 class Samplers(NamedTuple):
     """What draws completions: those of a group in training; in evaluation a greedy one, and k sampled.
 
-    Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s.
+    Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s. Where a task lists what may be
+    written, `rank` lists the best of it, as of `beams.make_ranker`; None elsewhere.
     """
 
     training: Any
     greedy: Any
     sampled: Any
+    rank: Callable[..., Ranking] | None = None
 
 
 def sampling_params(section: SamplingSection, group_size: int, temperature: float) -> SamplingParams:
@@ -51,7 +56,13 @@ def measured_section(section: SamplingSection, evaluation: EvaluationSection) ->
 
 
 def make_samplers(
-    section: SamplingSection, evaluation: EvaluationSection, policy: Any, allowed: np.ndarray | None
+    section: SamplingSection,
+    evaluation: EvaluationSection,
+    policy: Any,
+    allowed: np.ndarray | None,
+    trie: Trie | None = None,
+    *,
+    listed: int = 0,
 ) -> Samplers:
     """The samplers of training and evaluation; what they give lies whole on the host's side of a mesh.
 
@@ -60,11 +71,15 @@ def make_samplers(
         evaluation: How those are drawn that are measured.
         policy: `functions`, `loaded` (tokenizer, special ids, config) and `mesh`, as `runs.policy.Policy` has them.
         allowed: bool [V], the tokens that may be written; None for every token.
+        trie: The texts of which each completion is one, where the task lists them.
+        listed: How many of them a ranking has; 0 for all.
 
     Raises:
         UserError: A stop string cannot be told from the policy's tokens.
     """
     ends = named_ends(section, policy.loaded, allowed)
+    if trie is not None:
+        return _over_texts(section, evaluation, policy, trie, ends, listed)
 
     def sampler(section: SamplingSection, group_size: int, temperature: float) -> Any:
         params = sampling_params(section, group_size, temperature)
@@ -78,6 +93,33 @@ def make_samplers(
         sampler(section, section.written_completions, section.temperature),
         sampler(section, 1, 0.0),
         sampler(measured, measured.group_size, measured.temperature),
+    )
+
+
+def _over_texts(
+    section: SamplingSection, evaluation: EvaluationSection, policy: Any, trie: Trie, ends: dict[str, Any], listed: int
+) -> Samplers:
+    """Samplers of one text each, where a task lists them."""
+    texts, pad_id = int((np.asarray(trie.text) >= 0).sum()), ends["pad_id"]
+    require(section.turns == 1, "sampling.turns", "1: the task lists what may be written", section.turns)
+    most = max(section.group_size if section.group != "samples" else 1, listed)
+    require(most <= texts, "sampling.group_size", f"at most {texts}, the texts that may be written", most)
+
+    def sampler(section: SamplingSection, group_size: int, temperature: float) -> Any:
+        params = sampling_params(section, group_size, temperature)
+        if group_size == 1 or section.group == "samples":
+            return _gathered(make_sampler(policy.functions, params, **ends, trie=trie), policy.mesh)
+        drawn = section.group == "distinct"
+        beams = make_beam_sampler(policy.functions, params, pad_id=pad_id, trie=trie, without_replacement=drawn)
+        return _gathered(beams, policy.mesh)
+
+    measured = dataclasses.replace(measured_section(section, evaluation), group="samples")
+    ranked = _gathered(make_ranker(policy.functions, listed or texts, pad_id=pad_id, trie=trie), policy.mesh)
+    return Samplers(
+        sampler(section, section.written_completions, section.temperature),
+        sampler(section, 1, 0.0),
+        sampler(measured, measured.group_size, measured.temperature),
+        ranked,
     )
 
 

@@ -107,13 +107,14 @@ def choose_tokens(
             of few rows then reads them as they lie, in two thirds of the time on a CPU.
         keys: Typed PRNG keys [R], one per row: a row's token depends on its own logits and key alone.
         params: Temperature and restrictions; top-k comes first, then top-p on what is left, then min-p.
-        allowed_tokens: bool [V], tokens that exist at all; None for every token.
+        allowed_tokens: bool [V] or, row by row, bool [V, R]: tokens that exist at all; None for every token.
         seen: bool [R, V], tokens that are penalised as repetitions; None for none.
         barred: bool [V], tokens that are not drawn now although the policy has them; None for none.
     """
     logits = logits.astype(jnp.float32)
     if allowed_tokens is not None:
-        logits = jnp.where(allowed_tokens[:, None], logits, -jnp.inf)
+        here = allowed_tokens[:, None] if allowed_tokens.ndim == 1 else allowed_tokens
+        logits = jnp.where(here, logits, -jnp.inf)
     wanted = _steered(logits, params, seen, barred)
     if params.temperature == 0:
         tokens = jnp.argmax(wanted, axis=0).astype(jnp.int32)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from grpo_jax.core.logprobs import capped
+from grpo_jax.core.trie import ROOT, Trie, children, follow
 from grpo_jax.sampling.stopping import START
 from grpo_jax.sampling.token_choice import choose_tokens
 
@@ -54,6 +55,7 @@ class Ends(NamedTuple):
         eos_ids: Tokens that end it; may be empty.
         pad_id: Token that fills up.
         allowed_tokens: bool [V], the tokens that may be written at all; None for every token.
+        trie: The texts that may be written, in place of single tokens; a completion ends where one of them does.
         stops: Stop strings, int32 [S, V] of `stopping.stop_table`; None for none.
     """
 
@@ -61,13 +63,14 @@ class Ends(NamedTuple):
     pad_id: int
     allowed_tokens: np.ndarray | None = None
     stops: Array | None = None
+    trie: Trie | None = None
 
 
 class Loop(NamedTuple):
     """What one decoding step hands to the next; every array begins with the axis of prompts.
 
-    `place` int32 [P, G] is where a text stands among the stop strings, `seen` bool [P, G, V] what prompt and
-    completion hold; None where neither is asked for.
+    `place` int32 [P, G] is where a text stands among the stop strings, `node` int32 [P, G] where in the tree of what
+    may be written, `seen` bool [P, G, V] what prompt and completion hold; None where that is not asked for.
     """
 
     step: jax.Array
@@ -82,6 +85,7 @@ class Loop(NamedTuple):
     sampler_logprobs: jax.Array
     place: jax.Array | None = None
     seen: jax.Array | None = None
+    node: jax.Array | None = None
 
 
 def begin(
@@ -102,6 +106,7 @@ def begin(
         sampler_logprobs=jnp.zeros(slab, jnp.float32),
         place=None if ends.stops is None else jnp.full(keys.shape, START, jnp.int32),
         seen=seen,
+        node=None if ends.trie is None else jnp.full(keys.shape, ROOT, jnp.int32),
     )
 
 
@@ -181,7 +186,10 @@ def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
         step_keys = jax.vmap(lambda key: jax.random.fold_in(key, loop.step))(loop.keys.reshape(-1))
         seen = None if loop.seen is None else loop.seen.reshape(-1, loop.seen.shape[-1])
         barred = _barred(logits.shape[0], loop.step, params, ends)
-        choice = choose_tokens(logits, step_keys, params, ends.allowed_tokens, seen=seen, barred=barred)
+        allowed = ends.allowed_tokens
+        if ends.trie is not None and loop.node is not None:
+            allowed = children(ends.trie, loop.node.reshape(-1)).T
+        choice = choose_tokens(logits, step_keys, params, allowed, seen=seen, barred=barred)
         choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
         active = ~loop.done
         tokens = jnp.where(active, choice.tokens, ends.pad_id)
@@ -190,6 +198,9 @@ def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
             place = jnp.where(active, stops[loop.place, tokens], loop.place)
             stopped = place == len(stops)
             ended, loop = ended | stopped, loop._replace(place=jnp.where(stopped, START, place))
+        if ends.trie is not None and loop.node is not None:
+            node = jnp.where(active, follow(ends.trie, loop.node, tokens), loop.node)
+            ended, loop = ended | (ends.trie.text[node] >= 0), loop._replace(node=node)
         if loop.seen is not None:
             p, g = jnp.indices(tokens.shape)
             loop = loop._replace(seen=loop.seen.at[p, g, tokens].max(active))
@@ -251,7 +262,7 @@ def generate(policy, params, ends: Ends, variables, prompts, prompt_mask, keys, 
 
 def halves(rows: int, length: int, ends: Ends) -> bool:
     """Whether half of the prompts may go on alone."""
-    return (bool(ends.eos_ids) or ends.stops is not None) and rows > 1 and length > _HALVING
+    return (bool(ends.eos_ids) or ends.stops is not None or ends.trie is not None) and rows > 1 and length > _HALVING
 
 
 def samples_of(loop: Loop) -> Samples:
@@ -265,6 +276,10 @@ def _check_vocabulary(size: int, ends: Ends, params) -> None:
         raise ValueError(f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed.shape}")
     if stops is not None and stops.shape[1:] != (size,):
         raise ValueError(f"stops must have the shape [S, {size}] of the vocabulary, got {stops.shape}")
+    if ends.trie is not None and ends.trie.vocab_size != size:
+        raise ValueError(f"trie must be of the policy's vocabulary of {size}, got one of {ends.trie.vocab_size}")
+    if ends.trie is not None and (params.min_new_tokens or allowed is not None or stops is not None):
+        raise ValueError("trie says what is written and where it ends: leave out allowed_tokens, stops, min_new_tokens")
     for name, ids in (("eos_ids", ends.eos_ids), ("pad_id", (ends.pad_id,))):
         if any(not 0 <= i < size for i in ids):
             raise ValueError(f"{name} must lie in [0, {size}), the vocabulary of the policy, got {ids}")

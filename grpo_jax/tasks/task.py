@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
+
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import PromptSet, Row
@@ -38,6 +40,21 @@ from grpo_jax.tasks.display import Display, EpisodeEntry, Findings, GalleryEntry
 
 Say = Callable[..., None]
 State = Any
+
+
+class Choices(NamedTuple):
+    """The texts of which each completion is one: a catalogue that the policy then ranks by its own likelihood.
+
+    Attributes:
+        texts: What may be written; those that are the same tokens count as the first of them.
+        listed: How many of the best a held-out prompt's ranking lists; 0 for all of them, scored exactly.
+        columns: (rows, numbers int [P, K] of the texts, scores f32 [P, K], best first) → what rewards and measures are
+            told of each row's ranking, in place of a completion's columns: {name: P values}.
+    """
+
+    texts: Sequence[str]
+    listed: int
+    columns: Callable[[Sequence[Row], np.ndarray, np.ndarray], dict[str, Sequence[Any]]]
 
 
 class Setup(NamedTuple):
@@ -94,6 +111,7 @@ class World:
         words: () → words of a new policy (policy.path "new"), frequent ones first; None if there is none.
         identity: What must be the same when a run is resumed or evaluated, beside the config.
         answers_with_pictures: Whether the policy is shown pictures that no prompt has: it then needs its vision tower.
+        choices: What may be written, where that is a list of texts; None for any text.
     """
 
     prompts: PromptSet
@@ -118,6 +136,7 @@ class World:
     words: Callable[[], Sequence[str]] | None = None
     identity: Mapping[str, str] = field(default_factory=dict)
     answers_with_pictures: bool = False
+    choices: Choices | None = None
 
 
 @dataclass(frozen=True)

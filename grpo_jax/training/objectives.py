@@ -17,6 +17,7 @@ from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.masking import count, select
+from grpo_jax.core.trie import Trie, walk
 from grpo_jax.models.value_head import VALUE, token_values
 from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.training.batch import Batch, required
@@ -37,13 +38,16 @@ ForwardPass = Callable[[dict[str, Tree], Batch], Forward]
 Objective = Callable[[dict[str, Tree], Batch, Any], tuple[jax.Array, dict[str, Any]]]
 
 
-def make_forward(policy: Any, *, temperature: float, allowed_tokens: jax.Array | None = None) -> ForwardPass:
+def make_forward(
+    policy: Any, *, temperature: float, allowed_tokens: jax.Array | None = None, trie: Trie | None = None
+) -> ForwardPass:
     """The function (variables, batch) → `Forward`.
 
     Args:
         policy: The policy's functions.
         temperature: Of the trained distribution, softmax(logits / temperature).
         allowed_tokens: bool [V], or None for all.
+        trie: The texts of which each completion is one, in place of `allowed_tokens`.
     """
 
     options = {
@@ -61,7 +65,11 @@ def make_forward(policy: Any, *, temperature: float, allowed_tokens: jax.Array |
                 shown[name] = seen
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **shown)
-        logprobs, entropy = token_logprobs(hidden, policy.head(variables), rows[0], **options)
+        allowed = options
+        if trie is not None:
+            nodes = walk(trie, batch.tokens)
+            allowed = {**options, "trie": trie, "nodes": nodes if packing is None else packed(nodes, packing)[0]}
+        logprobs, entropy = token_logprobs(hidden, policy.head(variables), rows[0], **allowed)
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         seen = Forward(logprobs, entropy, values)
         return seen if packing is None else jax.tree.map(lambda array: unpacked(array, batch.exists, packing), seen)

@@ -18,6 +18,7 @@ from grpo_jax.config.sections import TrainingSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
+from grpo_jax.core.trie import Trie
 from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,
@@ -225,6 +226,7 @@ def make_update(
     temperature: float,
     max_new_tokens: int,
     allowed_tokens: jax.Array | None = None,
+    trie: Trie | None = None,
     ppo: PPOSection = PPOSection(),
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, dict[str, Any]]]:
     """Everything that is learned from one batch: inner epochs of minibatches, one compiled step each.
@@ -234,7 +236,7 @@ def make_update(
         counted, "metrics" by part of the loss, and "measured" before the first step (`make_preparation`), with the
         "kl_coef" that was used.
     """
-    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens)
+    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens, trie=trie)
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
     prepare, steer = make_preparation(forward, algorithm, ppo, training), make_kl_control(ppo)
 

@@ -16,7 +16,7 @@ ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _grpo; echo "$*
 """
 CASES = {
     "grpo tr": "train",
-    "grpo train --sampling.gr": "--sampling.group_size",
+    "grpo train --sampling.group_": "--sampling.group_size",
     "grpo plan --dev": "--devices --device_memory_gib",
     "grpo train --judges.renderer.st": "--judges.renderer.steps",
     "grpo train --rollout.gr": "--rollout.groups --rollout.group_size",
@@ -71,7 +71,7 @@ def test_bash_knows_whose_completion_it_is(script):
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
 def test_fish_completes(script):
-    ask = f"source {script('fish')}; complete -C 'grpo train --sampling.gr'; complete -C 'grpo export --dtype b'"
+    ask = f"source {script('fish')}; complete -C 'grpo train --sampling.group_'; complete -C 'grpo export --dtype b'"
     done = subprocess.run(["fish", "--no-config", "-c", ask], capture_output=True, text=True, timeout=60)
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["--sampling.group_size", "bfloat16"]
 

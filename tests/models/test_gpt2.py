@@ -1,7 +1,5 @@
 """What GPT-2 has for itself: positions that end, a prefix that the hub leaves out, transformers' greedy tokens."""
 
-import shutil
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,8 +84,8 @@ def test_what_is_longer_than_the_positions_is_refused(loaded):
     ],
     ids=["room", "targets"],
 )
-def test_the_command_says_so_before_anything_runs(tmp_path, source, capsys, options, messages):
-    shutil.copytree(source, tmp_path / "policy")
+def test_the_command_says_so_before_anything_runs(tmp_path, capsys, options, messages):
+    reference.folder(tmp_path / "policy", "gpt2", vocab_size=300, **SCALED)
     tiny_models.chat_tokenizer().save_pretrained(tmp_path / "policy")
     (tmp_path / "prompts.txt").write_text("".join(f"{c} tree\n" for c in "abcdefghijklmnopqrstuvwxyz"))
     (tmp_path / "judge.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")

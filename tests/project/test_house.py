@@ -15,7 +15,7 @@ ROOMS = (
     *("planning", "commands"),
 )
 """From the ground up: each imports only from those before it."""
-COMMANDS = ("train", "evaluate", "export", "report", "predict", "completion", "__main__")
+COMMANDS = ("train", "evaluate", "export", "report", "predict", "recommend", "completion", "__main__")
 BUILDERS = ("bridges.miniature.build", "bridges.miniature.train_", "bridges.retrieval.__main__")
 """Scripts of the bridges that count as commands."""
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")

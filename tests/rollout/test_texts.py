@@ -21,8 +21,8 @@ from grpo_jax.rollout.texts import (
     continued,
     make_decode,
     most_added_words,
+    policy_tokens,
 )
-from grpo_jax.runs.parts import policy_tokens
 from grpo_jax.train import main
 
 CHAT = (

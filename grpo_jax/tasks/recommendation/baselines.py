@@ -17,6 +17,7 @@ from scipy import sparse
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
+from grpo_jax.tasks.recommendation.examples import HELD_OUT
 from grpo_jax.tasks.recommendation.metrics import RankCounts, TieRule, count_better, rank_of
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 
@@ -45,10 +46,6 @@ class Retriever(Protocol):
     ) -> Ranks:
         """By the weighted sum of several texts' vectors each."""
         ...
-
-
-HELD_OUT = 2
-"""Items at the end of a sequence that training does not know: the validation and the test target."""
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance: float = 1e-6) -> RankCounts:
@@ -87,13 +84,19 @@ def item_knn(users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, 
         rows: The examples that are scored.
         decay: In [0, 1]; 1 counts the whole history alike, 0 the last item alone.
     """
+    similarity = item_similarity(users, items)
+    weights = history_weights(rows, items, decay=decay)
+    return lambda start, stop: (weights[start:stop] @ similarity).toarray()
+
+
+def item_similarity(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
+    """|U_i ∩ U_j| / √(|U_i| |U_j|) of the items' users in training, 0 between an item and itself: f64 [I, I]."""
     taken = _taken(users, items)
     norms = np.sqrt(np.asarray(taken.sum(0), np.float64).ravel())
     scale = sparse.diags_array(np.divide(1.0, norms, out=np.zeros(items), where=norms > 0))
     similarity = sparse.csr_array(scale @ (taken.T @ taken) @ scale)
     similarity.setdiag(0.0)
-    weights = history_weights(rows, items, decay=decay)
-    return lambda start, stop: (weights[start:stop] @ similarity).toarray()
+    return similarity
 
 
 def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Scores:
@@ -109,14 +112,18 @@ def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Sc
 
 
 def history_weights(rows: Sequence[Row], items: int, *, decay: float) -> sparse.csr_array:
-    """Weights decay^age of each example's history, [U, I]; decay 0 is the last item alone.
+    """`decayed` of the examples' histories."""
+    return decayed([row.columns["history"] for row in rows], items, decay=decay)
+
+
+def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> sparse.csr_array:
+    """Weights decay^age of each history's items, [U, I]; decay 0 is the last item alone.
 
     Raises:
         ValueError: If decay is outside [0, 1].
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"decay must be in [0, 1], got {decay}")
-    histories = [row.columns["history"] for row in rows]
     ages = np.concatenate([np.arange(len(history))[::-1] for history in histories])
     return _weights(histories, np.power(float(decay), ages), items)
 

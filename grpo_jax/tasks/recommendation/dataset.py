@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import PromptSet
+from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
 from grpo_jax.tasks.recommendation.dummy import make_world
-from grpo_jax.tasks.recommendation.examples import HistoryTemplate, by_user, leave_one_out
+from grpo_jax.tasks.recommendation.examples import HistoryTemplate, by_user, leave_one_out, taught_rows
 from grpo_jax.tasks.recommendation.sequences import (
     Sequences,
     UserSequence,
@@ -29,12 +30,14 @@ class Dataset(NamedTuple):
         catalogue: Items and titles.
         users: All sequences.
         prompts: Examples for training, validation and test.
+        taught: Examples of a warm start; those of training, or what stands before them.
         notes: In plain words, what a rule left out or changed.
     """
 
     catalogue: Catalogue
     users: tuple[UserSequence, ...]
     prompts: PromptSet
+    taught: Sequence[Row]
     notes: tuple[str, ...]
 
 
@@ -57,11 +60,14 @@ def load_dataset(task: Recommendation, *, held_out: int | float = 0.2) -> Datase
         if task.prompts:
             texts = read_user_prompts(task.prompts, sequences.users)
             prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
+            taught: Sequence[Row] = prompts.train
         else:
             prompts = leave_one_out(sequences.users, catalogue, template, training_targets=task.training_targets)
+            apart = task.training_targets == "apart"
+            taught = taught_rows(sequences.users, catalogue, template) if apart else prompts.train
     except ValueError as error:
         raise UserError(f"task: {error}") from error
-    return Dataset(catalogue, sequences.users, prompts, (*sequences.notes, *_notes(catalogue)))
+    return Dataset(catalogue, sequences.users, prompts, taught, (*sequences.notes, *_notes(catalogue)))
 
 
 def _load(task: Recommendation) -> tuple[Catalogue, Sequences]:

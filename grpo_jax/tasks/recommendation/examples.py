@@ -7,6 +7,7 @@ written by hand, one for each user: a prompt belongs to one history, so some use
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,17 @@ from typing import Literal
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row, split_rows
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
+from grpo_jax.tasks.recommendation.ranking.items import item_word
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 NO_TITLE = "(no title)"
 """What a prompt says of an item whose title is blank."""
 
-TrainingTargets = Literal["every", "last"]
+TrainingTargets = Literal["every", "last", "apart"]
+HELD_OUT = 2
+"""Items at the end of a sequence that training does not know: the validation and the test target."""
+PLACES = ("{history}", "{last}", "{items}")
+"""What a template says of a history; one of them at least."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,8 @@ class HistoryTemplate:
     """How a history becomes a prompt.
 
     Attributes:
-        text: The prompt; "{history}" stands for the titles, "{last}" for the newest one; other braces mean nothing.
+        text: The prompt; "{history}" stands for the titles, "{last}" for the newest one, "{items}" for the items' own
+            words; other braces mean nothing.
         items: How many of the newest items are listed, oldest first.
         characters: Titles are cut to so many characters, at a space where there is one; 0 for never.
         separator: What stands between two titles.
@@ -45,18 +52,20 @@ class HistoryTemplate:
         Raises:
             ValueError: A field is out of range; the message names it.
         """
-        if "{history}" not in self.text and "{last}" not in self.text:
-            raise ValueError(f"text must contain {{history}} or {{last}}, got {self.text!r}")
+        if not any(place in self.text for place in PLACES):
+            raise ValueError(f"text must contain one of {', '.join(PLACES)}, got {self.text!r}")
         if self.items < 1:
             raise ValueError(f"items must be at least 1, got {self.items}")
         if self.characters < 0:
             raise ValueError(f"characters must be at least 0, got {self.characters}")
 
-    def prompt(self, titles: Sequence[str]) -> str:
-        """The prompt of a history of titles, oldest first."""
+    def prompt(self, titles: Sequence[str], items: Sequence[int] = ()) -> str:
+        """The prompt of a history, its titles and rows of the catalogue, oldest first."""
+        words = " ".join(item_word(item) for item in items[-self.items :])
         cut = [cut_title(title, self.characters) or NO_TITLE for title in titles[-self.items :]]
         # {last} is filled in first: a title is data, and what looks like a placeholder in it stays as it is.
-        before, found, after = self.text.replace("{last}", "\0").partition("{history}")
+        text = self.text.replace("{items}", words)
+        before, found, after = text.replace("{last}", "\0").partition("{history}")
         listed = self.separator.join(cut) if found else ""
         return before.replace("\0", cut[-1]) + listed + after.replace("\0", cut[-1])
 
@@ -90,7 +99,7 @@ def leave_one_out(
         users: Sequences.
         catalogue: Titles.
         template: Makes prompts.
-        training_targets: "every" position or the "last" one.
+        training_targets: "every" position or the "last" one; "apart" is the last one too (`taught_rows`).
 
     Returns:
         Rows with the columns of `example_columns`. A row's id counts the items of the file up to its target.
@@ -99,18 +108,12 @@ def leave_one_out(
         UserError: If no user has the four items that a training example takes.
         ValueError: If training_targets is another word.
     """
-    if training_targets not in ("every", "last"):
-        raise ValueError(f'training_targets must be "every" or "last", got {training_targets!r}')
+    if training_targets not in ("every", "last", "apart"):
+        raise ValueError(f'training_targets must be "every", "last" or "apart", got {training_targets!r}')
     train, validation, test = [], [], []
     for offset, sequence in _with_offsets(users):
         n = len(sequence.items)
-
-        def example(position: int, offset: int = offset, sequence: UserSequence = sequence) -> Row:
-            history = sequence.items[:position]
-            prompt = template.prompt([catalogue.titles[item] for item in history[-template.items :]])
-            columns = example_columns(sequence.user, history, sequence.items[position], catalogue)
-            return Row(offset + position, prompt, columns)
-
+        example = functools.partial(_example, catalogue, template, offset, sequence)
         test.append(example(n - 1))
         if n >= 3:
             validation.append(example(n - 2))
@@ -119,6 +122,24 @@ def leave_one_out(
     if not train:
         raise UserError("no user has four items, which a training example takes (history, target, two held out)")
     return PromptSet(tuple(train), tuple(_shuffled(validation)), tuple(_shuffled(test)))
+
+
+def taught_rows(users: Sequence[UserSequence], catalogue: Catalogue, template: HistoryTemplate) -> list[Row]:
+    """What is taught where the last training target is kept for reinforcement: the targets x2 … xn-3 of each user."""
+    return [
+        _example(catalogue, template, offset, sequence, position)
+        for offset, sequence in _with_offsets(users)
+        for position in range(1, len(sequence.items) - HELD_OUT - 1)
+    ]
+
+
+def _example(
+    catalogue: Catalogue, template: HistoryTemplate, offset: int, sequence: UserSequence, position: int
+) -> Row:
+    history = sequence.items[:position]
+    prompt = template.prompt([catalogue.titles[item] for item in history[-template.items :]], history)
+    columns = example_columns(sequence.user, history, sequence.items[position], catalogue)
+    return Row(offset + position, prompt, columns)
 
 
 def by_user(

@@ -13,19 +13,23 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
+from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rewards import Maker, Reward
 from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import dummy, metrics
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
-from grpo_jax.tasks.recommendation.examples import asking_pairs, title_pairs
+from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs
+from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, item_word, items_of, ranking_columns
+from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
+from grpo_jax.tasks.recommendation.ranking.recommending import Recommender, make_recommender
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, open_retriever
 from grpo_jax.tasks.recommendation.rewards import BUILT_IN, make_reward, reward_columns, where_ranked
 from grpo_jax.tasks.recommendation.words import policy_words
-from grpo_jax.tasks.task import Setup, Task, World
+from grpo_jax.tasks.task import Choices, Setup, Task, World
 
-RANK = "rank"
-"""Always watched, last: the tables are made of it."""
+FUSED, RANK = "fused", "rank"
+"""Always watched, last: the tables are made of them; the first where there is a prior."""
 
 _MEASURES: dict[str, Callable[..., np.ndarray]] = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
 
@@ -39,11 +43,15 @@ class Recommendation(Task):
             of ratings with userId, movieId, rating and timestamp.
         catalogue: Items and titles (.tsv, .csv or .json); none for the dummy world.
         prompts: JSON of {user: prompt} to use in place of the template; users are then split, one example each.
-        template: The prompt; {history} stands for the titles, {last} for the newest.
+        writes: What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its
+            "title" or by a word that is the "item"'s alone: then the policy ranks the catalogue itself.
+        listed: Of a policy that ranks itself, how many items a ranking lists; 0 for all, scored exactly.
+        template: The prompt; {history} stands for the titles, {last} for the newest, {items} for the items' own words.
         history_items: How many of the newest titles a prompt lists.
         title_characters: Titles in prompts are cut to so many characters; 0 for never.
         separator: What stands between two titles.
-        training_targets: Train on "every" position of a history before the held-out items, or on the "last" alone.
+        training_targets: Train on "every" position of a history before the held-out items, or on the "last" alone; or
+            reinforce the last and teach the others ("apart"), so that no reward is earned by memory.
         blank_titles: An item without a title is an "error", or "keep" it as a text that nothing resembles.
         minimum_rating: Ratings below do not count (ratings only).
         minimum_items: Users with fewer items are left out (ratings only).
@@ -61,16 +69,19 @@ class Recommendation(Task):
             of the rules, "hearsay": titles whose words are right in a quarter of the cases, the last title's in more.
         pair_characters: Taught titles are cut to so many characters; 0 for never.
         retrieval: What ranks the items.
+        prior: What is added to the log-probabilities of a policy that ranks them itself, for a second ranking.
     """
 
     source: str = "dummy"
     catalogue: str | None = None
     prompts: str | None = None
+    writes: Literal["query", "title", "item"] = "query"
+    listed: int = 100
     template: str = "{history}"
     history_items: int = 4
     title_characters: int = 60
     separator: str = "\n"
-    training_targets: Literal["every", "last"] = "every"
+    training_targets: Literal["every", "last", "apart"] = "every"
     blank_titles: Literal["error", "keep"] = "error"
     minimum_rating: float = 0.0
     minimum_items: int = 4
@@ -85,6 +96,7 @@ class Recommendation(Task):
     pairs: Literal["next", "forms", "lessons", "hearsay"] = "next"
     pair_characters: int = 0
     retrieval: RetrievalSection = field(default_factory=RetrievalSection)
+    prior: PriorSection = field(default_factory=PriorSection)
 
     default_config: ClassVar[str | None] = "recommendation_dummy"
     renamed: ClassVar[Mapping[str, str]] = {
@@ -96,7 +108,7 @@ class Recommendation(Task):
     display: ClassVar[Display] = Display(
         headline=("ndcg@10",),
         live=(("watch/ndcg@10/mean", "ndcg@10"),),
-        hidden=(RANK,),
+        hidden=(FUSED, RANK),
         digits={"ndcg": 4, "hr": 4, "mrr": 4},
     )
     not_planned: ClassVar[str] = "what ranks the catalogue"
@@ -109,8 +121,15 @@ class Recommendation(Task):
         needed = f"a file with the titles of the items of {self.source}"
         require(made or bool(self.catalogue), "catalogue", needed, self.catalogue)
         require(0 <= self.decay <= 1, "decay", "a number in [0, 1]", self.decay)
-        asks = "{history}" in self.template or "{last}" in self.template or bool(self.prompts)
-        require(asks, "template", "{history} or {last} in it", self.template)
+        asks = any(place in self.template for place in PLACES) or bool(self.prompts)
+        require(asks, "template", f"one of {', '.join(PLACES)} in it", self.template)
+        require(self.listed >= 0, "listed", "a number >= 0", self.listed)
+        named = self.writes == "item" or "{items}" not in self.template
+        require(named, "template", "no {items} in it: items have words of their own with writes: item", self.template)
+        asking = self.writes == "query" or self.pairs == "next"
+        alone = self.writes != "query" or not self.prior.used
+        require(alone, "prior", "weights of 0: what a query finds has no log-probability", self.prior)
+        require(asking, "pairs", "next: a policy that ranks itself is taught items", self.pairs)
         require(self.pair_characters >= 0, "pair_characters", "a number >= 0", self.pair_characters)
 
     def check(self, config: Config) -> None:
@@ -139,31 +158,44 @@ class Recommendation(Task):
         tested = f"self-test: {share:.1%} of titles asked for retrieve themselves"
         setup.say("retrieval", f"{section.encoder}, {where}, ties {section.ties}; {tested}")
 
+        items = None if self.writes == "query" else items_of(catalogue.titles, self.writes)
+        known = make_prior(self.prior, catalogue.titles, dataset.users) if self.prior.used else None
+
         def ranked(completions: Sequence[str], columns: Mapping[str, Any]) -> dict[str, Any]:
+            if items is not None:
+                ranks = completion_ranks(items, completions, columns)
+                return reward_columns(ranks, (ranks == 1).astype(np.float64))
             answer = retriever.score_ranks(completions, columns["target_row"], columns["history"])
             return reward_columns(answer.rank, answer.probability)
 
         return World(
             prompts=dataset.prompts,
             source=self.source,
-            rewards=_rewards(len(catalogue)),
+            rewards=_rewards(len(catalogue), fused=known is not None),
             default_rewards=(RewardSection("ndcg"),),
             default_watch=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
             measures=measure,
-            always_watched=(RANK,),
+            always_watched=(FUSED, RANK) if known else (RANK,),
             columns=ranked,
             adapt=where_ranked,
-            references=lambda rows: {"oracle": [row.columns["target_title"] for row in rows]},
-            remember=policy_ranks,
-            findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered),
+            references=lambda rows: {"oracle": [_oracle(self, row) for row in rows]},
+            remember=functools.partial(policy_ranks, fused=known is not None),
+            findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered, known),
             shown={"wanted": "target_title"},
             pairs=lambda: self._pairs(dataset, setup.config.seed),
             words=lambda: policy_words(self, catalogue.titles, limit=setup.config.policy.new.vocabulary),
             identity=retriever.fingerprint._asdict(),
+            choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )
 
+    def recommender(self, config: Any, policy: Any, *, catalogue: str | None = None) -> Recommender:
+        """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
+        return make_recommender(config, policy, catalogue=catalogue)
+
     def _pairs(self, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
-        rows = dataset.prompts.train
+        rows = dataset.taught
+        if self.writes == "item":
+            return [(row.prompt, item_word(row.columns["target_row"])) for row in rows]
         if self.pairs == "lessons":
             return dummy.lessons(rows, dataset.catalogue, seed=seed)
         if self.pairs == "hearsay":
@@ -173,9 +205,13 @@ class Recommendation(Task):
         return title_pairs(rows, characters=self.pair_characters)
 
 
-def _rewards(items: int) -> dict[str, Any]:
+def _oracle(task: Recommendation, row: Row) -> str:
+    return item_word(row.columns["target_row"]) if task.writes == "item" else row.columns["target_title"]
+
+
+def _rewards(items: int, *, fused: bool) -> dict[str, Any]:
     made = {name: Maker(functools.partial(_built_in, name, items)) for name in BUILT_IN}
-    return {**made, RANK: _rank}
+    return {**made, RANK: _rank, **({FUSED: _fused} if fused else {})}
 
 
 def _built_in(name: str, items: int, **options: Any) -> Reward:
@@ -184,6 +220,11 @@ def _built_in(name: str, items: int, **options: Any) -> Reward:
 
 def _rank(rank: Sequence[float], **_: Any) -> list[float | None]:
     return [None if np.isnan(value) else value for value in rank]
+
+
+def _fused(completions: Sequence[str], fused_rank: Sequence[float] = (), **_: Any) -> list[float | None]:
+    """Of held-out prompts alone; missing in training."""
+    return list(fused_rank) or [None] * len(completions)
 
 
 def measure(name: str) -> Reward | None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from grpo_jax.models.new import NOT_A_WORD
+from grpo_jax.tasks.recommendation.examples import PLACES
+from grpo_jax.tasks.recommendation.ranking.items import item_word
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.task import Recommendation
@@ -21,8 +23,14 @@ def policy_words(task: Recommendation, titles: Sequence[str], *, limit: int = 0)
         titles: Of the catalogue.
         limit: Words of titles at most; 0 for all.
     """
-    frame = task.template.replace("{history}", " ").replace("{last}", " ")
+    frame = task.template
+    for place in PLACES:
+        frame = frame.replace(place, " ")
     marks = _words(frame) + _words(task.separator)
+    if task.writes == "item":
+        marks += [item_word(row) for row in range(len(titles))]
+    if "{history}" not in task.template and "{last}" not in task.template and task.writes == "item":
+        return list(dict.fromkeys(marks))  # titles are neither read nor written
     counts = Counter(word for title in titles for word in _words(title))
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: limit or None]
     return list(dict.fromkeys([*marks, *frequent]))

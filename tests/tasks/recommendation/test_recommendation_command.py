@@ -83,7 +83,7 @@ NEXT = {"task.pairs": "next", "training.prompts_per_batch": 2, "warm_start.batch
         ({"task.source": "data.parquet"}, "expected dummy, a .txt of sequences or a .csv of ratings"),
         ({"task.prompts": "none.json"}, "none.json does not exist"),
         ({"task.order_column": "asin"}, "order_column must be one of [], got 'asin'"),
-        ({"task.template": "{titles}"}, "expected {history} or {last} in it"),
+        ({"task.template": "{titles}"}, "expected one of {history}, {last}, {items} in it"),
         ({"task.history_items": 0}, "items must be at least 1"),
         ({"task.decay": 2}, "task.decay: expected a number in [0, 1]"),
         ({"rewards": '[{"name": "recall"}]'}, "or of this task hit, mixed, mrr, ndcg, rank, soft; got 'recall'"),
@@ -100,7 +100,7 @@ NEXT = {"task.pairs": "next", "training.prompts_per_batch": 2, "warm_start.batch
         ({"data.max_prompt_tokens": 3}, "max_prompt_tokens"),
         ({"policy.path": "no_folder"}, "no_folder"),
         ({"policy.new.heads": 5}, "policy.new.heads: expected a number that divides width"),
-        ({"policy.new.architecture": "gpt2", "policy.new.window": 36}, "learned positions for 36 only"),
+        ({"policy.new.architecture": "gpt2", "policy.new.window": 36}, "positions for 36 only"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_clear_line(changes, message, files, tmp_path, capsys):

@@ -1,0 +1,117 @@
+"""Items from a trained run: what a user of some history wants next.
+
+On the command line:
+
+    python -m grpo_jax.recommend --run DIR --history "title | title" [--k 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from grpo_jax.errors import UserError, extras_named, guarded, leave, one_line, require_options, said, version
+
+SEPARATOR = "|"
+
+
+@extras_named()
+def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogue: str | None = None) -> Any:
+    """The function recommend(titles, k=10) of a run whose task recommends: its best items, with why.
+
+    Args:
+        run_dir: Run directory of a training run.
+        checkpoint: "final", "best", or a step.
+        catalogue: File of another catalogue than the run's; null for the run's.
+
+    Raises:
+        UserError: There is no such run or checkpoint, or its task recommends nothing.
+    """
+    from grpo_jax.runs.policy import restore_policy, run_config
+
+    if not hasattr(run_config(run_dir).task, "recommender"):
+        raise UserError(f"{said(str(run_dir))}: its task recommends nothing")
+    config, policy, _ = restore_policy(run_dir, checkpoint)
+    return config.task.recommender(config, policy, catalogue=catalogue)
+
+
+def recommend(run_dir: str | Path, history: Sequence[str], k: int = 10) -> list[Any]:
+    """The k best items for one history of titles, oldest first; `load_recommender` for more than one."""
+    return load_recommender(run_dir)(history, k)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What reads the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_jax.recommend",
+        description="Asks a trained run for items that a user wants next.",
+    )
+    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--history", help=f"Titles or ids, oldest first, with {SEPARATOR} between them.")
+    asked.add_argument("--file", metavar="FILE", help="A history on each line; prints JSON, a line for each.")
+    parser.add_argument("--k", type=int, default=10, help="Items (default: %(default)s).")
+    parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
+    parser.add_argument("--catalogue", metavar="FILE", help="Rank the items of this file, not of the run's catalogue.")
+    parser.add_argument("--json", action="store_true", help="Print JSON alone.")
+    parser.add_argument("--version", action="version", version=version())
+    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+
+    def act() -> None:
+        parser = make_parser()
+        require_options(parser, words)
+        _recommend(parser.parse_args(words))
+
+    return guarded(act, debug="--debug" in words)
+
+
+def _recommend(options: argparse.Namespace) -> None:
+    if options.k < 1:
+        raise UserError(f"--k: expected a number >= 1, got {options.k}")
+    histories = [options.history] if options.file is None else _lines(options.file)
+    asked = load_recommender(options.run, options.checkpoint, catalogue=options.catalogue)
+    for number, line in enumerate(histories, 1):
+        titles = [title.strip() for title in line.split(SEPARATOR) if title.strip()]
+        try:
+            found = asked(titles, options.k)
+        except UserError as error:
+            raise UserError(f"{options.file}:{number}: {error}" if options.file else str(error)) from error
+        if options.file or options.json:
+            print(json.dumps({"history": titles, "items": [item._asdict() for item in found]}, ensure_ascii=False))
+        else:
+            _print(found)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--file: cannot read {said(path)}: {one_line(str(error), 80)}") from error
+
+
+def _print(found: Sequence[Any]) -> None:
+    for place, item in enumerate(found, 1):
+        print(f"{place:>3}  {item.score:8.3f}  {one_line(item.title or f'({item.item}, no title)', 90)}")
+        if item.words:
+            print(f"{'':15}shares {', '.join(item.words[:6])}")
+        if item.together:
+            print(f"{'':15}taken with {one_line('; '.join(item.together[:2]), 90)}")
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own."""
+    leave(main())
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,310 @@
+"""The G best texts of a catalogue for each prompt, or G drawn without replacement: beams over the tree of its texts.
+
+A beam is a path from the root; each step extends all of a prompt's and keeps G. The G most likely texts are found if
+none of them left the beams on its way. With a Gumbel number for each path that agrees with its parent's, the same
+search draws G distinct texts without replacement (Kool, van Hoof & Welling 2019, https://arxiv.org/abs/1903.06059).
+
+Axes: P prompts, G beams that are kept of B, T tokens, V vocabulary, C candidates of a beam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from grpo_jax.core.logprobs import capped
+from grpo_jax.core.trie import ROOT, Trie, children, depth_of, follow, narrow_children
+from grpo_jax.models.cache import Cache
+from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
+from grpo_jax.sampling.token_choice import SamplingParams
+from grpo_jax.sampling.writing import Array, Samples, logits_of
+
+_MOST_LOGITS, _MOST_PROMPTS = 2**25, 256
+"""What a ranking of many prompts holds at once: logits of all their beams, or so many prompts where few are needed."""
+
+
+class Beams(NamedTuple):
+    """The paths that are kept, best first.
+
+    Attributes:
+        node: int32 [P, G], where each stands in the tree.
+        total: float32 [P, G], its log-probability; -inf for a beam that is not used yet.
+        rank: float32 [P, G], what paths are kept by: `total`, or that with its noise.
+        tokens: int32 [P, G, T].
+        mask: bool [P, G, T], its tokens.
+        logprobs: float32 [P, G, T].
+    """
+
+    node: jax.Array
+    total: jax.Array
+    rank: jax.Array
+    tokens: jax.Array
+    mask: jax.Array
+    logprobs: jax.Array
+
+
+class Ranking(NamedTuple):
+    """The best texts of each prompt, best first.
+
+    Attributes:
+        texts: int32 [P, K], which texts of the tree.
+        scores: float32 [P, K], their log-probabilities.
+    """
+
+    texts: Array
+    scores: Array
+
+
+def make_beam_sampler(
+    policy, params: SamplingParams, *, pad_id: int, trie: Trie, without_replacement: bool = False
+) -> Callable[..., Samples]:
+    """Make the function that writes the G best texts of a tree, in falling order, or draws G distinct ones.
+
+    Args:
+        policy: Has `prefill`, `unstack`, `decode`, `init_cache` and `head`; see `grpo_jax.models.decoder.Policy`.
+        params: G is the group size, T at least the longest text's tokens. Of the rest only the temperature counts: it
+            divides the logits (0 counts as 1).
+        pad_id: Token that fills up.
+        trie: The texts.
+        without_replacement: Draw instead: the first is a sample of the policy, each further one a sample of it among
+            the texts not drawn yet, in this order.
+
+    Returns:
+        `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples`, arguments as of `make_sampler`;
+        both log-probabilities are the policy's over the tree. It raises ValueError for a policy of another vocabulary.
+
+    Raises:
+        ValueError: The tree has fewer texts than G, or longer ones than T.
+    """
+    check_group(trie, params.group_size)
+    length = params.max_new_tokens
+    if depth_of(trie) > length:
+        raise ValueError(f"max_new_tokens must be at least {depth_of(trie)}, the longest text's tokens, got {length}")
+    search = _make_search(policy, params, pad_id=pad_id, trie=trie)
+
+    @jax.jit
+    def write(trie: Trie, variables, prompts, mask, keys, pictures) -> Samples:
+        beams = search(trie, variables, prompts, mask, keys if without_replacement else None, pictures)
+        return Samples(beams.tokens, beams.mask, beams.logprobs, beams.logprobs, trie.text[beams.node] < 0)
+
+    def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
+        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
+        check_prompts(tokens, mask, keys)
+        check_room(getattr(policy, "max_positions", None), mask, depth_of(trie))
+        *padded, real = pad_to_bucket(tokens, mask, keys, pad_id)
+        found = write(trie, variables, *padded, pad_rows(pictures, len(real)))
+        return jax.tree.map(lambda x: x[: len(tokens)], found)
+
+    return sample
+
+
+def make_ranker(policy, listed: int, *, pad_id: int, trie: Trie, temperature: float = 1.0) -> Callable[..., Ranking]:
+    """Make the function that lists the K best texts of a tree for each prompt.
+
+    Args:
+        policy: As of `make_beam_sampler`.
+        listed: K, as many beams.
+        pad_id: Token that fills up.
+        trie: The texts.
+        temperature: Divides the logits; 0 counts as 1.
+
+    Returns:
+        `rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking`.
+
+    Raises:
+        ValueError: The tree has fewer texts than K.
+    """
+    check_group(trie, listed)
+    search = _make_search(policy, SamplingParams(listed, depth_of(trie), temperature), pad_id=pad_id, trie=trie)
+    most = max(1, _MOST_LOGITS // (listed * trie.vocab_size)) if wide_below(trie) else _MOST_PROMPTS
+
+    @jax.jit
+    def found(trie: Trie, variables, prompts, mask, pictures) -> Ranking:
+        beams = search(trie, variables, prompts, mask, None, pictures)
+        return Ranking(trie.text[beams.node], beams.total)
+
+    def rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking:
+        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
+        keys = jax.random.split(jax.random.key(0), len(tokens))  # nothing is drawn
+        check_prompts(tokens, mask, keys)
+        check_room(getattr(policy, "max_positions", None), mask, depth_of(trie))
+        parts = []
+        for start in range(0, len(tokens), most):
+            part = slice(start, start + most)
+            padded, shown, _, real = pad_to_bucket(tokens[part], mask[part], keys[part], pad_id)
+            seen = pad_rows(jax.tree.map(lambda x, part=part: x[part], pictures), len(real))
+            ranking = found(trie, variables, padded, shown, seen)
+            parts.append(jax.tree.map(lambda x, part=part: x[: len(tokens[part])], ranking))
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+    return rank
+
+
+def wide_below(trie: Trie) -> bool:
+    """Whether a node below the root has more children than are looked up one by one."""
+    return bool((np.asarray(trie.row)[1:] >= 0).any())
+
+
+def check_group(trie: Trie, group: int) -> None:
+    """Refuses a group that is larger than the tree with a ValueError."""
+    texts = int((np.asarray(trie.text) >= 0).sum())
+    if texts < group:
+        raise ValueError(f"group_size must be at most {texts}, the texts of the tree, got {group}")
+
+
+def _make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Beams]:
+    """search(trie, variables, prompts, mask, keys or None, pictures) → `Beams`, inside of a compiled function."""
+    depth, group, temperature = depth_of(trie), params.group_size, params.temperature or 1.0
+    wide, softcap = wide_below(trie), getattr(policy, "softcap", None)
+
+    def search(trie: Trie, variables, prompts, mask, keys, pictures) -> Beams:
+        prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))
+        head, unstacked = policy.head(variables).astype(prefix.hidden.dtype), policy.unstack(variables)
+        if head.shape[0] != trie.vocab_size:
+            raise ValueError(f"trie must be of the policy's vocabulary of {head.shape[0]}, got {trie.vocab_size}")
+
+        def extend(index, beams: Beams, hidden, wide: bool) -> tuple[Beams, jax.Array]:
+            find = every_token if wide else listed_children
+            candidates = find(trie, beams.node, hidden, head, softcap)
+            candidates = candidates._replace(logits=candidates.logits / temperature)
+            step_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(keys)
+            return extend_beams(trie, beams, candidates, index, step_keys, group=group, pad_id=pad_id)
+
+        def step(carry):
+            index, beams, cache = carry
+            last = lax.dynamic_index_in_dim(beams.tokens, index - 1, axis=2, keepdims=False)
+            hidden, cache = policy.decode(unstacked, prefix, last, cache)
+            beams, parents = extend(index, beams, hidden, wide)
+            return index + 1, beams, _reordered(cache, parents)
+
+        def unfinished(carry):
+            index, beams, _ = carry
+            return (index < depth) & (trie.text[beams.node] < 0).any()
+
+        root = _root(len(prompts), pad_id, params.max_new_tokens)
+        beams, _ = extend(jnp.int32(0), root, prefix.hidden[:, None], True)
+        cache = policy.init_cache(len(prompts), group, max(depth - 1, 1))
+        return lax.while_loop(unfinished, step, (jnp.int32(1), _widened(beams, group), cache))[1]
+
+    return search
+
+
+class Candidates(NamedTuple):
+    """What may follow each beam: tokens int32, logits float32 and whether there is one, each [P, B, C]."""
+
+    tokens: jax.Array
+    logits: jax.Array
+    exists: jax.Array
+
+
+def every_token(trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array, softcap: float | None) -> Candidates:
+    """The whole vocabulary, C = V, for nodes [P, B] and states [P, B, D]."""
+    logits = logits_of(head, hidden.reshape(-1, hidden.shape[-1]), softcap).T.reshape(*nodes.shape, -1)
+    tokens = jnp.broadcast_to(jnp.arange(trie.vocab_size, dtype=jnp.int32), logits.shape)
+    return Candidates(tokens, logits, children(trie, nodes))
+
+
+def listed_children(
+    trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array, softcap: float | None
+) -> Candidates:
+    """The children of narrow nodes alone, C = `NARROW`: the head's other rows are not read."""
+    tokens, exists = narrow_children(trie, nodes)
+    rows = head[jnp.where(exists, tokens, 0)]
+    logits = capped(jnp.einsum("pbd,pbcd->pbc", hidden, rows, preferred_element_type=jnp.float32), softcap)
+    return Candidates(tokens, logits, exists)
+
+
+def extend_beams(
+    trie: Trie,
+    beams: Beams,
+    candidates: Candidates,
+    index: jax.Array,
+    keys: jax.Array | None,
+    *,
+    group: int,
+    pad_id: int,
+) -> tuple[Beams, jax.Array]:
+    """One step: the best `group` paths among all extensions, and the beam that each came from, int32 [P, group].
+
+    Args:
+        trie: The texts.
+        beams: The paths so far; whole texts stay as they are.
+        candidates: What may follow each of the B beams.
+        index: Place of the next token.
+        keys: Typed keys [P] to draw without replacement; None for the most likely paths.
+        group: G, how many are kept; fewer if there are fewer extensions.
+        pad_id: What a whole text goes on with.
+    """
+    whole = trie.text[beams.node] >= 0
+    exists, size = candidates.exists, candidates.exists.shape[-1]
+    logits = jnp.where(exists, candidates.logits.astype(jnp.float32), -jnp.inf)
+    own = logits - jnp.where(exists.any(-1), jax.nn.logsumexp(logits, axis=-1), 0)[..., None]
+    stays = jnp.where(jnp.arange(size) == 0, 0.0, -jnp.inf)  # a whole text's only extension is itself
+    own = jnp.where(whole[..., None], stays, own)
+    total = beams.total[..., None] + own
+    rank = total if keys is None else _with_noise(total, beams.rank, keys)
+
+    some = min(group, size)
+    best, found = lax.top_k(rank, some)
+    rank, place = lax.top_k(best.reshape(len(best), -1), min(group, best.shape[1] * some))
+    parents = (place // some).astype(jnp.int32)
+    found = jnp.take_along_axis(found.reshape(len(found), -1), place, axis=1)
+
+    def of_parent(values: jax.Array) -> jax.Array:
+        return jax.vmap(lambda rows, chosen: rows[chosen])(values, parents)
+
+    def of_found(values: jax.Array) -> jax.Array:
+        return jax.vmap(lambda rows, chosen, at: rows[chosen, at])(values, parents, found)
+
+    whole, node, tokens = of_parent(whole), of_parent(beams.node), of_found(candidates.tokens)
+    at = (..., index)
+    kept = Beams(
+        node=jnp.where(whole, node, follow(trie, node, tokens)),
+        total=of_found(total),
+        rank=rank,
+        tokens=of_parent(beams.tokens).at[at].set(jnp.where(whole, pad_id, tokens)),
+        mask=of_parent(beams.mask).at[at].set(~whole),
+        logprobs=of_parent(beams.logprobs).at[at].set(jnp.where(whole, 0.0, of_found(own))),
+    )
+    return kept, parents
+
+
+def _root(prompts: int, pad_id: int, length: int) -> Beams:
+    """One path for each prompt, of no token."""
+    one, slab = jnp.zeros((prompts, 1), jnp.float32), (prompts, 1, length)
+    node = jnp.full((prompts, 1), ROOT, jnp.int32)
+    return Beams(node, one, one, jnp.full(slab, pad_id, jnp.int32), jnp.zeros(slab, bool), jnp.zeros(slab, jnp.float32))
+
+
+def _widened(beams: Beams, group: int) -> Beams:
+    """With beams that are not used yet, after the first step, where the root has fewer children than G."""
+    more = group - beams.total.shape[1]
+    grown = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)), mode="edge"), beams)
+    unused = jnp.arange(group) >= group - more
+    return grown._replace(total=jnp.where(unused, -jnp.inf, grown.total), rank=jnp.where(unused, -jnp.inf, grown.rank))
+
+
+def _with_noise(total: jax.Array, rank: jax.Array, keys: jax.Array) -> jax.Array:
+    """Gumbel numbers of all extensions [P, B, V]; the largest of a beam is its own (Kool et al., appendix B)."""
+    drawn = total + jax.vmap(lambda key: jax.random.gumbel(key, total.shape[1:]))(keys)
+    exists = jnp.isfinite(total)
+    drawn = jnp.where(exists, drawn, -jnp.inf)
+    largest = jnp.max(drawn, axis=-1, keepdims=True)
+    below = jnp.where(exists, drawn - jnp.where(jnp.isfinite(largest), largest, 0), -1.0)
+    rank = jnp.where(jnp.isfinite(rank), rank, 0)[..., None]
+    excess = rank - jnp.where(exists, drawn, 0) + jnp.log(-jnp.expm1(below))
+    return jnp.where(exists, rank - jnp.maximum(excess, 0) - jnp.log1p(jnp.exp(-jnp.abs(excess))), -jnp.inf)
+
+
+def _reordered(cache: Cache, parents: jax.Array) -> Cache:
+    """The keys and values of the beams that were kept: [P, K, G, ..] by parents [P, G]."""
+
+    def kept(part: jax.Array) -> jax.Array:
+        return jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=1))(part, parents)
+
+    return cache._replace(keys=tuple(map(kept, cache.keys)), values=tuple(map(kept, cache.values)))

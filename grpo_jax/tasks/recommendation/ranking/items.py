@@ -1,0 +1,96 @@
+"""How a policy that ranks the catalogue itself writes an item: by its title, or by a word that is the item's alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.models.new import NOT_A_WORD
+from grpo_jax.rollout.data import Row
+from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
+from grpo_jax.tasks.recommendation.ranking.prior import Known, fused_scores
+
+LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
+"""The columns in which a row's ranking says where its target stands: by the policy alone, and with the prior."""
+
+
+class Items(NamedTuple):
+    """What may be written, and which item it is.
+
+    Attributes:
+        texts: One for each item that can be written.
+        rows: int [texts], their rows of the catalogue.
+        count: I, items of the catalogue; a target that is not listed stands there.
+        by_text: Row by a text's words.
+    """
+
+    texts: list[str]
+    rows: np.ndarray
+    count: int
+    by_text: Mapping[str, int]
+
+    def row_of(self, text: str) -> int:
+        """The item that a completion is; -1 if none."""
+        return self.by_text.get(plain(text), -1)
+
+
+def item_word(row: int) -> str:
+    """The word of an item's own."""
+    return f"item_{row}"
+
+
+def items_of(titles: Sequence[str], writes: str) -> Items:
+    """All that can be written: a title that several items share is the first one's, and a blank one none's.
+
+    Args:
+        titles: Of the catalogue.
+        writes: "title" or "item".
+    """
+    texts = [item_word(row) for row in range(len(titles))] if writes == "item" else list(titles)
+    by_text: dict[str, int] = {}
+    for row, text in enumerate(texts):
+        if plain(text):
+            by_text.setdefault(plain(text), row)
+    rows = np.array(sorted(by_text.values()))
+    return Items([texts[row] for row in rows], rows, len(titles), by_text)
+
+
+def ranking_columns(
+    items: Items, known: Known | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
+) -> dict[str, Sequence[Any]]:
+    """Where each row's target stands in its ranking, from 1, the history left out; the last place if not listed.
+
+    Args:
+        items: What can be written.
+        known: The prior; None for the policy alone.
+        rows: P.
+        numbers: int [P, K], which of the texts are listed, best first.
+        scores: f32 [P, K].
+    """
+    listed = items.rows[numbers]
+    places = []
+    for row, best in zip(rows, listed, strict=True):
+        target, history = row.columns["target_row"], set(row.columns["history"])
+        others = [item for item in best.tolist() if item == target or item not in history]
+        places.append(others.index(target) + 1 if target in others else items.count)
+    if known is None:
+        return {LISTED_RANK: places}
+    histories, targets = ([row.columns[name] for row in rows] for name in ("history", "target_row"))
+    fused = count_better(fused_scores(listed, scores, known(histories)), np.array(targets), histories)
+    return {LISTED_RANK: places, FUSED_RANK: rank_of(fused).tolist()}
+
+
+def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Any]) -> np.ndarray:
+    """The ranks of what rewards see: of a ranking as it says; of one item 1 if it is the target, else the last."""
+    if LISTED_RANK in columns:
+        return np.asarray(columns[LISTED_RANK], np.float64)
+    found = [items.row_of(text) == target for text, target in zip(completions, columns["target_row"], strict=True)]
+    return np.where(found, 1.0, float(items.count))
+
+
+def plain(text: str) -> str:
+    """A title as a tokenizer of plain words gives it back, and as any other does."""
+    return " ".join(re.sub(NOT_A_WORD, " ", text.casefold()).split())

@@ -1,0 +1,98 @@
+"""What is known of a user's next item without a policy, to be added to what the policy says of it.
+
+    score(item) = log p(item) + a · cos(history, title) + b · Σ_{i in history} decay^age(i) · together(i, item)
+
+The history is the sum of its titles' TF-IDF vectors, each word once more by its idf, older titles weighing less;
+`together` is how often two items were taken by the same users in training (the cosine of item-kNN). Items that a
+ranking does not list are level with its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.config.fields import require
+from grpo_jax.tasks.recommendation.sequences import UserSequence
+
+Known = Callable[[Sequence[Sequence[int]]], np.ndarray]
+"""Histories (rows of the catalogue, oldest first) → f32 [P, I], what stands beside the log-probabilities."""
+
+
+@dataclass(frozen=True)
+class PriorSection:
+    """What is added to the policy's log-probabilities; all 0 for the policy alone.
+
+    Args:
+        history: a, the weight of how much a title resembles the history's.
+        together: b, the weight of how often an item was taken with those of the history.
+        decay: Weight of each older item of the history.
+    """
+
+    history: float = 0.0
+    together: float = 0.0
+    decay: float = 0.7
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        for name in ("history", "together"):
+            require(getattr(self, name) >= 0, f"prior.{name}", "a number >= 0", getattr(self, name))
+        require(0 <= self.decay <= 1, "prior.decay", "a number in [0, 1]", self.decay)
+
+    @property
+    def used(self) -> bool:
+        """Whether it changes a ranking."""
+        return self.history > 0 or self.together > 0
+
+
+def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Known:
+    """The function that scores the catalogue for some histories.
+
+    Args:
+        section: Weights.
+        titles: I.
+        users: Sequences that `together` comes from; their last two items are not looked at.
+    """
+    from grpo_jax.tasks.recommendation.baselines import decayed, item_similarity
+
+    vectors, together = title_vectors(titles), item_similarity(users, len(titles))
+
+    def known(histories: Sequence[Sequence[int]]) -> np.ndarray:
+        weights: Any = decayed(histories, len(titles), decay=section.decay)
+        found: Any = np.zeros((len(histories), len(titles)), np.float32)
+        if section.history:
+            asked = weights @ vectors
+            length = np.sqrt(np.asarray(asked.multiply(asked).sum(1))).reshape(-1, 1)
+            found += section.history * (asked @ vectors.T).toarray() / np.maximum(length, 1e-9)
+        if section.together:
+            found += section.together * (weights @ together).toarray()
+        return np.asarray(found, np.float32)
+
+    return known
+
+
+def title_vectors(titles: Sequence[str]) -> Any:
+    """TF-IDF vectors of the titles with each word's idf once more, a sparse f32 [I, words] of unit rows."""
+    from scipy import sparse
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.preprocessing import normalize
+
+    vectorizer = TfidfVectorizer(sublinear_tf=True)
+    counted = vectorizer.fit_transform(titles)
+    return sparse.csr_array(normalize(counted @ sparse.diags_array(vectorizer.idf_)), dtype=np.float32)
+
+
+def fused_scores(listed: np.ndarray, scores: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Scores of all items f32 [P, I]: of those listed with their log-probabilities, of others with the least of these.
+
+    Args:
+        listed: int [P, K], rows of the catalogue.
+        scores: f32 [P, K], their log-probabilities.
+        known: f32 [P, I], of `make_prior`.
+    """
+    said = np.repeat(scores.min(1, keepdims=True), known.shape[1], axis=1)
+    np.put_along_axis(said, listed, scores, axis=1)
+    return said + known

@@ -1,0 +1,173 @@
+"""Asking a trained run for items: a history of titles in, the best items out, each with why."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.config.named import own_package
+from grpo_jax.errors import UserError, one_line
+from grpo_jax.rollout.data import Row
+from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
+from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.examples import HistoryTemplate
+from grpo_jax.tasks.recommendation.ranking.items import items_of, plain
+from grpo_jax.tasks.recommendation.ranking.prior import fused_scores, make_prior
+
+
+class Recommended(NamedTuple):
+    """One item.
+
+    Attributes:
+        item: Its id in the catalogue.
+        title: As there.
+        score: Higher is better; of one answer's items alone.
+        words: Words that its title shares with those of the history, rarest first.
+        together: Titles of the history that the same users took, those of most of them first.
+    """
+
+    item: str
+    title: str
+    score: float
+    words: tuple[str, ...]
+    together: tuple[str, ...]
+
+
+Recommender = Callable[[Sequence[str], int], list[Recommended]]
+
+
+def make_recommender(config: Any, policy: Any, *, catalogue: str | None = None) -> Recommender:
+    """recommend(titles of a history, oldest first, k) → the k best items, those of the history left out.
+
+    A policy that ranks the catalogue itself is asked for its best items, with the run's prior; one that writes queries
+    for a query, by which the run's encoder ranks the catalogue.
+
+    Args:
+        config: Of the run.
+        policy: `functions`, `variables` and `loaded` (tokenizer, special ids, config), as it was trained.
+        catalogue: Another catalogue's file; its items are ranked at once where the policy writes queries or titles.
+
+    Raises:
+        UserError: Data are bad, or the policy cannot name the items of another catalogue.
+    """
+    task, dataset = config.task, load_dataset(config.task, held_out=config.data.held_out)
+    items = dataset.catalogue
+    if catalogue is not None:
+        if task.writes == "item":
+            raise UserError(f"catalogue: expected the run's, whose items are the policy's own words; got {catalogue}")
+        items = read_catalogue(catalogue, blank_titles=task.blank_titles)
+    template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
+    best = _by_query(config, policy, items) if task.writes == "query" else _by_policy(config, policy, items, dataset)
+    explain = _explanations(items, dataset.users if catalogue is None else ())
+
+    def recommend(history: Sequence[str], k: int = 10) -> list[Recommended]:
+        rows = [_row_of(items, title) for title in history]
+        if not rows:
+            raise UserError("history: expected at least one title, got none")
+        row = Row(0, template.prompt([items.titles[place] for place in rows], rows), {"history": tuple(rows)})
+        found = [(place, score) for place, score in best(row, k + len(rows)) if place not in set(rows)][:k]
+        return [
+            Recommended(items.ids[place], items.titles[place], score, *explain(place, rows)) for place, score in found
+        ]
+
+    return recommend
+
+
+def _row_of(catalogue: Catalogue, title: str) -> int:
+    """The item of a title, or of an id.
+
+    Raises:
+        UserError: There is none; names the nearest.
+    """
+    if title in catalogue.ids:
+        return catalogue.ids.index(title)
+    known = {plain(name): place for place, name in reversed(list(enumerate(catalogue.titles))) if plain(name)}
+    if plain(title) in known:
+        return known[plain(title)]
+    near = difflib.get_close_matches(plain(title), known, n=1, cutoff=0.3)
+    hint = f"; the nearest is {one_line(repr(catalogue.titles[known[near[0]]]), 80)}" if near else ""
+    raise UserError(f"history: no item is called {one_line(repr(title), 80)}{hint}")
+
+
+def _asked(config: Any, policy: Any, row: Row) -> Any:
+    from grpo_jax.rollout.inputs.encoding import make_encode
+
+    loaded = policy.loaded
+    encode = make_encode(
+        loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size, rows=[row], eyes=None
+    )
+    return encode([row])
+
+
+def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> Callable[[Row, int], list[Any]]:
+    from grpo_jax.rollout.texts import policy_choices
+    from grpo_jax.sampling.beams import make_ranker
+
+    task, loaded = config.task, policy.loaded
+    items = items_of(catalogue.titles, task.writes)
+    trie = policy_choices(config, items.texts, loaded)
+    assert trie is not None
+    listed = min(task.listed or len(items.texts), len(items.texts))
+    rank = make_ranker(policy.functions, listed, pad_id=loaded.pad_id, trie=trie)
+    own = catalogue is dataset.catalogue
+    known = make_prior(task.prior, catalogue.titles, dataset.users if own else ()) if task.prior.used else None
+
+    def best(row: Row, count: int) -> list[Any]:
+        prompt = _asked(config, policy, row)
+        found = rank(policy.variables, prompt.tokens, prompt.mask)
+        numbers, scores = items.rows[np.asarray(found.texts)], np.asarray(found.scores)
+        if known is not None:
+            fused = fused_scores(numbers, scores, known([row.columns["history"]]))
+            numbers = np.argsort(-fused, axis=1, kind="stable")
+            scores = np.take_along_axis(fused, numbers, axis=1)
+        return list(zip(numbers[0, :count].tolist(), scores[0, :count].tolist(), strict=True))
+
+    return best
+
+
+def _by_query(config: Any, policy: Any, catalogue: Catalogue) -> Callable[[Row, int], list[Any]]:
+    import jax
+
+    from grpo_jax.rollout.texts import make_decode, policy_tokens
+    from grpo_jax.sampling.sampler import make_sampler
+    from grpo_jax.sampling.samplers import named_ends, sampling_params
+
+    loaded, section = policy.loaded, config.task.retrieval
+    retrieval = own_package("bridges", "retrieval")
+    backend = retrieval.local_backend(catalogue.titles, encoder=section.encoder, cache=section.cache)
+    ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
+    sample = make_sampler(policy.functions, sampling_params(config.sampling, 1, 0.0), **ends)
+    decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
+    keys = jax.random.split(jax.random.key(config.seed), 1)
+
+    def best(row: Row, count: int) -> list[Any]:
+        prompt = _asked(config, policy, row)
+        samples = jax.device_get(sample(policy.variables, prompt.tokens, prompt.mask, keys))
+        text = decode(samples.tokens[0, 0][samples.mask[0, 0]], row.prompt)[1]
+        return backend.nearest(text, count)
+
+    return best
+
+
+def _explanations(catalogue: Catalogue, users: Sequence[Any]) -> Callable[[int, Sequence[int]], tuple[Any, Any]]:
+    """(item, history) → the words its title shares with the history's, and the titles of the history taken with it."""
+    from collections import Counter
+
+    from grpo_jax.tasks.recommendation.baselines import item_similarity
+
+    counts = Counter(word for title in catalogue.titles for word in set(plain(title).split()))
+    together = item_similarity(users, len(catalogue)).tocsr() if users else None
+
+    def explain(place: int, history: Sequence[int]) -> tuple[Any, Any]:
+        said = {word for item in history for word in plain(catalogue.titles[item]).split()}
+        shared = sorted(said & set(plain(catalogue.titles[place]).split()), key=lambda word: (counts[word], word))
+        if together is None:
+            return tuple(shared), ()
+        near = {item: float(together[place, item]) for item in dict.fromkeys(history)}
+        taken = sorted((item for item, value in near.items() if value > 0), key=lambda item: -near[item])
+        return tuple(shared), tuple(catalogue.titles[item] for item in taken)
+
+    return explain

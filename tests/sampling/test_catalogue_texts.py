@@ -1,0 +1,241 @@
+"""Completions that are texts of a catalogue: drawn, searched for, and trained, against every text written out."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_decoders import LLAMA
+
+from grpo_jax.core.logprobs import token_logprobs
+from grpo_jax.core.trie import children, make_trie, walk
+from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.sampling import beams
+from grpo_jax.sampling.beams import make_beam_sampler, make_ranker
+from grpo_jax.sampling.sampler import make_sampler
+from grpo_jax.sampling.text_scores import make_scorer
+from grpo_jax.sampling.token_choice import SamplingParams
+from grpo_jax.training.batch import Batch
+from grpo_jax.training.objectives import make_forward
+
+PAD, EOS, LENGTH = 0, 1, 4
+PROMPTS = np.array([[3, 4, 5], [0, 9, 2]], np.int32)
+MASK = np.array([[True, True, True], [False, True, True]])
+
+
+def catalogue():
+    """Texts of one to four tokens; some share their beginnings, and the root has more children than are listed."""
+    random = np.random.default_rng(0)
+    made = [(*random.integers(2, 5, random.integers(1, 3)), random.integers(5, 9), EOS) for _ in range(9)]
+    return [*sorted({tuple(map(int, text)) for text in made}), *[(token,) for token in range(10, 50)]]
+
+
+TEXTS = catalogue()
+NUMBER = {text: number for number, text in enumerate(TEXTS)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    policy = make_policy(LLAMA)
+    return policy, init_variables(LLAMA, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def trie():
+    return make_trie(TEXTS, vocab_size=LLAMA.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def exact(model):
+    """The log-probability of every text after every prompt, float64 [P, I]: over the tokens that may follow."""
+    policy, variables = model
+    tokens = np.array([[*text, *[PAD] * (LENGTH - len(text))] for text in TEXTS], np.int32)
+    mask = np.array([[True] * len(text) + [False] * (LENGTH - len(text)) for text in TEXTS])
+    both = [np.stack([x, x]) for x in (tokens, mask)]
+    hidden = policy.forward_group(variables, PROMPTS, MASK, *both)
+    logits = np.asarray(hidden @ policy.head(variables).T, np.float64)
+    total = np.zeros((2, len(TEXTS)))
+    for (p, i), place in itertools.product(np.ndindex(total.shape), range(LENGTH)):
+        if place < len(TEXTS[i]):
+            rivals = sorted({text[place] for text in TEXTS if text[:place] == TEXTS[i][:place] and len(text) > place})
+            row = logits[p, i, place]
+            total[p, i] += row[TEXTS[i][place]] - np.log(np.exp(row[rivals]).sum())
+    np.testing.assert_allclose(np.exp(total).sum(1), 1, rtol=1e-6)
+    return total
+
+
+def keys(seed=0):
+    return jax.random.split(jax.random.key(seed), 2)
+
+
+def numbers(samples):
+    """Which text each completion is, [P, G]; fails where one is none."""
+    found = [NUMBER[tuple(row[there].tolist())] for row, there in zip(*flat(samples), strict=True)]
+    return np.array(found).reshape(samples.tokens.shape[:2])
+
+
+def flat(samples):
+    return (np.asarray(x).reshape(-1, LENGTH) for x in (samples.tokens, samples.mask))
+
+
+@pytest.fixture(scope="module")
+def drawn(model, trie):
+    policy, variables = model
+    sample = make_sampler(policy, SamplingParams(6000, LENGTH), eos_ids=(EOS,), pad_id=PAD, trie=trie)
+    return sample(variables, PROMPTS, MASK, keys())
+
+
+def test_every_completion_is_a_text_drawn_as_often_as_it_is_likely(drawn, exact):
+    assert not np.asarray(drawn.truncated).any()
+    for found, logs in zip(numbers(drawn), exact, strict=True):
+        counts, expected = np.bincount(found, minlength=len(TEXTS)), np.exp(logs) * len(found)
+        often = expected > 5
+        statistic = ((counts - expected)[often] ** 2 / expected[often]).sum()
+        assert statistic < 2 * often.sum() and often.sum() > 10
+
+
+def test_the_update_has_the_sampler_s_log_probabilities(model, trie, drawn, exact):
+    policy, variables = model
+    few = jax.tree.map(lambda x: x[:, :40], drawn)
+    np.testing.assert_allclose(
+        np.asarray(few.logprobs).sum(-1), np.take_along_axis(exact, numbers(few), axis=1), rtol=1e-4, atol=1e-5
+    )
+    zeros = np.zeros(few.tokens.shape[:2], np.float32)
+    batch = Batch(PROMPTS, MASK, np.asarray(few.tokens), np.asarray(few.mask), zeros)
+    seen = make_forward(policy, temperature=1.0, trie=trie)(variables, batch)
+    np.testing.assert_allclose(np.where(few.mask, seen.logprobs, 0), few.logprobs, rtol=1e-4, atol=1e-5)
+    short = np.array([len(text) == 1 for text in TEXTS])[numbers(few)]
+    assert (
+        short.any() and (np.asarray(seen.entropy)[..., 1][short] == 0).all()
+    )  # behind a whole text nothing may follow
+
+
+def test_gradients_reach_only_what_may_be_written(model, trie, drawn):
+    policy, variables = model
+    few = jax.tree.map(lambda x: x[:, :20], drawn)
+    batch = Batch(PROMPTS, MASK, np.asarray(few.tokens), np.asarray(few.mask), np.zeros((2, 20), np.float32))
+
+    def loss(variables):
+        seen = make_forward(policy, temperature=1.0, trie=trie)(variables, batch)
+        return jnp.where(batch.mask, seen.logprobs, 0).sum() + jnp.where(batch.mask, seen.entropy, 0).sum()
+
+    gradient = jax.grad(loss)(variables)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+    rows = np.abs(policy.head(gradient)).sum(1)
+    may = sorted({token for text in TEXTS for token in text})
+    assert (rows[[text[0] for text in TEXTS]] > 0).all() and (np.delete(rows, may) == 0).all()
+
+
+def test_logprobs_and_gradients_are_those_of_the_plain_formula(trie, x64):
+    random = np.random.default_rng(0)
+    tokens = np.array([[*text, *[PAD] * (LENGTH - len(text))] for text in TEXTS], np.int32)
+    hidden, head = random.normal(size=(*tokens.shape, 6)), random.normal(size=(LLAMA.vocab_size, 6))
+    nodes, mask = walk(trie, tokens), tokens != PAD
+    may = np.asarray(children(trie, nodes))
+
+    def plain(hidden, head):
+        logs = jax.nn.log_softmax(jnp.where(may, hidden @ head.T / 0.8, -1e30))
+        entropy = -jnp.sum(jnp.where(may, jnp.exp(logs) * logs, 0), axis=-1)
+        return jnp.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0], entropy
+
+    def chunked(hidden, head):
+        return token_logprobs(hidden, head, tokens, temperature=0.8, trie=trie, nodes=nodes, chunk_size=7)
+
+    def pulled(function, hidden, head):
+        logprobs, entropy = function(hidden, head)
+        return sum(
+            jnp.where(mask, jnp.cos(jnp.arange(mask.size)).reshape(mask.shape) * x, 0).sum()
+            for x in (logprobs, entropy**2)
+        )
+
+    for got, expected in zip(chunked(hidden, head), plain(hidden, head), strict=True):
+        np.testing.assert_allclose(np.asarray(got)[mask], np.asarray(expected)[mask], rtol=1e-10, atol=1e-12)
+    got, expected = (jax.grad(pulled, (1, 2))(function, hidden, head) for function in (chunked, plain))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11), got, expected)
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_every_text_scored_at_once_is_every_text_scored_alone(model, trie, exact, prompts):
+    policy, variables = model
+    scores = make_scorer(policy, trie, pad_id=PAD)(variables, PROMPTS[:prompts], MASK[:prompts])
+    np.testing.assert_allclose(scores, exact[:prompts], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 7, len(TEXTS)])
+def test_beams_are_the_best_texts_in_order(model, trie, exact, group):
+    policy, variables = model
+    search = make_beam_sampler(policy, SamplingParams(group, LENGTH), pad_id=PAD, trie=trie)
+    found = search(variables, PROMPTS, MASK, keys())
+    wide_enough = group == len(TEXTS)
+    for chosen, logs, own in zip(numbers(found), exact, np.asarray(found.logprobs).sum(-1), strict=True):
+        assert len(set(chosen.tolist())) == group
+        np.testing.assert_allclose(own, logs[chosen], rtol=1e-4, atol=1e-5)
+        assert (np.diff(own) <= 1e-6).all()
+        if wide_enough:
+            assert chosen.tolist() == np.argsort(-logs, kind="stable").tolist()
+
+
+def test_a_ranking_names_the_texts_that_the_beams_write(model, trie):
+    policy, variables = model
+    ranking = make_ranker(policy, 9, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
+    written = make_beam_sampler(policy, SamplingParams(9, LENGTH), pad_id=PAD, trie=trie)
+    found = written(variables, PROMPTS, MASK, keys())
+    assert (np.asarray(ranking.texts) == numbers(found)).all()
+    np.testing.assert_allclose(ranking.scores, np.asarray(found.logprobs).sum(-1), rtol=1e-5)
+
+
+def test_beams_find_what_is_below_a_wide_node_too(model, monkeypatch):
+    """Against the exact scores, with the prompts taken one by one."""
+    policy, variables = model
+    texts = [*TEXTS, *[(9, token, EOS) for token in range(10, 50)]]
+    trie = make_trie(texts, vocab_size=LLAMA.vocab_size)
+    assert beams.wide_below(trie) and not beams.wide_below(make_trie(TEXTS, vocab_size=LLAMA.vocab_size))
+    monkeypatch.setattr(beams, "_MOST_LOGITS", 1)
+    scores = np.asarray(make_scorer(policy, trie, pad_id=PAD)(variables, PROMPTS, MASK))
+    ranking = make_ranker(policy, len(texts), pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
+    for found, own, expected in zip(ranking.texts, ranking.scores, scores, strict=True):
+        assert sorted(np.asarray(found).tolist()) == list(range(len(texts)))
+        np.testing.assert_allclose(own, expected[np.asarray(found)], rtol=1e-4, atol=1e-5)
+        assert (np.diff(own) <= 1e-6).all()
+
+
+def test_without_replacement_first_and_second_follow_plackett_and_luce(model, trie, exact):
+    """P(first) = p1, P(first, second) = p1 · p2 / (1 - p1)."""
+    policy, variables = model
+    search = make_beam_sampler(policy, SamplingParams(3, LENGTH), pad_id=PAD, trie=trie, without_replacement=True)
+    many = 4096
+    prompts, mask = (np.repeat(x[:1], many, axis=0) for x in (PROMPTS, MASK))
+    chosen = numbers(search(variables, prompts, mask, jax.random.split(jax.random.key(1), many)))
+    assert all(len(set(row)) == 3 for row in chosen.tolist())
+    first = np.exp(exact[0])
+    second = (first[:, None] * first[None] / (1 - first[:, None]) * (1 - np.eye(len(first)))).sum(0)
+    for drawn, law in zip(chosen.T, (first, second), strict=False):
+        counts, expected = np.bincount(drawn, minlength=len(law)), law * many
+        often = expected > 5
+        assert ((counts - expected)[often] ** 2 / expected[often]).sum() < 2 * often.sum()
+
+
+def test_a_drawn_group_depends_on_its_own_key_alone(model, trie):
+    policy, variables = model
+    search = make_beam_sampler(policy, SamplingParams(4, LENGTH), pad_id=PAD, trie=trie, without_replacement=True)
+    both = search(variables, PROMPTS, MASK, keys(3))
+    other = search(variables, PROMPTS[::-1], MASK[::-1], keys(3)[::-1])
+    assert (numbers(both) == numbers(other)[::-1]).all()
+
+
+def test_what_does_not_fit_is_refused(model, trie):
+    policy, variables = model
+    with pytest.raises(ValueError, match=f"group_size must be at most {len(TEXTS)}"):
+        make_beam_sampler(policy, SamplingParams(len(TEXTS) + 1, LENGTH), pad_id=PAD, trie=trie)
+    longest = max(map(len, TEXTS))
+    with pytest.raises(ValueError, match=f"max_new_tokens must be at least {longest}"):
+        make_beam_sampler(policy, SamplingParams(2, longest - 1), pad_id=PAD, trie=trie)
+    foreign = make_trie(TEXTS, vocab_size=LLAMA.vocab_size + 1)
+    for make in (make_beam_sampler, make_sampler):
+        ends = {} if make is make_beam_sampler else {"eos_ids": ()}
+        with pytest.raises(ValueError, match="trie must be of the policy's vocabulary of 64"):
+            make(policy, SamplingParams(2, LENGTH), pad_id=PAD, trie=foreign, **ends)(variables, PROMPTS, MASK, keys())
+    early = SamplingParams(2, LENGTH, min_new_tokens=1)
+    with pytest.raises(ValueError, match="leave out allowed_tokens"):
+        make_sampler(policy, early, eos_ids=(EOS,), pad_id=PAD, trie=trie)(variables, PROMPTS, MASK, keys())

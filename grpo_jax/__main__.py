@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax import completion, evaluate, export, recommend, report, train
+from grpo_jax import completion, evaluate, export, predict, recommend, report, train
 from grpo_jax.errors import UserError, guarded, leave, said, version
 from grpo_jax.planning.request import PLAN
 
@@ -18,12 +18,13 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
   plan       say what a run needs on each device, and whether it fits: as train, --device_memory_gib 80,80
   evaluate   measure a run's policy on its held-out prompts: --run DIR
   export     write a run's policy as a Hugging Face folder: --run DIR --out FOLDER
+  predict    ask a run's policy: --run DIR --prompt TEXT, or --file FILE
   report     write a run's report.html again, or a page that compares several: DIR [DIR …] --out FILE
   recommend  ask a run that recommends for items: --run DIR --history "title | title"
   completion print a script for bash, zsh or fish, for the TAB key
 
 COMMAND --help says more. In Python: from grpo_jax import make_config, run, load_rewriter"""
-_COMMANDS = ("train", "resume", "plan", "evaluate", "export", "report", "recommend", "completion")
+_COMMANDS = ("train", "resume", "plan", "evaluate", "export", "predict", "report", "recommend", "completion")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return export.main(rest)
     if name == "completion":
         return completion.main(rest, _COMMANDS)
+    if name == "predict":
+        return predict.main(rest)
     if name == "recommend":
         return recommend.main(rest)
     if name == "report":

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from grpo_jax import evaluate, export, recommend, report
+from grpo_jax import evaluate, export, predict, recommend, report
 from grpo_jax.errors import UserError, guarded, option_names, said
 
 SHELLS = ("bash", "zsh", "fish")
@@ -26,6 +26,7 @@ _TRAINING = ("train", "resume", "plan")
 _PARSERS = {
     "evaluate": evaluate.make_parser,
     "export": export.make_parser,
+    "predict": predict.make_parser,
     "report": report.make_parser,
     "recommend": recommend.make_parser,
 }

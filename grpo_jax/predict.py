@@ -1,6 +1,10 @@
-"""A trained policy as a function from prompt to prompt.
+"""A trained policy as a function from prompt to prompt, and as a command.
 
-As in
+On the command line:
+
+    python -m grpo_jax.predict --run DIR --prompt "a huge crimson disc"
+
+In Python:
 
     from grpo_jax import load_rewriter
 
@@ -11,13 +15,14 @@ As in
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import jax
-
-from grpo_jax.errors import UserError, extras_named
+from grpo_jax.errors import UserError, extras_named, guarded, leave, one_line, require_options, said, version
 
 
 @extras_named()
@@ -35,6 +40,8 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
     Raises:
         UserError: There is no such run or checkpoint, or a package that it needs is missing.
     """
+    import jax
+
     from grpo_jax.rollout.data import Row
     from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
     from grpo_jax.rollout.inputs.encoding import make_encode
@@ -68,3 +75,63 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
         return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1]
 
     return rewrite
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What reads the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_jax.predict",
+        description="Asks a trained policy: its greedy answer to each prompt, or the prompt where that is unusable.",
+    )
+    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", nargs="+", metavar="TEXT", help="One prompt or several; prints a line for each.")
+    asked.add_argument("--file", metavar="FILE", help="A prompt on each line; prints JSON, a line for each.")
+    parser.add_argument("--picture", nargs="+", default=[], metavar="FILE", help="What every prompt shows.")
+    parser.add_argument("--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s).")
+    parser.add_argument("--json", action="store_true", help="Print JSON, a line for each prompt.")
+    parser.add_argument("--version", action="version", version=version())
+    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+
+    def act() -> None:
+        parser = make_parser()
+        require_options(parser, words)
+        _predict(parser.parse_args(words))
+
+    return guarded(act, debug="--debug" in words)
+
+
+def _predict(options: argparse.Namespace) -> None:
+    prompts = options.prompt if options.file is None else read_lines(options.file)
+    rewrite = load_rewriter(options.run, options.checkpoint)
+    for prompt in prompts:
+        text = rewrite(prompt, options.picture)
+        as_json = options.json or options.file is not None
+        print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) if as_json else text)
+
+
+def read_lines(path: str) -> list[str]:
+    """What `--file` names, without blank lines.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--file: cannot read {said(path)}: {one_line(str(error), 80)}") from error
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own."""
+    leave(main())
+
+
+if __name__ == "__main__":
+    command()

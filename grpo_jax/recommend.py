@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_jax.errors import UserError, extras_named, guarded, leave, one_line, require_options, said, version
+from grpo_jax.predict import read_lines
 
 SEPARATOR = "|"
 
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _recommend(options: argparse.Namespace) -> None:
     if options.k < 1:
         raise UserError(f"--k: expected a number >= 1, got {options.k}")
-    histories = [options.history] if options.file is None else _lines(options.file)
+    histories = [options.history] if options.file is None else read_lines(options.file)
     asked = load_recommender(options.run, options.checkpoint, catalogue=options.catalogue)
     for number, line in enumerate(histories, 1):
         titles = [title.strip() for title in line.split(SEPARATOR) if title.strip()]
@@ -90,13 +91,6 @@ def _recommend(options: argparse.Namespace) -> None:
             print(json.dumps({"history": titles, "items": [item._asdict() for item in found]}, ensure_ascii=False))
         else:
             _print(found)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--file: cannot read {said(path)}: {one_line(str(error), 80)}") from error
 
 
 def _print(found: Sequence[Any]) -> None:

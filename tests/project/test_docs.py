@@ -12,7 +12,7 @@ import pytest
 import yaml
 from support import import_checks
 
-from grpo_jax import evaluate, export, recommend, report
+from grpo_jax import evaluate, export, predict, recommend, report
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.named import built_in_names, find_class
 from grpo_jax.config.run import JUDGES, TASKS, make_config
@@ -23,9 +23,7 @@ from grpo_jax.planning.request import take_request
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-OTHERS = {
-    f"grpo_jax.{command.__name__.rpartition('.')[2]}": command for command in (evaluate, export, recommend, report)
-}
+OTHERS = {command.__name__: command for command in (evaluate, export, predict, recommend, report)}
 TASK_NAMES = built_in_names(TASKS)
 TASK_CLASSES = [find_class(name, TASKS, "task") for name in TASK_NAMES]
 JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(JUDGES)]
@@ -66,7 +64,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     lines = [re.sub(r"\s#.*|\[.*…]|…", "", line) for line in (*indented, *shell, *spans(text))]
     calls = [re.search(r"-m (grpo_jax\.\w+)(.*)", line) for line in lines]
     short = [
-        re.match(r"(?:python -m grpo_jax|grpo) (train|evaluate|export|recommend|report) (-.*|\w+/.*)", line)
+        re.match(r"(?:python -m grpo_jax|grpo) (train|evaluate|export|predict|recommend|report) (-.*|\w+/.*)", line)
         for line in lines
     ]
     found = [(call[1], call[2]) for call in calls if call] + [

@@ -179,6 +179,28 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
     return result if isinstance(result, int) else 0
 
 
+def carry_out(
+    make_parser: Callable[[], argparse.ArgumentParser],
+    act: Callable[[argparse.Namespace], Any],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Reads a command's options and acts on them; returns the exit code.
+
+    Args:
+        make_parser: What reads them.
+        act: The command.
+        arguments: None for the process's own.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+
+    def read_and_act() -> Any:
+        parser = make_parser()
+        require_options(parser, words)
+        return act(parser.parse_args(words))
+
+    return guarded(read_and_act, debug="--debug" in words)
+
+
 def _complain(text: str) -> None:
     with suppress(OSError, ValueError):  # nobody may be listening any more
         print(text, file=sys.stderr, flush=True)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, guarded, leave, require_options, version
+from grpo_jax.errors import UserError, carry_out, leave, version
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,14 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
-
-    def act() -> None:
-        parser = make_parser()
-        require_options(parser, words)
-        _evaluate_run(parser.parse_args(words))
-
-    return guarded(act, debug="--debug" in words)
+    return carry_out(make_parser, _evaluate_run, arguments)
 
 
 def _evaluate_run(options: argparse.Namespace) -> None:

@@ -8,11 +8,10 @@ On the command line:
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax.errors import UserError, guarded, leave, require_options, version
+from grpo_jax.errors import UserError, carry_out, leave, version
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,14 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
-
-    def act() -> None:
-        parser = make_parser()
-        require_options(parser, words)
-        _export_run(parser.parse_args(words))
-
-    return guarded(act, debug="--debug" in words)
+    return carry_out(make_parser, _export_run, arguments)
 
 
 def _export_run(options: argparse.Namespace) -> None:

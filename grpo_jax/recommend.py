@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, extras_named, guarded, leave, one_line, require_options, said, version
+from grpo_jax.errors import UserError, carry_out, extras_named, leave, one_line, said, version
 from grpo_jax.predict import read_lines
 
 SEPARATOR = "|"
@@ -66,14 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
-
-    def act() -> None:
-        parser = make_parser()
-        require_options(parser, words)
-        _recommend(parser.parse_args(words))
-
-    return guarded(act, debug="--debug" in words)
+    return carry_out(make_parser, _recommend, arguments)
 
 
 def _recommend(options: argparse.Namespace) -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, guarded, leave, require_options, said, version
+from grpo_jax.errors import UserError, carry_out, leave, said, version
 from grpo_jax.reports.completions import MEGABYTES
 
 
@@ -36,14 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
-
-    def act() -> None:
-        parser = make_parser()
-        require_options(parser, words)
-        _report(parser.parse_args(words))
-
-    return guarded(act, debug="--debug" in words)
+    return carry_out(make_parser, _report, arguments)
 
 
 def _report(options: argparse.Namespace) -> None:

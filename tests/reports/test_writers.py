@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import types
 
 import numpy as np
@@ -40,6 +41,7 @@ def test_tensorboard_reads_the_scalars_of_a_resumed_run(tmp_path):
     for step in (1, 2, 3):
         board.write(step, {"loss": float(step), "kl": float("nan"), "note": "text"})
     board.close()
+    time.sleep(1.1)  # event files are read in the order of their names, which have whole seconds
     (lines, board), _ = open_writers(run, ["tensorboard"], resume_step=1)
     lines.close()
     board.write(2, {"loss": 20.0})

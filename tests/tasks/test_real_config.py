@@ -94,7 +94,7 @@ def test_run_directory_is_complete(run):
     assert resolved["policy"]["lora"]["rank"] == 16
     assert resolved["sampling"] == {
         "group_size": 5, "max_new_tokens": 20, "temperature": 1.2, "top_k": 100, "top_p": 0.9, "min_p": 0.0,
-        "turns": 1, "max_answer_tokens": 64,
+        "turns": 1, "max_answer_tokens": 64, "group": "samples",
         "keep_prompt": 0, "min_new_tokens": 0, "repetition_penalty": 1.0, "stop": [],
     }  # fmt: skip
     for name in ("train.log", "report.html", "policy/config.json", "checkpoints/best", "checkpoints/final"):

@@ -39,18 +39,24 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
     Raises:
         UserError: There is no such run or checkpoint, or a package that it needs is missing.
     """
+    from grpo_jax.runs.policy import restore_policy
+
+    config, policy, _ = restore_policy(run_dir, checkpoint, pictures=None)
+    return make_rewriter(config, policy)
+
+
+def make_rewriter(config: Any, policy: Any) -> Callable[..., str]:
+    """The function of `load_rewriter` for a policy that is loaded: `functions`, `variables` and `loaded`."""
     import jax
 
     from grpo_jax.rollout.data import Row
     from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
     from grpo_jax.rollout.inputs.encoding import make_encode
     from grpo_jax.rollout.texts import make_decode, policy_tokens
-    from grpo_jax.runs.policy import restore_policy
     from grpo_jax.runs.seeing import eyes_of, make_see
     from grpo_jax.sampling.sampler import make_sampler
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
-    config, policy, _ = restore_policy(run_dir, checkpoint, pictures=None)
     loaded = policy.loaded
     ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
     sample = make_sampler(policy.functions, sampling_params(config.sampling, 1, 0.0), **ends)

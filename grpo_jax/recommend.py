@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_jax.errors import UserError, carry_out, extras_named, leave, one_line, said, version
-from grpo_jax.predict import read_lines
+from grpo_jax.predict import make_rewriter, read_lines
 
 SEPARATOR = "|"
 
@@ -36,7 +36,7 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogu
     if not hasattr(run_config(run_dir).task, "recommender"):
         raise UserError(f"{said(str(run_dir))}: its task recommends nothing")
     config, policy, _ = restore_policy(run_dir, checkpoint)
-    return config.task.recommender(config, policy, catalogue=catalogue)
+    return config.task.recommender(config, policy, make_rewriter(config, policy), catalogue=catalogue)
 
 
 def recommend(run_dir: str | Path, history: Sequence[str], k: int = 10) -> list[Any]:

@@ -188,9 +188,11 @@ class Recommendation(Task):
             choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )
 
-    def recommender(self, config: Any, policy: Any, *, catalogue: str | None = None) -> Recommender:
+    def recommender(
+        self, config: Any, policy: Any, write: Callable[[str], str], *, catalogue: str | None = None
+    ) -> Recommender:
         """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
-        return make_recommender(config, policy, catalogue=catalogue)
+        return make_recommender(config, policy, write, catalogue=catalogue)
 
     def _pairs(self, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
         rows = dataset.taught

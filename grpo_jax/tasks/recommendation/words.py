@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from grpo_jax.models.new import NOT_A_WORD
 from grpo_jax.tasks.recommendation.examples import PLACES
-from grpo_jax.tasks.recommendation.ranking.items import item_word
+from grpo_jax.tasks.recommendation.ranking.items import item_word, plain
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.task import Recommendation
@@ -26,15 +24,11 @@ def policy_words(task: Recommendation, titles: Sequence[str], *, limit: int = 0)
     frame = task.template
     for place in PLACES:
         frame = frame.replace(place, " ")
-    marks = _words(frame) + _words(task.separator)
+    marks = plain(frame).split() + plain(task.separator).split()
     if task.writes == "item":
         marks += [item_word(row) for row in range(len(titles))]
     if "{history}" not in task.template and "{last}" not in task.template and task.writes == "item":
         return list(dict.fromkeys(marks))  # titles are neither read nor written
-    counts = Counter(word for title in titles for word in _words(title))
+    counts = Counter(word for title in titles for word in plain(title).split())
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: limit or None]
     return list(dict.fromkeys([*marks, *frequent]))
-
-
-def _words(text: str) -> list[str]:
-    return re.sub(NOT_A_WORD, " ", text.lower()).split()

@@ -93,4 +93,4 @@ def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[
 
 def plain(text: str) -> str:
     """A title as a tokenizer of plain words gives it back, and as any other does."""
-    return " ".join(re.sub(NOT_A_WORD, " ", text.casefold()).split())
+    return " ".join(re.sub(NOT_A_WORD, " ", text.lower()).split())

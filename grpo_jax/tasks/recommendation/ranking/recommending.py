@@ -39,7 +39,9 @@ class Recommended(NamedTuple):
 Recommender = Callable[[Sequence[str], int], list[Recommended]]
 
 
-def make_recommender(config: Any, policy: Any, *, catalogue: str | None = None) -> Recommender:
+def make_recommender(
+    config: Any, policy: Any, write: Callable[[str], str], *, catalogue: str | None = None
+) -> Recommender:
     """recommend(titles of a history, oldest first, k) → the k best items, those of the history left out.
 
     A policy that ranks the catalogue itself is asked for its best items, with the run's prior; one that writes queries
@@ -48,6 +50,7 @@ def make_recommender(config: Any, policy: Any, *, catalogue: str | None = None) 
     Args:
         config: Of the run.
         policy: `functions`, `variables` and `loaded` (tokenizer, special ids, config), as it was trained.
+        write: prompt → what the policy writes greedily.
         catalogue: Another catalogue's file; its items are ranked at once where the policy writes queries or titles.
 
     Raises:
@@ -60,11 +63,11 @@ def make_recommender(config: Any, policy: Any, *, catalogue: str | None = None) 
             raise UserError(f"catalogue: expected the run's, whose items are the policy's own words; got {catalogue}")
         items = read_catalogue(catalogue, blank_titles=task.blank_titles)
     template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
-    best = _by_query(config, policy, items) if task.writes == "query" else _by_policy(config, policy, items, dataset)
-    explain = _explanations(items, dataset.users if catalogue is None else ())
+    best = _by_query(config, items, write) if task.writes == "query" else _by_policy(config, policy, items, dataset)
+    explain, row_of = _explanations(items, dataset.users if catalogue is None else ()), _names(items)
 
     def recommend(history: Sequence[str], k: int = 10) -> list[Recommended]:
-        rows = [_row_of(items, title) for title in history]
+        rows = [row_of(title) for title in history]
         if not rows:
             raise UserError("history: expected at least one title, got none")
         row = Row(0, template.prompt([items.titles[place] for place in rows], rows), {"history": tuple(rows)})
@@ -76,20 +79,22 @@ def make_recommender(config: Any, policy: Any, *, catalogue: str | None = None) 
     return recommend
 
 
-def _row_of(catalogue: Catalogue, title: str) -> int:
-    """The item of a title, or of an id.
+def _names(catalogue: Catalogue) -> Callable[[str], int]:
+    """title or id → the item of that name, the first of several.
 
-    Raises:
-        UserError: There is none; names the nearest.
+    It raises UserError where there is none, with the nearest.
     """
-    if title in catalogue.ids:
-        return catalogue.ids.index(title)
+    ids = {name: place for place, name in enumerate(catalogue.ids)}
     known = {plain(name): place for place, name in reversed(list(enumerate(catalogue.titles))) if plain(name)}
-    if plain(title) in known:
-        return known[plain(title)]
-    near = difflib.get_close_matches(plain(title), known, n=1, cutoff=0.3)
-    hint = f"; the nearest is {one_line(repr(catalogue.titles[known[near[0]]]), 80)}" if near else ""
-    raise UserError(f"history: no item is called {one_line(repr(title), 80)}{hint}")
+
+    def row_of(title: str) -> int:
+        if title in ids or plain(title) in known:
+            return ids[title] if title in ids else known[plain(title)]
+        near = difflib.get_close_matches(plain(title), known, n=1, cutoff=0.3)
+        hint = f"; the nearest is {one_line(repr(catalogue.titles[known[near[0]]]), 80)}" if near else ""
+        raise UserError(f"history: no item is called {one_line(repr(title), 80)}{hint}")
+
+    return row_of
 
 
 def _asked(config: Any, policy: Any, row: Row) -> Any:
@@ -128,28 +133,11 @@ def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> 
     return best
 
 
-def _by_query(config: Any, policy: Any, catalogue: Catalogue) -> Callable[[Row, int], list[Any]]:
-    import jax
-
-    from grpo_jax.rollout.texts import make_decode, policy_tokens
-    from grpo_jax.sampling.sampler import make_sampler
-    from grpo_jax.sampling.samplers import named_ends, sampling_params
-
-    loaded, section = policy.loaded, config.task.retrieval
+def _by_query(config: Any, catalogue: Catalogue, write: Callable[[str], str]) -> Callable[[Row, int], list[Any]]:
+    section = config.task.retrieval
     retrieval = own_package("bridges", "retrieval")
     backend = retrieval.local_backend(catalogue.titles, encoder=section.encoder, cache=section.cache)
-    ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
-    sample = make_sampler(policy.functions, sampling_params(config.sampling, 1, 0.0), **ends)
-    decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
-    keys = jax.random.split(jax.random.key(config.seed), 1)
-
-    def best(row: Row, count: int) -> list[Any]:
-        prompt = _asked(config, policy, row)
-        samples = jax.device_get(sample(policy.variables, prompt.tokens, prompt.mask, keys))
-        text = decode(samples.tokens[0, 0][samples.mask[0, 0]], row.prompt)[1]
-        return backend.nearest(text, count)
-
-    return best
+    return lambda row, count: backend.nearest(write(row.prompt), count)
 
 
 def _explanations(catalogue: Catalogue, users: Sequence[Any]) -> Callable[[int, Sequence[int]], tuple[Any, Any]]:

@@ -189,7 +189,7 @@ def _backward(scaling, residuals, cotangents):
         gradient = jnp.where(onehot, for_logprob[:, None], 0) - probabilities * pull
         gradient = jnp.where(alive, gradient, 0) / temperature
         if softcap is not None:  # d cap · tanh(z / cap) / dz = 1 - tanh²(z / cap)
-            bent = (logits if allowed is None else jnp.where(allowed, logits, 0)) * (temperature / softcap)
+            bent = (logits if here is None else jnp.where(here, logits, 0)) * (temperature / softcap)
             gradient *= 1 - bent * bent
         gradient = gradient.astype(hidden.dtype)
         state_gradient = jnp.einsum("cv,vd->cd", gradient, weights, preferred_element_type=accumulate)

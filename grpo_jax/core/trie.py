@@ -111,6 +111,11 @@ def depth_of(trie: Trie) -> int:
     return depth - 1
 
 
+def widest_below(trie: Trie) -> int:
+    """The most children of a node below the root, 1 at least; on the host."""
+    return max(1, int(np.diff(np.asarray(trie.first))[ROOT + 1 :].max()))
+
+
 def narrow_children(trie: Trie, nodes: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """The first children of some nodes: int [..] → tokens int32 and whether there is one, [.., NARROW]."""
     nodes = jnp.asarray(nodes)
@@ -134,14 +139,19 @@ def children(trie: Trie, nodes: ArrayLike) -> jax.Array:
 
 def follow(trie: Trie, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
     """The node that a token leads to: int32 [..], [..] → int32 [..]; -1 where it is no child's, and from -1."""
-    nodes, tokens = jnp.asarray(nodes), jnp.asarray(tokens)
+    nodes, tokens = jnp.broadcast_arrays(nodes, tokens)
     here = jnp.maximum(nodes, 0)
-    low, end = trie.first[here], trie.first[here + 1]
-    high = end
-    for _ in range(int(trie.first.shape[0]).bit_length()):  # the first edge whose token is not smaller
+    start, end = trie.first[here], trie.first[here + 1]
+
+    def halve(_, bounds):
+        low, high = bounds
         middle = (low + high) // 2
         smaller = (trie.token[middle] < tokens) & (low < high)
-        low, high = jnp.where(smaller, middle + 1, low), jnp.where(smaller | (low >= high), high, middle)
+        return jnp.where(smaller, middle + 1, low), jnp.where(smaller | (low >= high), high, middle)
+
+    # The first edge whose token is not smaller. A loop: written out, XLA compiles steps of steps for minutes.
+    steps = int(trie.first.shape[0]).bit_length()
+    low, _ = jax.lax.fori_loop(0, steps, halve, (start, end))
     found = (low < end) & (trie.token[low] == tokens) & (nodes >= 0)
     return jnp.where(found, low + 1, -1).astype(jnp.int32)
 

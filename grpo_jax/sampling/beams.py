@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from grpo_jax.core.logprobs import capped
-from grpo_jax.core.trie import ROOT, Trie, children, depth_of, follow, narrow_children
+from grpo_jax.core.trie import NARROW, ROOT, Trie, children, depth_of, follow, narrow_children, widest_below
 from grpo_jax.models.cache import Cache
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -121,7 +121,7 @@ def make_ranker(policy, listed: int, *, pad_id: int, trie: Trie, temperature: fl
     """
     check_group(trie, listed)
     search = _make_search(policy, SamplingParams(listed, depth_of(trie), temperature), pad_id=pad_id, trie=trie)
-    most = max(1, _MOST_LOGITS // (listed * trie.vocab_size)) if wide_below(trie) else _MOST_PROMPTS
+    most = max(1, _MOST_LOGITS // (listed * trie.vocab_size)) if widest_below(trie) > NARROW else _MOST_PROMPTS
 
     @jax.jit
     def found(trie: Trie, variables, prompts, mask, pictures) -> Ranking:
@@ -145,11 +145,6 @@ def make_ranker(policy, listed: int, *, pad_id: int, trie: Trie, temperature: fl
     return rank
 
 
-def wide_below(trie: Trie) -> bool:
-    """Whether a node below the root has more children than are looked up one by one."""
-    return bool((np.asarray(trie.row)[1:] >= 0).any())
-
-
 def check_group(trie: Trie, group: int) -> None:
     """Refuses a group that is larger than the tree with a ValueError."""
     texts = int((np.asarray(trie.text) >= 0).sum())
@@ -160,7 +155,7 @@ def check_group(trie: Trie, group: int) -> None:
 def _make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Beams]:
     """search(trie, variables, prompts, mask, keys or None, pictures) → `Beams`, inside of a compiled function."""
     depth, group, temperature = depth_of(trie), params.group_size, params.temperature or 1.0
-    wide, softcap = wide_below(trie), getattr(policy, "softcap", None)
+    wide, softcap = widest_below(trie) > NARROW, getattr(policy, "softcap", None)
 
     def search(trie: Trie, variables, prompts, mask, keys, pictures) -> Beams:
         prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))

@@ -17,7 +17,8 @@ from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.masking import count, select
-from grpo_jax.core.trie import Trie, walk
+from grpo_jax.core.tree_logprobs import tree_logprobs
+from grpo_jax.core.trie import Trie, walk, widest_below
 from grpo_jax.models.value_head import VALUE, token_values
 from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.training.batch import Batch, required
@@ -50,11 +51,8 @@ def make_forward(
         trie: The texts of which each completion is one, in place of `allowed_tokens`.
     """
 
-    options = {
-        "temperature": temperature,
-        "allowed_tokens": allowed_tokens,
-        "softcap": getattr(policy, "softcap", None),
-    }
+    options: dict[str, Any] = {"temperature": temperature, "softcap": getattr(policy, "softcap", None)}
+    below = None if trie is None else widest_below(trie)
 
     def forward(variables: dict[str, Tree], batch: Batch) -> Forward:
         packing, shown = batch.packing, {}
@@ -65,11 +63,14 @@ def make_forward(
                 shown[name] = seen
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **shown)
-        allowed = options
-        if trie is not None:
-            nodes = walk(trie, batch.tokens)
-            allowed = {**options, "trie": trie, "nodes": nodes if packing is None else packed(nodes, packing)[0]}
-        logprobs, entropy = token_logprobs(hidden, policy.head(variables), rows[0], **allowed)
+        head = policy.head(variables)
+        if trie is None:
+            logprobs, entropy = token_logprobs(hidden, head, rows[0], allowed_tokens=allowed_tokens, **options)
+        elif packing is None:
+            logprobs, entropy = tree_logprobs(hidden, head, rows[0], trie, below=below, **options)
+        else:
+            nodes = packed(walk(trie, batch.tokens), packing)[0]
+            logprobs, entropy = token_logprobs(hidden, head, rows[0], trie=trie, nodes=nodes, **options)
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         seen = Forward(logprobs, entropy, values)
         return seen if packing is None else jax.tree.map(lambda array: unpacked(array, batch.exists, packing), seen)

@@ -9,7 +9,7 @@ import pytest
 from support.tiny_decoders import LLAMA
 
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.core.trie import children, make_trie, walk
+from grpo_jax.core.trie import NARROW, children, make_trie, walk, widest_below
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.sampling import beams
 from grpo_jax.sampling.beams import make_beam_sampler, make_ranker
@@ -190,7 +190,7 @@ def test_beams_find_what_is_below_a_wide_node_too(model, monkeypatch):
     policy, variables = model
     texts = [*TEXTS, *[(9, token, EOS) for token in range(10, 50)]]
     trie = make_trie(texts, vocab_size=LLAMA.vocab_size)
-    assert beams.wide_below(trie) and not beams.wide_below(make_trie(TEXTS, vocab_size=LLAMA.vocab_size))
+    assert widest_below(trie) > NARROW >= widest_below(make_trie(TEXTS, vocab_size=LLAMA.vocab_size))
     monkeypatch.setattr(beams, "_MOST_LOGITS", 1)
     scores = np.asarray(make_scorer(policy, trie, pad_id=PAD)(variables, PROMPTS, MASK))
     ranking = make_ranker(policy, len(texts), pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)

@@ -1,12 +1,15 @@
 """The tree of a catalogue's texts against dictionaries of dictionaries."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_jax.core.trie import NARROW, ROOT, children, follow, make_trie, walk
+from grpo_jax.core.logprobs import token_logprobs
+from grpo_jax.core.tree_logprobs import tree_logprobs
+from grpo_jax.core.trie import NARROW, ROOT, children, follow, make_trie, walk, widest_below
 
 VOCABULARY = 90
 END = 0
@@ -86,3 +89,44 @@ def test_a_tree_is_an_argument_of_a_compiled_function():
         trie = make_trie(texts, vocab_size=VOCABULARY)
         assert np.flatnonzero(np.asarray(compiled(trie, ROOT))).tolist() == [text[0] for text in texts]
     assert compiled._cache_size() == 1
+
+
+def test_the_program_of_a_step_does_not_grow_with_the_tree():
+    """Steps of a search written out one by one took XLA minutes on a catalogue of twelve thousand."""
+
+    def program(items):
+        trie = make_trie([[token, END] for token in range(1, items + 1)], vocab_size=items + 1)
+        return jax.jit(follow).lower(trie, jnp.zeros(3, jnp.int32), jnp.ones(3, jnp.int32)).as_text()
+
+    assert program(4000).count("\n") == program(40).count("\n")
+
+
+@pytest.mark.parametrize(("children_of_a_node", "options"), [(1, {}), (3, {"temperature": 0.7, "softcap": 2.0})])
+def test_narrow_trees_take_a_shorter_way_to_the_same_numbers(children_of_a_node, options):
+    """Values and gradients, of texts, of what is behind their end, and of tokens off the tree."""
+    places = range(1, children_of_a_node + 1)
+    texts = [[first, place, END] for first in range(10, 60) for place in places] + [[60, END]]
+    trie, random = make_trie(texts, vocab_size=VOCABULARY), np.random.default_rng(0)
+    assert widest_below(trie) == children_of_a_node
+    tokens = np.array([*[texts[i] for i in random.integers(0, 40, 9)], [60, END, END], [3, 1, END], [10, 9, END]])
+    hidden = random.normal(size=(*tokens.shape, 6)).astype(np.float32)
+    head = random.normal(size=(VOCABULARY, 6)).astype(np.float32)
+
+    def pulled(function, hidden, head):
+        logprobs, entropy = function(hidden, head)
+        weights = jnp.cos(jnp.arange(tokens.size)).reshape(tokens.shape)
+        total = jnp.where(jnp.isfinite(logprobs), weights * logprobs, 0).sum() + (weights * entropy).sum()
+        return total, (logprobs, entropy)
+
+    def shorter(hidden, head):
+        return tree_logprobs(hidden, head, tokens, trie, below=children_of_a_node, **options)
+
+    def longer(hidden, head):
+        return token_logprobs(hidden, head, tokens, trie=trie, nodes=walk(trie, tokens), **options)
+
+    found, expected = (
+        jax.value_and_grad(lambda *x, f=f: pulled(f, *x), argnums=(0, 1), has_aux=True)(hidden, head)
+        for f in (shorter, longer)
+    )
+    jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-4, atol=1e-5), found, expected)
+    assert np.isneginf(expected[0][1][0]).any() and np.isfinite(expected[0][1][0]).any()

@@ -25,19 +25,21 @@ def tree_logprobs(
         p = softmax(hidden · headᵀ / temperature) over the children of the node that the tokens before lead to
 
     The values of `token_logprobs` with `trie` and its nodes, for less work where all nodes below the root are narrow:
-    the whole vocabulary is then scored at the first token alone, and only the children's rows of the head after it.
+    the whole vocabulary is then scored once for each prompt, at the first token, and only the children's rows of the
+    head after it.
 
     Args:
-        hidden: `[.., T, D]`, floating: the states that predict the tokens.
+        hidden: `[P, G, T, D]`, floating: the states that predict the tokens; of a prompt's G first ones, which all
+            follow the prompt, the first stands for all.
         head: `[V, D]`, floating: the unembedding.
-        tokens: int `[.., T]`, from the root; -inf and 0 from where they leave the tree, or are past a text's end.
+        tokens: int `[P, G, T]`, from the root; -inf and 0 from where they leave the tree, or are past a text's end.
         trie: The texts.
         below: At least as many children as any node below the root has (`trie.widest_below`).
         temperature: Divides the logits; 0 counts as 1.
         softcap: As of `token_logprobs`.
 
     Returns:
-        (logprobs, entropy), both `[.., T]`, float32 (float64 if `hidden` is).
+        (logprobs, entropy), both `[P, G, T]`, float32 (float64 if `hidden` is).
 
     Raises:
         TypeError, ValueError: As of `token_logprobs`.
@@ -46,11 +48,22 @@ def tree_logprobs(
     nodes, options = walk(trie, tokens), {"temperature": temperature, "softcap": softcap}
     if below > NARROW:
         return token_logprobs(hidden, head, tokens, trie=trie, nodes=nodes, **options)
-    roots = children(trie, jnp.int32(ROOT))
-    first = token_logprobs(hidden[..., :1, :], head, tokens[..., :1], allowed_tokens=roots, **options)
+    first = _at_the_root(hidden[:, 0, 0], head, tokens[..., 0], trie, temperature, softcap)
     later = _among_few(hidden[..., 1:, :], head, tokens[..., 1:], trie, nodes[..., 1:], below, temperature, softcap)
     logprobs, entropy = (jnp.concatenate(parts, axis=-1) for parts in zip(first, later, strict=True))
     return logprobs, entropy
+
+
+def _at_the_root(hidden, head, tokens, trie: Trie, temperature: float, softcap: float | None):
+    """Of the first tokens [P, G] after states [P, D]: both [P, G, 1]."""
+    wide = jnp.float64 if hidden.dtype == jnp.float64 else jnp.float32
+    logits = jnp.einsum("pd,vd->pv", hidden, head.astype(hidden.dtype), preferred_element_type=wide)
+    exists = children(trie, jnp.int32(ROOT))
+    logits = jnp.where(exists, capped(logits, softcap) / (temperature or 1.0), -jnp.inf)
+    logs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    entropy = -jnp.sum(jnp.exp(logs) * jnp.where(exists, logs, 0), axis=-1)
+    chosen = jnp.take_along_axis(logs, tokens, axis=-1)
+    return chosen[..., None], jnp.broadcast_to(entropy[:, None, None], (*tokens.shape, 1))
 
 
 def _among_few(hidden, head, tokens, trie: Trie, nodes, below: int, temperature: float, softcap: float | None):

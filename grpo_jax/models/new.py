@@ -6,7 +6,7 @@ Nothing is downloaded and nothing but NumPy and transformers' tokenizer is neede
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ def write_policy(
     window: int = 256,
     seed: int = 0,
     plain_words: bool = False,
+    vectors: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Writes a Hugging Face folder with random weights and a tokenizer of whole words.
 
@@ -53,6 +54,7 @@ def write_policy(
         window: Longest text in tokens.
         seed: Of the weights.
         plain_words: Read text in lower case and without punctuation (`NOT_A_WORD`), as words are compared by TF-IDF.
+        vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones.
 
     Returns:
         The folder.
@@ -78,6 +80,9 @@ def write_policy(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
     tensors = draw(_drawer(seed), len(vocabulary), width, layers, window)
+    rows = {word: row for row, word in enumerate(vocabulary)}
+    for word, vector in (vectors or {}).items():
+        tensors[_EMBEDDINGS[architecture]][rows[word]] = vector
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -179,3 +184,5 @@ def _gpt2_tensors(
 
 _ARCHITECTURES = {"llama": (_llama_config, _llama_tensors), "gpt2": (_gpt2_config, _gpt2_tensors)}
 """What stands in config.json, and the tensors, for each that can be written."""
+
+_EMBEDDINGS = {"llama": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}

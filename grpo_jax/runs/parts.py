@@ -125,7 +125,7 @@ def load_parts(
     for name, judge in config.judges.items():
         with judge_named(name):
             getattr(judge, "check", lambda: None)()
-    make_new_policy(config, world.words)
+    make_new_policy(config, world.words, world.word_vectors)
     devices = _policy_devices(placement, config.policy.mesh)
     if not config.judges:
         say("devices", f"policy on {_listed(devices)}")

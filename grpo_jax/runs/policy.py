@@ -68,8 +68,17 @@ def _start(config: Config) -> Path:
     return RunDirectory(config.run_dir).start
 
 
-def make_new_policy(config: Config, words: Callable[[], Sequence[str]] | None) -> None:
+def make_new_policy(
+    config: Config,
+    words: Callable[[], Sequence[str]] | None,
+    vectors: Callable[[int], Mapping[str, Any]] | None = None,
+) -> None:
     """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths.
+
+    Args:
+        config: The run's.
+        words: What the policy can say (`World.words`).
+        vectors: What some of them begin as (`World.word_vectors`).
 
     Raises:
         UserError: The task has no words for one.
@@ -90,6 +99,7 @@ def make_new_policy(config: Config, words: Callable[[], Sequence[str]] | None) -
             window=section.window,
             seed=config.seed,
             plain_words=True,
+            vectors=vectors and vectors(section.width),
         )
 
 

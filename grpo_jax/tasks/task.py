@@ -109,6 +109,7 @@ class World:
         pairs: () → (prompt, text) pairs that a warm start teaches, the prompt a text or, with pictures, one of the
             rows; of episodes (prompt, text, answer, text, …); None if there are none.
         words: () → words of a new policy (policy.path "new"), frequent ones first; None if there is none.
+        word_vectors: width → what the embeddings of some of them begin as, f32 [width] by word; None for random ones.
         identity: What must be the same when a run is resumed or evaluated, beside the config.
         answers_with_pictures: Whether the policy is shown pictures that no prompt has: it then needs its vision tower.
         choices: What may be written, where that is a list of texts; None for any text.
@@ -134,6 +135,7 @@ class World:
     shown: Mapping[str, str] = field(default_factory=dict)
     pairs: Callable[[], Sequence[Sequence[Any]]] | None = None
     words: Callable[[], Sequence[str]] | None = None
+    word_vectors: Callable[[int], Mapping[str, np.ndarray]] | None = None
     identity: Mapping[str, str] = field(default_factory=dict)
     answers_with_pictures: bool = False
     choices: Choices | None = None

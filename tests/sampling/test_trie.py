@@ -109,10 +109,12 @@ def test_narrow_trees_take_a_shorter_way_to_the_same_numbers(children_of_a_node,
     trie, random = make_trie(texts, vocab_size=VOCABULARY), np.random.default_rng(0)
     assert widest_below(trie) == children_of_a_node
     tokens = np.array([*[texts[i] for i in random.integers(0, 40, 9)], [60, END, END], [3, 1, END], [10, 9, END]])
-    hidden = random.normal(size=(*tokens.shape, 6)).astype(np.float32)
+    tokens = tokens.reshape(4, 3, 3)
+    prompts, after = (random.normal(size=shape).astype(np.float32) for shape in [(4, 1, 1, 6), (4, 3, 2, 6)])
     head = random.normal(size=(VOCABULARY, 6)).astype(np.float32)
 
-    def pulled(function, hidden, head):
+    def pulled(function, prompts, after, head):
+        hidden = jnp.concatenate([jnp.broadcast_to(prompts, (4, 3, 1, 6)), after], axis=2)
         logprobs, entropy = function(hidden, head)
         weights = jnp.cos(jnp.arange(tokens.size)).reshape(tokens.shape)
         total = jnp.where(jnp.isfinite(logprobs), weights * logprobs, 0).sum() + (weights * entropy).sum()
@@ -125,7 +127,7 @@ def test_narrow_trees_take_a_shorter_way_to_the_same_numbers(children_of_a_node,
         return token_logprobs(hidden, head, tokens, trie=trie, nodes=walk(trie, tokens), **options)
 
     found, expected = (
-        jax.value_and_grad(lambda *x, f=f: pulled(f, *x), argnums=(0, 1), has_aux=True)(hidden, head)
+        jax.value_and_grad(lambda *x, f=f: pulled(f, *x), argnums=(0, 1, 2), has_aux=True)(prompts, after, head)
         for f in (shorter, longer)
     )
     jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-4, atol=1e-5), found, expected)

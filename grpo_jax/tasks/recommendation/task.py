@@ -25,7 +25,7 @@ from grpo_jax.tasks.recommendation.ranking.recommending import Recommender, make
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, open_retriever
 from grpo_jax.tasks.recommendation.rewards import BUILT_IN, make_reward, reward_columns, where_ranked
-from grpo_jax.tasks.recommendation.words import policy_words
+from grpo_jax.tasks.recommendation.words import item_vectors, policy_words
 from grpo_jax.tasks.task import Choices, Setup, Task, World
 
 FUSED, RANK = "fused", "rank"
@@ -46,6 +46,8 @@ class Recommendation(Task):
         writes: What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its
             "title" or by a word that is the "item"'s alone: then the policy ranks the catalogue itself.
         listed: Of a policy that ranks itself, how many items a ranking lists; 0 for all, scored exactly.
+        item_start: What the items' own words begin as in a new policy: vectors of their "titles", so that like titles
+            are near each other and rare items known; or "random".
         template: The prompt; {history} stands for the titles, {last} for the newest, {items} for the items' own words.
         history_items: How many of the newest titles a prompt lists.
         title_characters: Titles in prompts are cut to so many characters; 0 for never.
@@ -77,6 +79,7 @@ class Recommendation(Task):
     prompts: str | None = None
     writes: Literal["query", "title", "item"] = "query"
     listed: int = 100
+    item_start: Literal["titles", "random"] = "titles"
     template: str = "{history}"
     history_items: int = 4
     title_characters: int = 60
@@ -184,6 +187,7 @@ class Recommendation(Task):
             shown={"wanted": "target_title"},
             pairs=lambda: self._pairs(dataset, setup.config.seed),
             words=lambda: policy_words(self, catalogue.titles, limit=setup.config.policy.new.vocabulary),
+            word_vectors=self._vectors(catalogue.titles),
             identity=retriever.fingerprint._asdict(),
             choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )
@@ -193,6 +197,10 @@ class Recommendation(Task):
     ) -> Recommender:
         """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
         return make_recommender(config, policy, write, catalogue=catalogue)
+
+    def _vectors(self, titles: Sequence[str]) -> Callable[[int], dict[str, np.ndarray]] | None:
+        wanted = self.writes == "item" and self.item_start == "titles"
+        return functools.partial(item_vectors, titles) if wanted else None
 
     def _pairs(self, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
         rows = dataset.taught

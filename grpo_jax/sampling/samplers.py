@@ -49,10 +49,10 @@ def sampling_params(section: SamplingSection, group_size: int, temperature: floa
 
 
 def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:
-    """How the sampled completions of an evaluation are drawn: k of each prompt, and otherwise as in training."""
+    """How the sampled completions of an evaluation are drawn: k of each prompt, one by one, else as in training."""
     given = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
     own = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(section, group_size=evaluation.samples, keep_prompt=0, **own)
+    return dataclasses.replace(section, group="samples", group_size=evaluation.samples, keep_prompt=0, **own)
 
 
 def make_samplers(
@@ -113,7 +113,7 @@ def _over_texts(
         beams = make_beam_sampler(policy.functions, params, pad_id=pad_id, trie=trie, without_replacement=drawn)
         return _gathered(beams, policy.mesh)
 
-    measured = dataclasses.replace(measured_section(section, evaluation), group="samples")
+    measured = measured_section(section, evaluation)
     ranked = _gathered(make_ranker(policy.functions, listed or texts, pad_id=pad_id, trie=trie), policy.mesh)
     return Samplers(
         sampler(section, section.written_completions, section.temperature),

@@ -47,20 +47,29 @@ def trie():
 
 
 @pytest.fixture(scope="module")
-def exact(model):
-    """The log-probability of every text after every prompt, float64 [P, I]: over the tokens that may follow."""
+def logits(model):
+    """The policy's own before every token of every text, float64 [P, I, T, V]."""
     policy, variables = model
     tokens = np.array([[*text, *[PAD] * (LENGTH - len(text))] for text in TEXTS], np.int32)
     mask = np.array([[True] * len(text) + [False] * (LENGTH - len(text)) for text in TEXTS])
     both = [np.stack([x, x]) for x in (tokens, mask)]
     hidden = policy.forward_group(variables, PROMPTS, MASK, *both)
-    logits = np.asarray(hidden @ policy.head(variables).T, np.float64)
+    return np.asarray(hidden @ policy.head(variables).T, np.float64)
+
+
+def rivals(text, place):
+    """What may stand at a text's place, given what stands before it."""
+    return sorted({other[place] for other in TEXTS if other[:place] == text[:place] and len(other) > place})
+
+
+@pytest.fixture(scope="module")
+def exact(logits):
+    """The log-probability of every text after every prompt, float64 [P, I]: over the tokens that may follow."""
     total = np.zeros((2, len(TEXTS)))
     for (p, i), place in itertools.product(np.ndindex(total.shape), range(LENGTH)):
         if place < len(TEXTS[i]):
-            rivals = sorted({text[place] for text in TEXTS if text[:place] == TEXTS[i][:place] and len(text) > place})
             row = logits[p, i, place]
-            total[p, i] += row[TEXTS[i][place]] - np.log(np.exp(row[rivals]).sum())
+            total[p, i] += row[TEXTS[i][place]] - np.log(np.exp(row[rivals(TEXTS[i], place)]).sum())
     np.testing.assert_allclose(np.exp(total).sum(1), 1, rtol=1e-6)
     return total
 
@@ -93,6 +102,29 @@ def test_every_completion_is_a_text_drawn_as_often_as_it_is_likely(drawn, exact)
         often = expected > 5
         statistic = ((counts - expected)[often] ** 2 / expected[often]).sum()
         assert statistic < 2 * often.sum() and often.sum() > 10
+
+
+def test_restrictions_hold_among_the_tokens_that_may_follow(model, trie, logits):
+    """Penalty, top-k, top-p and min-p, each of which leaves something out here."""
+    policy, variables = model
+    params = SamplingParams(100, LENGTH, 0.5, top_k=12, top_p=0.8, min_p=0.7, repetition_penalty=1.5)
+    sample = make_sampler(policy, params, eos_ids=(EOS,), pad_id=PAD, trie=trie)
+    samples = jax.device_get(sample(variables, PROMPTS, MASK, keys()))
+    left_out = np.zeros(3, int)
+    for (p, g), i in np.ndenumerate(numbers(samples)):
+        for place, token in enumerate(TEXTS[i]):
+            row, may = logits[p, i, place].copy(), rivals(TEXTS[i], place)
+            read = list({*PROMPTS[p][MASK[p]].tolist(), *TEXTS[i][:place]})
+            row[read] = np.where(row[read] > 0, row[read] / 1.5, row[read] * 1.5)
+            best = sorted(may, key=lambda token, row=row: -row[token])[:12]
+            share = np.exp(row[best] / 0.5) / np.exp(row[best] / 0.5).sum()
+            within = np.cumsum(share) - share < 0.8
+            likely = share >= 0.7 * share[0]
+            left_out += [len(may) - len(best), (~within).sum(), (within & ~likely).sum()]
+            drawn = {token: value for token, value, here in zip(best, share, within & likely, strict=True) if here}
+            expected = np.log(drawn[token] / sum(drawn.values()))
+            assert samples.sampler_logprobs[p, g, place] == pytest.approx(expected, abs=2e-4)
+    assert (left_out > 0).all()
 
 
 def test_the_update_has_the_sampler_s_log_probabilities(model, trie, drawn, exact):

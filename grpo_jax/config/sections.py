@@ -97,7 +97,7 @@ class SamplingSection:
     Args:
         group_size: Completions per prompt (G).
         group: How a group is made where a task lists what may be written: independent "samples", "distinct" ones (drawn
-            without replacement), or the "beams", which are the likeliest; these two know no restriction but temperature.
+            without replacement), or the "beams", which are the likeliest; these two know temperature alone.
         keep_prompt: How many of them are the unchanged prompt instead: their rewards count in the group, and nothing is
             trained on them. For tasks in which the prompt itself can be judged, such as its rewriting.
         max_new_tokens: Longest completion (T); of an episode the longest text of one turn.

@@ -111,6 +111,11 @@ def depth_of(trie: Trie) -> int:
     return depth - 1
 
 
+def text_count(trie: Trie) -> int:
+    """The texts of the tree."""
+    return int((np.asarray(trie.text) >= 0).sum())
+
+
 def narrow_children(trie: Trie, nodes: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """The first children of some nodes: int [..] → tokens int32 and whether there is one, [.., NARROW]."""
     nodes = jnp.asarray(nodes)

@@ -140,6 +140,12 @@ class Recommendation(Task):
         taught = config.warm_start.steps == 0 or self.pairs in ("next", "forms") or self.source == "dummy"
         require(taught, "task.pairs", "next or forms: the others are of the dummy world alone", self.pairs)
 
+    def listed_texts(self, config: Config) -> Sequence[str] | None:
+        """The items of a policy that ranks them itself."""
+        if self.writes == "query":
+            return None
+        return items_of(load_dataset(self, held_out=config.data.held_out).catalogue.titles, self.writes).texts
+
     def load(self, setup: Setup) -> World:
         """Reads the data and opens the retriever, which tests itself.
 

@@ -132,8 +132,8 @@ def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: Any)
 
     ρ is an item's place in its group, from 1: the likeliest first among beams, the first that was drawn among distinct
     items. It is 0 for the target, which `hit` rewards beside it, and for groups without the target. This is the ranking
-    reward of ReRe (Tan et al. 2025, https://arxiv.org/abs/2510.12211) and MiniOneRec (Kong et al. 2025,
-    https://arxiv.org/abs/2510.24431); MiniOneRec's code divides by the sum over all places, the target's too.
+    reward of ReRe (https://arxiv.org/abs/2510.12211) and MiniOneRec (https://arxiv.org/abs/2510.24431). Groups without
+    the target are spared in MiniOneRec's code, which divides by the sum over all places, the target's too.
 
     Args:
         rank: 1 for the target, P·G values.

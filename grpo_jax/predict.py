@@ -16,6 +16,7 @@ In Python:
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,17 +53,21 @@ def make_rewriter(config: Any, policy: Any) -> Callable[..., str]:
     from grpo_jax.rollout.data import Row
     from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
     from grpo_jax.rollout.inputs.encoding import make_encode
-    from grpo_jax.rollout.texts import make_decode, policy_tokens
+    from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
     from grpo_jax.runs.seeing import eyes_of, make_see
     from grpo_jax.sampling.sampler import make_sampler
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
     loaded = policy.loaded
     ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
-    sample = make_sampler(policy.functions, sampling_params(config.sampling, 1, 0.0), **ends)
     eyes = eyes_of(config, loaded)
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
+
+    @functools.cache  # what may be written is read when it is asked for first
+    def sampler() -> Callable[..., Any]:
+        trie = policy_choices(config, config.task.listed_texts(config), loaded)
+        return make_sampler(policy.functions, sampling_params(config.sampling, 1, 0.0), **ends, trie=trie)
 
     def rewrite(prompt: str, pictures: Sequence[Any] = ()) -> str:
         try:
@@ -76,7 +81,7 @@ def make_rewriter(config: Any, policy: Any) -> Callable[..., str]:
         )
         tokens, mask, shown = encode([row])
         seen = {} if shown is None else {"pictures": make_see(policy)(policy.variables, shown)[0]}
-        samples = jax.device_get(sample(policy.variables, tokens, mask, keys, **seen))
+        samples = jax.device_get(sampler()(policy.variables, tokens, mask, keys, **seen))
         return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1]
 
     return rewrite

@@ -97,7 +97,7 @@ class SamplingSection:
     Args:
         group_size: Completions per prompt (G).
         group: How a group is made where a task lists what may be written: independent "samples", "distinct" ones (drawn
-            without replacement), or the "beams", which are the likeliest.
+            without replacement), or the "beams", which are the likeliest; these two know temperature alone.
         keep_prompt: How many of them are the unchanged prompt instead: their rewards count in the group, and nothing is
             trained on them. For tasks in which the prompt itself can be judged, such as its rewriting.
         max_new_tokens: Longest completion (T); of an episode the longest text of one turn.
@@ -147,6 +147,9 @@ class SamplingSection:
         require(0 <= fewest <= longest, "sampling.min_new_tokens", within, fewest)
         require(penalty > 0, "sampling.repetition_penalty", "a number > 0", penalty)
         require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
+        for name, none in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1)):
+            alike, given = f"{none}: sampling.group {self.group} knows temperature alone", getattr(self, name)
+            require(self.group == "samples" or given == none, f"sampling.{name}", alike, given)
 
     @property
     def written_completions(self) -> int:
@@ -348,6 +351,9 @@ class EvaluationSection:
         asked = self.samples == 1 or self.sampled
         require(asked, "evaluation.samples", "1 with evaluation.sampled false", self.samples)
         heat, most, mass = self.temperature, self.top_k, self.top_p
+        for name, given in (("temperature", heat), ("top_k", most), ("top_p", mass)):
+            drawn = given is None or self.sampled
+            require(drawn, f"evaluation.{name}", "null with evaluation.sampled false", given)
         require(heat is None or heat > 0, "evaluation.temperature", "null or a number > 0", heat)
         require(most is None or 0 <= most <= COUNT, "evaluation.top_k", "null or a number >= 0", most)
         require(mass is None or 0 < mass <= 1, "evaluation.top_p", "null or a number in (0, 1]", mass)

@@ -116,6 +116,11 @@ def widest_below(trie: Trie) -> int:
     return max(1, int(np.diff(np.asarray(trie.first))[ROOT + 1 :].max()))
 
 
+def text_count(trie: Trie) -> int:
+    """The texts of the tree."""
+    return int((np.asarray(trie.text) >= 0).sum())
+
+
 def narrow_children(trie: Trie, nodes: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """The first children of some nodes: int [..] → tokens int32 and whether there is one, [.., NARROW]."""
     nodes = jnp.asarray(nodes)

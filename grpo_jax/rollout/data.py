@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
 SPLITS = ("train", "validation", "test")
 RESERVED_COLUMNS = (
     *("prompts", "completions", "completion_ids", "image", "images", "baseline_images", "pictures", "episodes"),
-    *("trainer_state", "log_metric", "prompt_messages", "completion_messages"),
+    *("trainer_state", "log_metric", "prompt_messages", "completion_messages", "place_in_group"),
 )
 """Names that rewards receive from the trainer; a column of the same name would be lost."""
 

@@ -55,7 +55,8 @@ def make_score(
     """score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
 
     Episodes `[P][G]` reach the rewards as the column "episodes", tokens `[P][G]`, or what makes them, as
-    "completion_ids", and prompts and completions as chat messages, where a reward asks for them.
+    "completion_ids", and prompts and completions as chat messages, where a reward asks for them. Where the policy
+    writes once, "place_in_group" counts a group's completions from 0: a reward of theirs sees where a group begins.
 
     Args:
         rewards: N functions by name.
@@ -85,7 +86,9 @@ def make_score(
             columns["images"] = pictures.images
             if pictures.baseline_images is not None:
                 columns["baseline_images"] = pictures.baseline_images
-        if episodes is not None:
+        if episodes is None:  # of these some are judged without the others of their group
+            columns["place_in_group"] = [*range(group)] * len(rows)
+        else:
             columns["episodes"] = [episode for group_of in episodes for episode in group_of]
         if ids_asked and (tokens is not None or tokenize is not None):
             made = tokens() if callable(tokens) else tokens or []

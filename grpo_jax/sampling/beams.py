@@ -18,14 +18,21 @@ import numpy as np
 from jax import lax
 
 from grpo_jax.core.logprobs import capped
-from grpo_jax.core.trie import NARROW, ROOT, Trie, children, depth_of, follow, narrow_children, widest_below
+from grpo_jax.core.trie import (
+    NARROW,
+    ROOT,
+    Trie,
+    children,
+    depth_of,
+    follow,
+    narrow_children,
+    text_count,
+    widest_below,
+)
 from grpo_jax.models.cache import Cache
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import Array, Samples, logits_of
-
-_MOST_LOGITS, _MOST_PROMPTS = 2**25, 256
-"""What a ranking of many prompts holds at once: logits of all their beams, or so many prompts where few are needed."""
+from grpo_jax.sampling.writing import Samples, logits_of
 
 
 class Beams(NamedTuple):
@@ -46,18 +53,6 @@ class Beams(NamedTuple):
     tokens: jax.Array
     mask: jax.Array
     logprobs: jax.Array
-
-
-class Ranking(NamedTuple):
-    """The best texts of each prompt, best first.
-
-    Attributes:
-        texts: int32 [P, K], which texts of the tree.
-        scores: float32 [P, K], their log-probabilities.
-    """
-
-    texts: Array
-    scores: Array
 
 
 def make_beam_sampler(
@@ -85,7 +80,7 @@ def make_beam_sampler(
     length = params.max_new_tokens
     if depth_of(trie) > length:
         raise ValueError(f"max_new_tokens must be at least {depth_of(trie)}, the longest text's tokens, got {length}")
-    search = _make_search(policy, params, pad_id=pad_id, trie=trie)
+    search = make_search(policy, params, pad_id=pad_id, trie=trie)
 
     @jax.jit
     def write(trie: Trie, variables, prompts, mask, keys, pictures) -> Samples:
@@ -103,56 +98,13 @@ def make_beam_sampler(
     return sample
 
 
-def make_ranker(policy, listed: int, *, pad_id: int, trie: Trie, temperature: float = 1.0) -> Callable[..., Ranking]:
-    """Make the function that lists the K best texts of a tree for each prompt.
-
-    Args:
-        policy: As of `make_beam_sampler`.
-        listed: K, as many beams.
-        pad_id: Token that fills up.
-        trie: The texts.
-        temperature: Divides the logits; 0 counts as 1.
-
-    Returns:
-        `rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking`.
-
-    Raises:
-        ValueError: The tree has fewer texts than K.
-    """
-    check_group(trie, listed)
-    search = _make_search(policy, SamplingParams(listed, depth_of(trie), temperature), pad_id=pad_id, trie=trie)
-    most = max(1, _MOST_LOGITS // (listed * trie.vocab_size)) if widest_below(trie) > NARROW else _MOST_PROMPTS
-
-    @jax.jit
-    def found(trie: Trie, variables, prompts, mask, pictures) -> Ranking:
-        beams = search(trie, variables, prompts, mask, None, pictures)
-        return Ranking(trie.text[beams.node], beams.total)
-
-    def rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking:
-        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
-        keys = jax.random.split(jax.random.key(0), len(tokens))  # nothing is drawn
-        check_prompts(tokens, mask, keys)
-        check_room(getattr(policy, "max_positions", None), mask, depth_of(trie))
-        parts = []
-        for start in range(0, len(tokens), most):
-            part = slice(start, start + most)
-            padded, shown, _, real = pad_to_bucket(tokens[part], mask[part], keys[part], pad_id)
-            seen = pad_rows(jax.tree.map(lambda x, part=part: x[part], pictures), len(real))
-            ranking = found(trie, variables, padded, shown, seen)
-            parts.append(jax.tree.map(lambda x, part=part: x[: len(tokens[part])], ranking))
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-
-    return rank
-
-
 def check_group(trie: Trie, group: int) -> None:
     """Refuses a group that is larger than the tree with a ValueError."""
-    texts = int((np.asarray(trie.text) >= 0).sum())
-    if texts < group:
-        raise ValueError(f"group_size must be at most {texts}, the texts of the tree, got {group}")
+    if text_count(trie) < group:
+        raise ValueError(f"group_size must be at most {text_count(trie)}, the texts of the tree, got {group}")
 
 
-def _make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Beams]:
+def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Beams]:
     """search(trie, variables, prompts, mask, keys or None, pictures) → `Beams`, inside of a compiled function."""
     depth, group, temperature = depth_of(trie), params.group_size, params.temperature or 1.0
     wide, softcap = widest_below(trie) > NARROW, getattr(policy, "softcap", None)

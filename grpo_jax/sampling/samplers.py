@@ -10,13 +10,14 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
-from grpo_jax.core.trie import Trie
+from grpo_jax.core.trie import Trie, text_count
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.pieces import token_pieces
 from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.models.sharding import gather
-from grpo_jax.sampling.beams import Ranking, make_beam_sampler, make_ranker
+from grpo_jax.sampling.beams import make_beam_sampler
 from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
+from grpo_jax.sampling.ranking import Ranking, make_ranker
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.stopping import stop_table
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -26,7 +27,7 @@ class Samplers(NamedTuple):
     """What draws completions: those of a group in training; in evaluation a greedy one, and k sampled.
 
     Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s. Where a task lists what may be
-    written, `rank` lists the best of it, as of `beams.make_ranker`; None elsewhere.
+    written, `rank` lists the best of it, as of `ranking.make_ranker`; None elsewhere.
     """
 
     training: Any
@@ -49,10 +50,10 @@ def sampling_params(section: SamplingSection, group_size: int, temperature: floa
 
 
 def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:
-    """How the sampled completions of an evaluation are drawn: k of each prompt, and otherwise as in training."""
+    """How the sampled completions of an evaluation are drawn: k of each prompt, one by one, else as in training."""
     given = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
     own = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(section, group_size=evaluation.samples, keep_prompt=0, **own)
+    return dataclasses.replace(section, group="samples", group_size=evaluation.samples, keep_prompt=0, **own)
 
 
 def make_samplers(
@@ -72,7 +73,7 @@ def make_samplers(
         policy: `functions`, `loaded` (tokenizer, special ids, config) and `mesh`, as `runs.policy.Policy` has them.
         allowed: bool [V], the tokens that may be written; None for every token.
         trie: The texts of which each completion is one, where the task lists them.
-        listed: How many of them a ranking has; 0 for all.
+        listed: How many of them a ranking has; 0 for all, scored exactly.
 
     Raises:
         UserError: A stop string cannot be told from the policy's tokens.
@@ -100,10 +101,11 @@ def _over_texts(
     section: SamplingSection, evaluation: EvaluationSection, policy: Any, trie: Trie, ends: dict[str, Any], listed: int
 ) -> Samplers:
     """Samplers of one text each, where a task lists them."""
-    texts, pad_id = int((np.asarray(trie.text) >= 0).sum()), ends["pad_id"]
+    pad_id, most = ends["pad_id"], f"at most {text_count(trie)}, the texts that may be written"
     require(section.turns == 1, "sampling.turns", "1: the task lists what may be written", section.turns)
-    most = max(section.group_size if section.group != "samples" else 1, listed)
-    require(most <= texts, "sampling.group_size", f"at most {texts}, the texts that may be written", most)
+    few = section.group == "samples" or section.written_completions <= text_count(trie)
+    require(few, "sampling.group_size", most, section.group_size)
+    require(listed <= text_count(trie), "task.listed", most, listed)
 
     def sampler(section: SamplingSection, group_size: int, temperature: float) -> Any:
         params = sampling_params(section, group_size, temperature)
@@ -113,8 +115,8 @@ def _over_texts(
         beams = make_beam_sampler(policy.functions, params, pad_id=pad_id, trie=trie, without_replacement=drawn)
         return _gathered(beams, policy.mesh)
 
-    measured = dataclasses.replace(measured_section(section, evaluation), group="samples")
-    ranked = _gathered(make_ranker(policy.functions, listed or texts, pad_id=pad_id, trie=trie), policy.mesh)
+    measured = measured_section(section, evaluation)
+    ranked = _gathered(make_ranker(policy.functions, listed, pad_id=pad_id, trie=trie), policy.mesh)
     return Samplers(
         sampler(section, section.written_completions, section.temperature),
         sampler(section, 1, 0.0),

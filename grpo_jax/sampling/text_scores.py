@@ -1,7 +1,9 @@
 """The log-probability of every text of a catalogue, exactly: each node of the tree is decoded once, not each text.
 
 For catalogues whose tree fits into a cache: the widest level holds keys and values of P · n whole paths. Where it does
-not, `beams` finds the best texts alone. Axes: P prompts, I texts, n nodes of a level that go on, e edges below them.
+not, `beams` finds the best texts alone. Where only one text is left to go on with, its further tokens are certain, and
+nothing is decoded for them. Axes: P prompts, I numbers of texts, n nodes of a level that go on, e edges below
+them; of a stage S levels, N nodes and E edges, the most of any of them.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from grpo_jax.core.logprobs import capped
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.cache import Cache
-from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
+from grpo_jax.sampling.writing import move
 
 
 class Level(NamedTuple):
@@ -25,7 +28,7 @@ class Level(NamedTuple):
     Attributes:
         parent: int [e], which of the level's n nodes an edge starts from.
         token: int [e].
-        texts: int [e], the text that ends below an edge; -1 where it goes on.
+        texts: int [e], the only text below an edge; -1 where there are several and it goes on.
         inner: int [n'], the edges that go on: the nodes of the next level.
     """
 
@@ -36,21 +39,101 @@ class Level(NamedTuple):
 
 
 def levels_of(trie: Trie) -> list[Level]:
-    """A tree from the root down."""
+    """A tree from the root down, each branch as far as its texts differ."""
     first, token, text = (np.asarray(x) for x in (trie.first, trie.token, trie.text))
+    only = _only_texts(first, text)
     nodes, levels = np.zeros(1, int), []
     while len(nodes):
         counts = first[nodes + 1] - first[nodes]
         edges = np.concatenate([np.arange(int(first[node]), int(first[node + 1])) for node in nodes])
-        texts = text[edges + 1]
+        texts = only[edges + 1]
         inner = np.flatnonzero(texts < 0)
         levels.append(Level(np.repeat(np.arange(len(nodes)), counts), token[edges], texts, inner))
         nodes = edges[inner] + 1
     return levels
 
 
-def make_scorer(policy, trie: Trie, *, pad_id: int, temperature: float = 1.0) -> Callable[..., jax.Array]:
-    """Make the function that scores every text after every prompt.
+def _only_texts(first: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """The one text at or below each node, int [n]; -1 where there are several."""
+    only, counts = text.copy(), np.diff(first)
+    for node in reversed(np.flatnonzero(counts == 1).tolist()):  # children are numbered behind their parents
+        only[node] = only[first[node] + 1]
+    return only
+
+
+class Stage(NamedTuple):
+    """Levels of a similar width behind the first, filled up to one shape so that a loop goes through them.
+
+    Attributes:
+        origin: int [S, N], of each node of a level its parent among the nodes of the level before.
+        written: int [S, N], the token that led to it.
+        parent: int [S, E], which node an edge starts from; N for what fills up.
+        token: int [S, E].
+        texts: int [S, E], the text that an edge leads to; the number of all texts where it goes on, or fills up.
+        inner: int [S, N], the edges that go on.
+        depth: Tokens that a path has behind the last of them.
+    """
+
+    origin: np.ndarray
+    written: np.ndarray
+    parent: np.ndarray
+    token: np.ndarray
+    texts: np.ndarray
+    inner: np.ndarray
+    depth: int
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return self.origin.shape[1]
+
+
+def stages_of(levels: list[Level], numbers: int) -> list[Stage]:
+    """The levels behind the first in few stages: a program for each level would take minutes to compile."""
+    stages, start = [], 1
+    while start < len(levels):
+        end = next((d for d in range(start, len(levels)) if _width(levels[d]) != _width(levels[start])), len(levels))
+        stages.append(_stage(levels, start, end, numbers))
+        start = end
+    return stages
+
+
+def _width(level: Level) -> int:
+    """The same for levels that lie within a factor of four; 0 for all narrow ones."""
+    return max(len(level.token).bit_length() // 2 - 3, 0)
+
+
+def _stage(levels: list[Level], start: int, end: int, numbers: int) -> Stage:
+    here, before = levels[start:end], levels[start - 1 : end - 1]
+    nodes = max(len(level.inner) for level in levels[start - 1 : end])
+    edges = max(len(level.token) for level in here)
+
+    def filled(rows: list[np.ndarray], width: int, value: int) -> np.ndarray:
+        return np.stack([np.pad(row, (0, width - len(row)), constant_values=value) for row in rows]).astype(np.int32)
+
+    return Stage(
+        filled([level.parent[level.inner] for level in before], nodes, 0),
+        filled([level.token[level.inner] for level in before], nodes, 0),
+        filled([level.parent for level in here], edges, nodes),
+        filled([level.token for level in here], edges, 0),
+        filled([np.where(level.texts < 0, numbers, level.texts) for level in here], edges, numbers),
+        filled([level.inner for level in here], nodes, 0),
+        end - 1,
+    )
+
+
+def numbers_of(policy, levels: list[Level]) -> int:
+    """How many numbers `make_scores` holds for one prompt: its first logits, or keys and values of its widest stage."""
+
+    def of_paths(stage: Stage) -> int:
+        cache = jax.eval_shape(lambda: policy.init_cache(1, stage.nodes, stage.depth))
+        return sum(part.size for part in jax.tree.leaves(cache))
+
+    return max(len(levels[0].token), *map(of_paths, stages_of(levels, 0)), 1)
+
+
+def make_scores(policy, levels: list[Level], *, temperature: float = 1.0) -> Callable[..., jax.Array]:
+    """Make the function that scores every text after every prompt, to be called inside of a compiled one.
 
         score(text) = Σ_t log p(token_t | prompt, tokens before it), p over the tokens that may follow in the tree
 
@@ -58,61 +141,65 @@ def make_scorer(policy, trie: Trie, *, pad_id: int, temperature: float = 1.0) ->
 
     Args:
         policy: Has `prefill`, `unstack`, `decode`, `init_cache` and `head`; see `grpo_jax.models.decoder.Policy`.
-        trie: The texts.
-        pad_id: Token that fills prompts up.
+        levels: The tree of the texts.
         temperature: Divides the logits; 0 counts as 1.
 
     Returns:
-        `score(variables, prompt_tokens, prompt_mask, pictures=None) -> float32 [P, I]`, arguments as of `make_sampler`;
-        compiled once for each bucket of shapes.
+        `score(variables, prompts, mask, pictures) -> float32 [P, I]`; -inf for a number that is no text of the tree.
     """
-    levels, texts, scale = levels_of(trie), int(np.asarray(trie.text).max()) + 1, temperature or 1.0
-    softcap = getattr(policy, "softcap", None)
+    numbers, scale = 1 + max(int(level.texts.max()) for level in levels), temperature or 1.0
+    root, stages, softcap = levels[0], stages_of(levels, numbers), getattr(policy, "softcap", None)
 
-    @jax.jit
-    def score(variables, prompts, mask, pictures):
+    def score(variables, prompts, mask, pictures) -> jax.Array:
         prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))
         head, unstacked = policy.head(variables).astype(prefix.hidden.dtype), policy.unstack(variables)
-        hidden, total = prefix.hidden[:, None], jnp.zeros((len(prompts), 1), jnp.float32)
-        found = jnp.zeros((len(prompts), texts), jnp.float32)
-        cache = policy.init_cache(len(prompts), 1, max(len(levels) - 1, 1))
-        for depth, level in enumerate(levels):
-            logs = total[:, level.parent] + _edge_logprobs(hidden, head, level, scale, softcap)
-            ended = np.flatnonzero(level.texts >= 0)
-            found = found.at[:, level.texts[ended]].set(logs[:, ended])
-            if depth + 1 == len(levels):
-                return found
-            total, tokens = logs[:, level.inner], jnp.asarray(level.token[level.inner], jnp.int32)
-            cache = _of_parents(cache, level.parent[level.inner])
-            hidden, cache = policy.decode(unstacked, prefix, jnp.broadcast_to(tokens, total.shape), cache)
+
+        def descend(carry, level: Stage):
+            found, total, cache = carry
+            tokens = jnp.broadcast_to(level.written, total.shape)
+            hidden, cache = policy.decode(unstacked, prefix, tokens, _of_parents(cache, level.origin))
+            logits = jnp.einsum(
+                "ped,ed->pe", hidden[:, level.parent], head[level.token], preferred_element_type=jnp.float32
+            )
+            logs = _of_node(capped(logits, softcap) / scale, level.parent, total.shape[1])
+            logs = total[:, level.parent] + logs
+            return (found.at[:, level.texts].set(logs, mode="drop"), logs[:, level.inner], cache), None
+
+        logits = jnp.einsum("pd,ed->pe", prefix.hidden, head[root.token], preferred_element_type=jnp.float32)
+        logs = jax.nn.log_softmax(capped(logits, softcap) / scale)
+        found = jnp.full((len(prompts), numbers), -jnp.inf, jnp.float32)
+        found = found.at[:, np.where(root.texts < 0, numbers, root.texts)].set(logs, mode="drop")
+        total, cache = logs[:, root.inner], policy.init_cache(len(prompts), 1, 1)
+        for stage in stages:
+            total, cache = _fitted(total, stage.nodes, axis=1), _moved(policy, cache, len(prompts), stage)
+            (found, total, cache), _ = lax.scan(descend, (found, total, cache), stage._replace(depth=None))
         return found
 
-    def scored(variables, prompt_tokens, prompt_mask, pictures=None):
-        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
-        keys = jax.random.split(jax.random.key(0), len(tokens))  # not drawn from
-        check_prompts(tokens, mask, keys)
-        check_room(getattr(policy, "max_positions", None), mask, len(levels))
-        padded, shown, _, real = pad_to_bucket(tokens, mask, keys, pad_id)
-        return score(variables, padded, shown, pad_rows(pictures, len(real)))[: len(tokens)]
-
-    return scored
+    return score
 
 
-def _edge_logprobs(hidden: jax.Array, head: jax.Array, level: Level, scale: float, softcap: float | None) -> jax.Array:
-    """Of each edge given its node, float32 [P, e], from the nodes' states [P, n, D]."""
-    nodes = hidden.shape[1]
-    if nodes == 1:
-        logits = jnp.einsum("pd,ed->pe", hidden[:, 0], head[level.token], preferred_element_type=jnp.float32)
-    else:
-        states = hidden[:, level.parent]
-        logits = jnp.einsum("ped,ed->pe", states, head[level.token], preferred_element_type=jnp.float32)
-    logits = (capped(logits, softcap) / scale).T
-    largest = jax.ops.segment_max(logits, level.parent, nodes)
-    mass = jax.ops.segment_sum(jnp.exp(logits - largest[level.parent]), level.parent, nodes)
-    return (logits - (largest + jnp.log(mass))[level.parent]).T
+def _of_node(logits: jax.Array, parent: jax.Array, nodes: int) -> jax.Array:
+    """Log-probabilities of edges [P, E] among those of their node."""
+    rows = logits.T
+    largest = jax.ops.segment_max(rows, parent, nodes)
+    mass = jax.ops.segment_sum(jnp.exp(rows - largest[parent]), parent, nodes)
+    return (rows - (largest + jnp.log(mass))[parent]).T
 
 
-def _of_parents(cache: Cache, parents: np.ndarray) -> Cache:
-    """A place for each node of the next level, with what its parent's path holds: [P, K, n, ..] to [P, K, n', ..]."""
+def _fitted(values: jax.Array, size: int, *, axis: int) -> jax.Array:
+    """An axis cut or filled up to a size."""
+    part = lax.slice_in_dim(values, 0, min(size, values.shape[axis]), axis=axis)
+    pads = [(0, size - part.shape[i]) if i == axis else (0, 0) for i in range(values.ndim)]
+    return jnp.pad(part, pads)
+
+
+def _moved(policy, cache: Cache, prompts: int, stage: Stage) -> Cache:
+    """A cache with room for the stage's nodes and their paths, and what another holds."""
+    keys, values = (tuple(_fitted(part, stage.nodes, axis=2) for part in parts) for parts in (cache.keys, cache.values))
+    return move(cache._replace(keys=keys, values=values), policy.init_cache(prompts, stage.nodes, stage.depth))
+
+
+def _of_parents(cache: Cache, parents: jax.Array) -> Cache:
+    """A place for each node of the next level, with what its parent's path holds: [P, K, N, ..] by int [N]."""
     keys, values = (tuple(part[:, :, parents] for part in parts) for parts in (cache.keys, cache.values))
     return cache._replace(keys=keys, values=values)

@@ -46,7 +46,7 @@ class Choices(NamedTuple):
     """The texts of which each completion is one: a catalogue that the policy then ranks by its own likelihood.
 
     Attributes:
-        texts: What may be written; those that are the same tokens count as the first of them.
+        texts: What may be written, as `Task.listed_texts` says; those that are the same tokens count as the first.
         listed: How many of the best a held-out prompt's ranking lists; 0 for all of them, scored exactly.
         columns: (rows, numbers int [P, K] of the texts, scores f32 [P, K], best first) → what rewards and measures are
             told of each row's ranking, in place of a completion's columns: {name: P values}.
@@ -173,6 +173,14 @@ class Task:
     def reader(self, config: Any) -> Callable[[str, str], Reading]:
         """The function (completion, user's prompt) → the text that is judged."""
         return as_written
+
+    def listed_texts(self, config: Any) -> Sequence[str] | None:
+        """What a completion may be, where its world has `choices`, for who asks a trained policy; None for any text.
+
+        Raises:
+            UserError: Data are missing or bad.
+        """
+        return None
 
     def count_pictures(self, config: Any) -> tuple[int, int]:
         """The most pictures of a prompt, and of an answer between two turns; what `--plan` counts.

@@ -11,10 +11,11 @@ from support.tiny_decoders import LLAMA
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.trie import NARROW, children, make_trie, walk, widest_below
 from grpo_jax.models.decoder import init_variables, make_policy
-from grpo_jax.sampling import beams
-from grpo_jax.sampling.beams import make_beam_sampler, make_ranker
+from grpo_jax.sampling import ranking
+from grpo_jax.sampling.beams import make_beam_sampler
+from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.sampling.sampler import make_sampler
-from grpo_jax.sampling.text_scores import make_scorer
+from grpo_jax.sampling.text_scores import levels_of
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
@@ -47,20 +48,29 @@ def trie():
 
 
 @pytest.fixture(scope="module")
-def exact(model):
-    """The log-probability of every text after every prompt, float64 [P, I]: over the tokens that may follow."""
+def logits(model):
+    """The policy's own before every token of every text, float64 [P, I, T, V]."""
     policy, variables = model
     tokens = np.array([[*text, *[PAD] * (LENGTH - len(text))] for text in TEXTS], np.int32)
     mask = np.array([[True] * len(text) + [False] * (LENGTH - len(text)) for text in TEXTS])
     both = [np.stack([x, x]) for x in (tokens, mask)]
     hidden = policy.forward_group(variables, PROMPTS, MASK, *both)
-    logits = np.asarray(hidden @ policy.head(variables).T, np.float64)
+    return np.asarray(hidden @ policy.head(variables).T, np.float64)
+
+
+def rivals(text, place):
+    """What may stand at a text's place, given what stands before it."""
+    return sorted({other[place] for other in TEXTS if other[:place] == text[:place] and len(other) > place})
+
+
+@pytest.fixture(scope="module")
+def exact(logits):
+    """The log-probability of every text after every prompt, float64 [P, I]: over the tokens that may follow."""
     total = np.zeros((2, len(TEXTS)))
     for (p, i), place in itertools.product(np.ndindex(total.shape), range(LENGTH)):
         if place < len(TEXTS[i]):
-            rivals = sorted({text[place] for text in TEXTS if text[:place] == TEXTS[i][:place] and len(text) > place})
             row = logits[p, i, place]
-            total[p, i] += row[TEXTS[i][place]] - np.log(np.exp(row[rivals]).sum())
+            total[p, i] += row[TEXTS[i][place]] - np.log(np.exp(row[rivals(TEXTS[i], place)]).sum())
     np.testing.assert_allclose(np.exp(total).sum(1), 1, rtol=1e-6)
     return total
 
@@ -93,6 +103,29 @@ def test_every_completion_is_a_text_drawn_as_often_as_it_is_likely(drawn, exact)
         often = expected > 5
         statistic = ((counts - expected)[often] ** 2 / expected[often]).sum()
         assert statistic < 2 * often.sum() and often.sum() > 10
+
+
+def test_restrictions_hold_among_the_tokens_that_may_follow(model, trie, logits):
+    """Penalty, top-k, top-p and min-p, each of which leaves something out here."""
+    policy, variables = model
+    params = SamplingParams(100, LENGTH, 0.5, top_k=12, top_p=0.8, min_p=0.7, repetition_penalty=1.5)
+    sample = make_sampler(policy, params, eos_ids=(EOS,), pad_id=PAD, trie=trie)
+    samples = jax.device_get(sample(variables, PROMPTS, MASK, keys()))
+    left_out = np.zeros(3, int)
+    for (p, g), i in np.ndenumerate(numbers(samples)):
+        for place, token in enumerate(TEXTS[i]):
+            row, may = logits[p, i, place].copy(), rivals(TEXTS[i], place)
+            read = list({*PROMPTS[p][MASK[p]].tolist(), *TEXTS[i][:place]})
+            row[read] = np.where(row[read] > 0, row[read] / 1.5, row[read] * 1.5)
+            best = sorted(may, key=lambda token, row=row: -row[token])[:12]
+            share = np.exp(row[best] / 0.5) / np.exp(row[best] / 0.5).sum()
+            within = np.cumsum(share) - share < 0.8
+            likely = share >= 0.7 * share[0]
+            left_out += [len(may) - len(best), (~within).sum(), (within & ~likely).sum()]
+            drawn = {token: value for token, value, here in zip(best, share, within & likely, strict=True) if here}
+            expected = np.log(drawn[token] / sum(drawn.values()))
+            assert samples.sampler_logprobs[p, g, place] == pytest.approx(expected, abs=2e-4)
+    assert (left_out > 0).all()
 
 
 def test_the_update_has_the_sampler_s_log_probabilities(model, trie, drawn, exact):
@@ -156,10 +189,22 @@ def test_logprobs_and_gradients_are_those_of_the_plain_formula(trie, x64):
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
-def test_every_text_scored_at_once_is_every_text_scored_alone(model, trie, exact, prompts):
+def test_a_ranking_of_all_texts_has_the_score_of_every_text_alone(model, trie, exact, prompts, monkeypatch):
+    """With numbers that are no text's, as titles of the same tokens leave them, and the prompts taken one by one."""
     policy, variables = model
-    scores = make_scorer(policy, trie, pad_id=PAD)(variables, PROMPTS[:prompts], MASK[:prompts])
-    np.testing.assert_allclose(scores, exact[:prompts], rtol=1e-4, atol=1e-5)
+    gaps = trie._replace(text=jnp.where(trie.text >= 0, 2 * trie.text + 1, -1))
+    monkeypatch.setattr(ranking, "_MOST_NUMBERS", 1)
+    found = make_ranker(policy, 0, pad_id=PAD, trie=gaps)(variables, PROMPTS[:prompts], MASK[:prompts])
+    assert found.texts.shape == found.scores.shape == (prompts, len(TEXTS))
+    best = np.argsort(-exact[:prompts], axis=1)
+    np.testing.assert_allclose(found.scores, np.take_along_axis(exact[:prompts], best, 1), rtol=1e-4, atol=1e-5)
+    assert (np.asarray(found.texts) == 2 * best + 1).all()
+
+
+def test_what_is_certain_is_not_decoded():
+    levels = levels_of(make_trie([(2, 3, 4, 5), (2, 6, 4), (3, 3, 3, 3)], vocab_size=9))
+    assert [level.token.tolist() for level in levels] == [[2, 3], [3, 6]]
+    assert [level.texts.tolist() for level in levels] == [[-1, 2], [0, 1]]
 
 
 @pytest.mark.parametrize("group", [1, 7, len(TEXTS)])
@@ -178,11 +223,11 @@ def test_beams_are_the_best_texts_in_order(model, trie, exact, group):
 
 def test_a_ranking_names_the_texts_that_the_beams_write(model, trie):
     policy, variables = model
-    ranking = make_ranker(policy, 9, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
+    listed = make_ranker(policy, 9, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
     written = make_beam_sampler(policy, SamplingParams(9, LENGTH), pad_id=PAD, trie=trie)
     found = written(variables, PROMPTS, MASK, keys())
-    assert (np.asarray(ranking.texts) == numbers(found)).all()
-    np.testing.assert_allclose(ranking.scores, np.asarray(found.logprobs).sum(-1), rtol=1e-5)
+    assert (np.asarray(listed.texts) == numbers(found)).all()
+    np.testing.assert_allclose(listed.scores, np.asarray(found.logprobs).sum(-1), rtol=1e-5)
 
 
 def test_beams_find_what_is_below_a_wide_node_too(model, monkeypatch):
@@ -191,13 +236,14 @@ def test_beams_find_what_is_below_a_wide_node_too(model, monkeypatch):
     texts = [*TEXTS, *[(9, token, EOS) for token in range(10, 50)]]
     trie = make_trie(texts, vocab_size=LLAMA.vocab_size)
     assert widest_below(trie) > NARROW >= widest_below(make_trie(TEXTS, vocab_size=LLAMA.vocab_size))
-    monkeypatch.setattr(beams, "_MOST_LOGITS", 1)
-    scores = np.asarray(make_scorer(policy, trie, pad_id=PAD)(variables, PROMPTS, MASK))
-    ranking = make_ranker(policy, len(texts), pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
-    for found, own, expected in zip(ranking.texts, ranking.scores, scores, strict=True):
-        assert sorted(np.asarray(found).tolist()) == list(range(len(texts)))
-        np.testing.assert_allclose(own, expected[np.asarray(found)], rtol=1e-4, atol=1e-5)
-        assert (np.diff(own) <= 1e-6).all()
+    monkeypatch.setattr(ranking, "_MOST_NUMBERS", 1)
+    every, best = (
+        make_ranker(policy, count, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK) for count in (0, len(texts))
+    )
+    np.testing.assert_allclose(best.scores, every.scores, rtol=1e-4, atol=1e-5)
+    assert (np.sort(best.texts, axis=1) == np.arange(len(texts))).all()
+    own = [np.take_along_axis(x.scores, np.argsort(x.texts, axis=1), axis=1) for x in (every, best)]
+    np.testing.assert_allclose(*own, rtol=1e-4, atol=1e-5)
 
 
 def test_without_replacement_first_and_second_follow_plackett_and_luce(model, trie, exact):

@@ -71,6 +71,10 @@ def test_tokens_that_cannot_be_forbidden(forbidden, message):
         ({"stop": [""]}, "sampling.stop: expected texts that are not empty"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, r"sampling.min_new_tokens: expected a number in \[0, "),
         ({"repetition_penalty": 0}, "sampling.repetition_penalty: expected a number > 0"),
+        ({"group": "beams", "top_k": 5}, "sampling.top_k: expected 0: sampling.group beams knows temperature alone"),
+        ({"group": "distinct", "top_p": 0.9}, "sampling.top_p: expected 1: sampling.group distinct knows"),
+        ({"group": "beams", "min_p": 0.1}, "sampling.min_p: expected 0"),
+        ({"group": "distinct", "repetition_penalty": 1.2}, "sampling.repetition_penalty: expected 1"),
     ],
 )
 def test_values_out_of_range(section, message):

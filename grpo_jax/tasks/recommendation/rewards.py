@@ -25,6 +25,8 @@ from grpo_jax.tasks.recommendation import metrics
 Reward = Callable[..., list[float | None]]
 
 BUILT_IN = ("ndcg", "hit", "mrr", "mixed", "soft")
+RANK_PENALTY = "rank_penalty"
+"""Of policies that rank the catalogue themselves alone, in groups that have an order."""
 
 
 def reward_columns(rank: np.ndarray, probability: np.ndarray) -> dict[str, list[float]]:
@@ -121,6 +123,27 @@ def soft() -> Reward:
         return _listed(np.asarray(probability, np.float64))
 
     return reward
+
+
+def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: Any) -> list[float | None]:
+    """The penalty of wrong items in a group that holds the target: the larger, the higher the policy puts them.
+
+        penalty_i = -d(ρ_i) / Σ_{j wrong} d(ρ_j),   d(ρ) = 1 / log2(1 + ρ)
+
+    ρ is an item's place in its group, from 1: the likeliest first among beams, the first that was drawn among distinct
+    items. It is 0 for the target, which `hit` rewards beside it, and for groups without the target. This is the ranking
+    reward of ReRe (https://arxiv.org/abs/2510.12211) and MiniOneRec (https://arxiv.org/abs/2510.24431). Groups without
+    the target are spared in MiniOneRec's code, which divides by the sum over all places, the target's too.
+
+    Args:
+        rank: 1 for the target, P·G values.
+        place_in_group: From 0; completions of a group stand side by side.
+    """
+    wrong, place = np.asarray(rank) != 1, np.asarray(place_in_group)
+    group = np.cumsum(place == 0) - 1
+    share = np.where(wrong, 1 / np.log2(2.0 + place), 0.0)
+    found, total = np.bincount(group, ~wrong)[group] > 0, np.bincount(group, share)[group]
+    return (0.0 - np.divide(share, total, out=np.zeros(len(share)), where=found & (total > 0))).tolist()
 
 
 def _of_rank(measure: metrics.Measure) -> Reward:

@@ -24,7 +24,14 @@ from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
 from grpo_jax.tasks.recommendation.ranking.recommending import Recommender, make_recommender
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, open_retriever
-from grpo_jax.tasks.recommendation.rewards import BUILT_IN, make_reward, reward_columns, where_ranked
+from grpo_jax.tasks.recommendation.rewards import (
+    BUILT_IN,
+    RANK_PENALTY,
+    make_reward,
+    rank_penalty,
+    reward_columns,
+    where_ranked,
+)
 from grpo_jax.tasks.recommendation.words import item_vectors, policy_words
 from grpo_jax.tasks.task import Choices, Setup, Task, World
 
@@ -142,6 +149,16 @@ class Recommendation(Task):
             require(not given, f"data.{name}", "nothing: prompts are made of histories", given)
         taught = config.warm_start.steps == 0 or self.pairs in ("next", "forms") or self.source == "dummy"
         require(taught, "task.pairs", "next or forms: the others are of the dummy world alone", self.pairs)
+        asked = RANK_PENALTY in (*config.watch, *(section.name for section in config.rewards))
+        ordered = "task.writes title or item, and sampling.group beams or distinct: it asks for places in a group"
+        given, fits = config.sampling.group, self.writes != "query" and config.sampling.group != "samples"
+        require(fits or not asked, f"rewards.{RANK_PENALTY}", ordered, given if self.writes != "query" else self.writes)
+
+    def listed_texts(self, config: Config) -> Sequence[str] | None:
+        """The items of a policy that ranks them itself."""
+        if self.writes == "query":
+            return None
+        return items_of(load_dataset(self, held_out=config.data.held_out).catalogue.titles, self.writes).texts
 
     def load(self, setup: Setup) -> World:
         """Reads the data and opens the retriever, which tests itself.
@@ -174,7 +191,7 @@ class Recommendation(Task):
         return World(
             prompts=dataset.prompts,
             source=self.source,
-            rewards=_rewards(len(catalogue), fused=known is not None),
+            rewards=_rewards(len(catalogue), fused=known is not None, ranks=items is not None),
             default_rewards=(RewardSection("ndcg"),),
             default_watch=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
             measures=measure,
@@ -219,9 +236,10 @@ def _oracle(task: Recommendation, row: Row) -> str:
     return item_word(row.columns["target_row"]) if task.writes == "item" else row.columns["target_title"]
 
 
-def _rewards(items: int, *, fused: bool) -> dict[str, Any]:
+def _rewards(items: int, *, fused: bool, ranks: bool) -> dict[str, Any]:
     made = {name: Maker(functools.partial(_built_in, name, items)) for name in BUILT_IN}
-    return {**made, RANK: _rank, **({FUSED: _fused} if fused else {})}
+    of_groups = {RANK_PENALTY: rank_penalty} if ranks else {}
+    return {**made, **of_groups, RANK: _rank, **({FUSED: _fused} if fused else {})}
 
 
 def _built_in(name: str, items: int, **options: Any) -> Reward:

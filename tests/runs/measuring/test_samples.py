@@ -123,6 +123,7 @@ def test_evaluate_takes_other_settings(run, capsys, monkeypatch):
     ("section", "message"),
     [
         ({"samples": 4, "sampled": False}, "samples: expected 1 with evaluation.sampled false, got 4"),
+        ({"top_k": 4, "sampled": False}, "top_k: expected null with evaluation.sampled false, got 4"),
         ({"samples": 0}, "samples: expected a number >= 1"),
         ({"temperature": 0}, "temperature: expected null or a number > 0"),
         ({"top_p": 0}, r"top_p: expected null or a number in \(0, 1\]"),

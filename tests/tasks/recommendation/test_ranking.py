@@ -132,7 +132,12 @@ def test_the_table_tells_policy_prior_and_both_apart(run):
     ("words", "wrong"),
     [
         (["--sampling.max_new_tokens=1"], "sampling.max_new_tokens: expected at least 2"),
-        (["--task.listed=281"], "at most 280"),
+        (["--task.listed=281"], "task.listed: expected at most 280"),
+        (["--sampling.top_k=5"], "sampling.top_k: expected 0"),
+        (
+            ["--sampling.group=samples", "--rewards=[{name: rank_penalty}]"],
+            "rewards.rank_penalty: expected",
+        ),
         (["--data.allowed_tokens=ascii"], "data.allowed_tokens"),
         (["--sampling.stop=[x]"], "sampling.stop"),
         (["--task.pairs=lessons"], "pairs"),

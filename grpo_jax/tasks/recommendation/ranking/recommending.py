@@ -108,15 +108,15 @@ def _asked(config: Any, policy: Any, row: Row) -> Any:
 
 
 def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> Callable[[Row, int], list[Any]]:
+    from grpo_jax.core.trie import text_count
     from grpo_jax.rollout.texts import policy_choices
-    from grpo_jax.sampling.beams import make_ranker
+    from grpo_jax.sampling.ranking import make_ranker
 
     task, loaded = config.task, policy.loaded
     items = items_of(catalogue.titles, task.writes)
     trie = policy_choices(config, items.texts, loaded)
     assert trie is not None
-    listed = min(task.listed or len(items.texts), len(items.texts))
-    rank = make_ranker(policy.functions, listed, pad_id=loaded.pad_id, trie=trie)
+    rank = make_ranker(policy.functions, min(task.listed, text_count(trie)), pad_id=loaded.pad_id, trie=trie)
     own = catalogue is dataset.catalogue
     known = make_prior(task.prior, catalogue.titles, dataset.users if own else ()) if task.prior.used else None
 

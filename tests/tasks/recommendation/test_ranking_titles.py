@@ -1,0 +1,100 @@
+"""A policy that ranks titles, in groups of beams, with every item listed: a run through the command, and asking it."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+import yaml
+
+from grpo_jax.predict import main as predict_main
+from grpo_jax.recommend import load_recommender
+from grpo_jax.rollout.inputs.encoding import make_encode
+from grpo_jax.rollout.texts import policy_choices
+from grpo_jax.runs.policy import restore_policy
+from grpo_jax.sampling.ranking import make_ranker
+from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.train import main
+
+GROUP = 30
+RUN = {
+    "task": {
+        "kind": "recommendation",
+        "source": "dummy",
+        "dummy_users": 60,
+        "dummy_items": 280,
+        "writes": "title",
+        "template": "{last}",
+        "listed": 0,
+    },
+    "policy": {"path": "new", "new": {"width": 16, "layers": 1, "heads": 2, "window": 16}, "remat": "none"},
+    "warm_start": {"steps": 8, "batch": 16, "learning_rate": 5e-3},
+    "sampling": {"group_size": GROUP, "group": "beams", "max_new_tokens": 5},
+    "data": {"max_prompt_tokens": 10},
+    "algorithm": {"preset": "grpo"},
+    "training": {"prompts_per_batch": 16, "max_steps": 1, "save_every": 0},
+    "rewards": [{"name": "hit", "options": {"k": 1}}, {"name": "rank_penalty"}],
+    "evaluation": {"prompts": 0, "validation_prompts": 8, "every": 0, "sampled": False, "gallery": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("titles")
+    (folder / "config.yaml").write_text(yaml.safe_dump(RUN))
+    assert main([f"--config={folder / 'config.yaml'}", f"--run_dir={folder / 'run'}"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def restored(run):
+    config, policy, _ = restore_policy(run, "final")
+    return config, policy, load_dataset(config.task)
+
+
+def test_wrong_beams_pay_for_their_place_in_groups_that_hit(run):
+    table = parquet.read_table(next((run / "completions").glob("*.parquet"))).to_pylist()
+    hits = 0
+    for start in range(0, len(table), GROUP):
+        group = table[start : start + GROUP]
+        assert len({line["completion"] for line in group}) == GROUP
+        right = [line["reward/hit"] == 1 for line in group]
+        weights = [0 if hit else 1 / math.log2(place + 1) for place, hit in enumerate(right, 1)]
+        expected = [-weight / sum(weights) if any(right) else 0.0 for weight in weights]
+        assert [line["reward/rank_penalty"] for line in group] == pytest.approx(expected, abs=1e-6)
+        hits += any(right)
+    assert 0 < hits < len(table) / GROUP
+
+
+def test_what_is_measured_are_the_ranks_among_all_items(run, restored):
+    """Against beams as wide as the catalogue."""
+    config, policy, dataset = restored
+    loaded, rows = policy.loaded, dataset.prompts.test
+    trie = policy_choices(config, config.task.listed_texts(config), loaded)
+    encode = make_encode(
+        loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size, rows=rows, eyes=None
+    )
+    prompt = encode(rows)
+    beams = make_ranker(policy.functions, 280, pad_id=loaded.pad_id, trie=trie)
+    ranks = []
+    for row, best in zip(rows, beams(policy.variables, prompt.tokens, prompt.mask).texts, strict=True):
+        target, history = row.columns["target_row"], set(row.columns["history"])
+        left = [item for item in np.asarray(best).tolist() if item == target or item not in history]
+        ranks.append(1 + left.index(target))
+    measured = json.loads((run / "summary.json").read_text())["evaluation"]["mrr"]["after"]
+    assert measured == pytest.approx(np.mean(1 / np.array(ranks)), abs=2e-4) and max(ranks) > 200
+
+
+def test_scores_of_what_is_recommended_are_probabilities_of_the_whole_catalogue(run, restored):
+    titles = restored[2].catalogue.titles
+    found = load_recommender(run)([titles[3]], 280)
+    assert len(found) == 279 and 0.5 < sum(math.exp(item.score) for item in found) < 1
+    assert found[0].score > found[-1].score
+
+
+def test_predict_writes_a_title_of_the_catalogue(run, restored, capsys):
+    titles = restored[2].catalogue.titles
+    assert predict_main(["--run", str(run), "--prompt", titles[3], titles[200], "chair"]) == 0
+    written = capsys.readouterr().out.splitlines()
+    assert len(written) == 3 and set(written) <= set(titles)

@@ -20,6 +20,9 @@ from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 Known = Callable[[Sequence[Sequence[int]]], np.ndarray]
 """Histories (rows of the catalogue, oldest first) → f32 [P, I], what stands beside the log-probabilities."""
+Part = Callable[[], np.ndarray]
+Parts = Callable[[Sequence[Sequence[int]], float], tuple[Part, Part]]
+"""(histories, decay) → two functions that give f32 [P, I]: how much titles resemble, and how often taken together."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,40 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
         titles: I.
         users: Sequences that `together` comes from; their last two items are not looked at.
     """
-    from grpo_jax.tasks.recommendation.baselines import decayed, item_similarity
-
-    vectors, together = title_vectors(titles), item_similarity(users, len(titles))
+    parts = make_parts(titles, users)
 
     def known(histories: Sequence[Sequence[int]]) -> np.ndarray:
-        weights: Any = decayed(histories, len(titles), decay=section.decay)
-        found: Any = np.zeros((len(histories), len(titles)), np.float32)
+        resembling, together = parts(histories, section.decay)
+        found = np.zeros((len(histories), len(titles)), np.float32)
         if section.history:
-            asked = weights @ vectors
-            length = np.sqrt(np.asarray(asked.multiply(asked).sum(1))).reshape(-1, 1)
-            found += section.history * (asked @ vectors.T).toarray() / np.maximum(length, 1e-9)
+            found += section.history * resembling()
         if section.together:
-            found += section.together * (weights @ together).toarray()
-        return np.asarray(found, np.float32)
+            found += section.together * together()
+        return found
 
     return known
+
+
+def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> Parts:
+    """What the weights of `make_prior` are multiplied with; arguments as there."""
+    from grpo_jax.tasks.recommendation.baselines import decayed, item_similarity
+
+    vectors, similarity = title_vectors(titles), item_similarity(users, len(titles))
+
+    def parts(histories: Sequence[Sequence[int]], decay: float) -> tuple[Part, Part]:
+        weights: Any = decayed(histories, len(titles), decay=decay)
+
+        def resembling() -> np.ndarray:
+            asked = weights @ vectors
+            length = np.sqrt(np.asarray(asked.multiply(asked).sum(1))).reshape(-1, 1)
+            return np.asarray((asked @ vectors.T).toarray() / np.maximum(length, 1e-9), np.float32)
+
+        def together() -> np.ndarray:
+            return np.asarray((weights @ similarity).toarray(), np.float32)
+
+        return resembling, together
+
+    return parts
 
 
 def title_vectors(titles: Sequence[str]) -> Any:

@@ -1,4 +1,4 @@
-"""SASRec (Kang & McAuley 2018, https://arxiv.org/abs/1808.09781) on the project's data: a peer of the policies, in PyTorch.
+"""SASRec (Kang & McAuley 2018, https://arxiv.org/abs/1808.09781) on the project's data: a peer in PyTorch.
 
     python benchmarks/recommendation/sasrec.py [--config recommendation_beauty] [--seed 0] [--epochs 60] [--limit USERS]
                                                [--json FILE] [--ranks FILE.npy]
@@ -11,8 +11,8 @@ Petrov & Macdonald 2023, https://arxiv.org/abs/2308.07192). The epoch that is be
 
 Then the whole catalogue is ranked for every test user by the project's own code: the history left out, ties against the
 target. Three lines come of it: SASRec; the same with the history ranked too, as some papers do; and its log-softmax
-with the prior that `recommend --choose_prior` would choose for it on the validation users, so that a policy with a prior
-has a peer with one. Prints a table on stderr and JSON on stdout.
+with the prior that is best beside it on the validation users, as `grpo_jax.recommend --choose_prior` chooses it, so
+that a policy with a prior has a peer with one. Prints a table on stderr and JSON on stdout.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def measure(model: SASRec, dataset: Dataset, options: argparse.Namespace) -> tup
     score = scorer(model, rows, options.length)
     kept = [dataclasses.replace(row, columns={**row.columns, "history": ()}) for row in rows]
     titles, users = dataset.catalogue.titles, dataset.users
-    chosen = weigh(scorer(model, watched, options.length), make_parts(titles, users), watched, grid())[0].prior
+    own = scorer(model, watched, options.length)
+    chosen = weigh(own, make_parts(titles, users), watched, grid(), items=len(titles))[0].prior
     known, histories = make_prior(chosen, titles, users), [row.columns["history"] for row in rows]
     counts = {
         "SASRec": rank_all(score, rows),
@@ -200,7 +201,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--decay", type=float, default=0.01, help="of weights, AdamW's")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="also write the report there")
-    parser.add_argument("--ranks", help="write the test users' ranks there (.npy, f64 [methods, users], rows as tested)")
+    parser.add_argument(
+        "--ranks", help="write the test users' ranks there (.npy, f64 [methods, users], rows as tested)"
+    )
     return parser
 
 

@@ -86,7 +86,7 @@ def rows_of(path):
 
 def test_the_table_stands_in_console_report_and_summary(folder, summary):
     methods = ["popularity", "item-kNN", "item-kNN, decay 0.7", "Markov-1 + popularity", "last title"]
-    methods += ["history titles, decay 0.7", "oracle: own title"]
+    methods += ["history titles, decay 0.7", "oracle: own title", "titles + item-kNN"]
     methods += ["policy, untrained"]
     methods += ["policy, before", "policy, before, sampled", "policy, after", "policy, after, sampled"]
     saved = json.loads((folder / "whole" / "summary.json").read_text())

@@ -73,6 +73,15 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
     return known
 
 
+def fusion_baseline(titles: Sequence[str], users: Sequence[UserSequence], *, decay: float) -> Known:
+    """The baseline of titles and counts together: cos(history, title) + 2 · co-occurrence.
+
+    The weight 2 was the best of 0, .1, .2, .3, .5, .7, 1 and 2 on 4,000 validation users of Amazon Beauty. Arguments as
+    of `make_prior`.
+    """
+    return make_prior(PriorSection(history=1.0, together=2.0, decay=decay), titles, users)
+
+
 def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> Parts:
     """What the weights of `make_prior` are multiplied with; arguments as there."""
     from grpo_jax.tasks.recommendation.baselines import decayed, item_similarity

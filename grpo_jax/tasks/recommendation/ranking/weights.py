@@ -15,7 +15,9 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.ranking.prior import Parts, PriorSection
 
-HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0, 20.0), (0.0, 3.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
+HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
+_MOST_SCORES = 2**23
+"""That are held at once for each of the parts."""
 
 
 class Weighed(NamedTuple):
@@ -38,7 +40,7 @@ def weigh(
     rows: Sequence[Row],
     points: Sequence[PriorSection],
     *,
-    block: int = 512,
+    items: int,
 ) -> list[Weighed]:
     """What each point earns on the same rows, best first; of equal ones the earlier.
 
@@ -50,14 +52,14 @@ def weigh(
         parts: Of `prior.make_parts`.
         rows: U examples with the columns "target_row" and "history".
         points: Weights to try.
-        block: Rows at once.
+        items: I.
 
     Raises:
         ValueError: If there are no rows.
     """
     if not rows:
         raise ValueError("rows must be at least one")
-    ranks = np.empty((len(points), len(rows)))
+    ranks, block = np.empty((len(points), len(rows))), max(1, min(512, _MOST_SCORES // items))
     for start in range(0, len(rows), block):
         part = rows[start : start + block]
         histories = [row.columns["history"] for row in part]

@@ -15,7 +15,7 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.ranking.prior import Parts, PriorSection
 
-HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
+HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0, 20.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
 _MOST_SCORES = 2**23
 """That are held at once for each of the parts."""
 

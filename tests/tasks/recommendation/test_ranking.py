@@ -85,6 +85,10 @@ def test_the_prior_is_what_its_equation_says():
     assert text.argmax() == 1 and text[2] == 0 and 0 < text[3] < text[0] < 1.0001
 
 
+def test_titles_without_a_word_resemble_nothing():
+    assert make_prior(PriorSection(history=1.0), ["a", "b c", "!"], [])([[0, 1]]).tolist() == [[0.0, 0.0, 0.0]]
+
+
 def test_what_is_not_listed_is_level_with_the_last_that_is():
     fused = fused_scores(np.array([[2, 0]]), np.array([[-1.0, -3.0]]), np.array([[0.0, 0.5, 0.0, 4.0]]))
     assert fused.tolist() == [[-3.0, -2.5, -1.0, 1.0]]

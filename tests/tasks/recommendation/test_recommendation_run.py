@@ -25,6 +25,7 @@ from grpo_jax.tasks.recommendation.rewards import reward_columns
 from grpo_jax.tasks.recommendation.task import Recommendation
 from grpo_jax.tasks.recommendation.words import policy_words
 from grpo_jax.tasks.task import Setup
+from grpo_jax.recommend import main as recommend_main
 from grpo_jax.train import main, run
 
 OWN = '''
@@ -82,6 +83,11 @@ def summary(folder):
 def rows_of(path):
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
+
+
+def test_a_policy_that_writes_queries_has_no_prior_to_choose(folder, summary, capsys):
+    assert recommend_main(["--run", str(folder / "whole"), "--choose_prior"]) == 2
+    assert "task.writes: expected title or item" in capsys.readouterr().err
 
 
 def test_the_table_stands_in_console_report_and_summary(folder, summary):

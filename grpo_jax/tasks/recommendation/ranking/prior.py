@@ -105,13 +105,19 @@ def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> Parts:
 
 
 def title_vectors(titles: Sequence[str]) -> Any:
-    """TF-IDF vectors of the titles with each word's idf once more, a sparse f32 [I, words] of unit rows."""
+    """TF-IDF vectors of the titles with each word's idf once more, a sparse f32 [I, words] of unit rows.
+
+    Titles without a word (two letters or digits in a row) are rows of 0.
+    """
     from scipy import sparse
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
 
     vectorizer = TfidfVectorizer(sublinear_tf=True)
-    counted = vectorizer.fit_transform(titles)
+    try:
+        counted = vectorizer.fit_transform(titles)
+    except ValueError:  # not one of them has a word
+        return sparse.csr_array((len(titles), 1), dtype=np.float32)
     return sparse.csr_array(normalize(counted @ sparse.diags_array(vectorizer.idf_)), dtype=np.float32)
 
 

@@ -30,8 +30,9 @@ class Weighed(NamedTuple):
 
 def grid() -> list[PriorSection]:
     """The points that are tried; the policy alone is the first."""
-    used = [PriorSection(*point) for point in itertools.product(HISTORY, TOGETHER, DECAYS)]
-    return [PriorSection(), *(point for point in used if point.used)]
+    every = itertools.product(HISTORY, TOGETHER, DECAYS)
+    points = [PriorSection(history=history, together=together, decay=decay) for history, together, decay in every]
+    return [PriorSection(), *(point for point in points if point.used)]
 
 
 def weigh(

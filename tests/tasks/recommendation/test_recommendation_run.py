@@ -16,6 +16,7 @@ from support.text_task import aged
 from grpo_jax.config import RewardSection, make_config, to_yaml
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import StopRun, UserError
+from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.binding import bind, find_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
@@ -25,7 +26,6 @@ from grpo_jax.tasks.recommendation.rewards import reward_columns
 from grpo_jax.tasks.recommendation.task import Recommendation
 from grpo_jax.tasks.recommendation.words import policy_words
 from grpo_jax.tasks.task import Setup
-from grpo_jax.recommend import main as recommend_main
 from grpo_jax.train import main, run
 
 OWN = '''

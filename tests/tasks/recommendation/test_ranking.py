@@ -213,7 +213,9 @@ def test_a_prior_is_chosen_on_validation_users_by_the_policys_own_ranking(run, c
     assert recommend_main(["--run", str(run), "--choose_prior", "--users", "40", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     best = found[0]
-    assert yaml.safe_load(said[-1]) == {"prior": {name: best[name] for name in ("history", "together", "decay")}}
+    assert yaml.safe_load("\n".join(line for line in said if line.startswith("  prior:"))) == {
+        "prior": {name: best[name] for name in ("history", "together", "decay")}
+    }
     of = {(one["history"], one["together"], one["decay"]): one["ndcg@10"] for one in found}
     assert {(0.0, 0.0, 0.7), (1.0, 2.0, 0.7)} <= of.keys() and best["ndcg@10"] == max(of.values()) > of[0.0, 0.0, 0.7]
     # The run measured its own prior on its first 8 validation users.

@@ -11,7 +11,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, fused_scores, make_parts
 from grpo_jax.tasks.recommendation.ranking.recommending import policy_ranking
-from grpo_jax.tasks.recommendation.ranking.weights import Weighed, grid, weigh
+from grpo_jax.tasks.recommendation.ranking.weights import HISTORY, TOGETHER, Weighed, grid, weigh
 
 _SHOWN = 10
 
@@ -71,10 +71,15 @@ def _lines(earned: Sequence[Weighed], users: int, configured: PriorSection) -> l
         if place < _SHOWN or one.prior in names
     ]
     best = earned[0].prior
+    most = {"history": max(HISTORY), "together": max(TOGETHER)}
+    edge = [
+        f"{name} {limit:g} is the most that was tried" for name, limit in most.items() if getattr(best, name) >= limit
+    ]
     return [
         f"{users:,} validation users, {len(earned)} priors; no test user was looked at",
         f"{'NDCG@10':>7}  {'HR@10':>6}  {'history':>7}  {'together':>8}  {'decay':>5}",
         *lines,
         "for the config, under task:",
         f"  prior: {{history: {best.history:g}, together: {best.together:g}, decay: {best.decay:g}}}",
+        *edge,
     ]

@@ -3,6 +3,7 @@
 On the command line:
 
     python -m grpo_jax.recommend --run DIR --history "title | title" [--k 10]
+    python -m grpo_jax.recommend --run DIR --choose_prior [--users 2000]
 """
 
 from __future__ import annotations
@@ -31,12 +32,33 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogu
     Raises:
         UserError: There is no such run or checkpoint, or its task recommends nothing.
     """
+    config, policy = _restored(run_dir, checkpoint)
+    return config.task.recommender(config, policy, make_rewriter(config, policy), catalogue=catalogue)
+
+
+@extras_named()
+def choose_prior(run_dir: str | Path, checkpoint: str = "final", *, users: int | None = None) -> Any:
+    """What the priors of a grid earn beside a policy's own ranking of validation users: lines to print, and records.
+
+    Args:
+        run_dir: Run directory of a training run whose policy ranks the catalogue itself.
+        checkpoint: "final", "best", or a step.
+        users: How many validation users; None for as many as the run's evaluation.validation_prompts.
+
+    Raises:
+        UserError: There is no such run or checkpoint, or its policy ranks nothing itself.
+    """
+    config, policy = _restored(run_dir, checkpoint)
+    return config.task.choose_prior(config, policy, users=users)
+
+
+def _restored(run_dir: str | Path, checkpoint: str) -> tuple[Any, Any]:
     from grpo_jax.runs.policy import restore_policy, run_config
 
     if not hasattr(run_config(run_dir).task, "recommender"):
         raise UserError(f"{said(str(run_dir))}: its task recommends nothing")
     config, policy, _ = restore_policy(run_dir, checkpoint)
-    return config.task.recommender(config, policy, make_rewriter(config, policy), catalogue=catalogue)
+    return config, policy
 
 
 def recommend(run_dir: str | Path, history: Sequence[str], k: int = 10) -> list[Any]:
@@ -54,7 +76,11 @@ def make_parser() -> argparse.ArgumentParser:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--history", help=f"Titles or ids, oldest first, with {SEPARATOR} between them.")
     asked.add_argument("--file", metavar="FILE", help="A history on each line; prints JSON, a line for each.")
-    parser.add_argument("--k", type=int, default=10, help="Items (default: %(default)s).")
+    asked.add_argument(
+        "--choose_prior", action="store_true", help="Try weights of the prior on validation users; best first."
+    )
+    parser.add_argument("--k", type=int, help="Items (default: 10).")
+    parser.add_argument("--users", type=int, help="Of --choose_prior (default: the run's validation prompts).")
     parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
     parser.add_argument("--catalogue", metavar="FILE", help="Rank the items of this file, not of the run's catalogue.")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
@@ -69,20 +95,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _recommend(options: argparse.Namespace) -> None:
-    if options.k < 1:
-        raise UserError(f"--k: expected a number >= 1, got {options.k}")
+    if options.choose_prior:
+        return _choose(options)
+    if options.users is not None:
+        raise UserError("--users: goes with --choose_prior alone")
+    k = 10 if options.k is None else options.k
+    if k < 1:
+        raise UserError(f"--k: expected a number >= 1, got {k}")
     histories = [options.history] if options.file is None else read_lines(options.file)
     asked = load_recommender(options.run, options.checkpoint, catalogue=options.catalogue)
     for number, line in enumerate(histories, 1):
         titles = [title.strip() for title in line.split(SEPARATOR) if title.strip()]
         try:
-            found = asked(titles, options.k)
+            found = asked(titles, k)
         except UserError as error:
             raise UserError(f"{options.file}:{number}: {error}" if options.file else str(error)) from error
         if options.file or options.json:
             print(json.dumps({"history": titles, "items": [item._asdict() for item in found]}, ensure_ascii=False))
         else:
             _print(found)
+
+
+def _choose(options: argparse.Namespace) -> None:
+    for name in ("k", "catalogue"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name}: does not go with --choose_prior")
+    if options.users is not None and options.users < 1:
+        raise UserError(f"--users: expected a number >= 1, got {options.users}")
+    found = choose_prior(options.run, options.checkpoint, users=options.users)
+    for line in [json.dumps(found.records)] if options.json else found.lines:
+        print(line)
 
 
 def _print(found: Sequence[Any]) -> None:

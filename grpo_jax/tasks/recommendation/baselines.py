@@ -129,7 +129,7 @@ def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> 
 
 
 def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
-    starts = np.concatenate([[0], np.cumsum([len(entry) for entry in columns])])
+    starts = np.cumsum([0, *(len(entry) for entry in columns)])
     indices = np.fromiter((item for entry in columns for item in entry), np.int64, starts[-1])
     return sparse.csr_array((values, indices, starts), shape=(len(columns), items))
 

@@ -74,14 +74,18 @@ def results_table(
     """Every baseline and the given policies on the rows, full ranking, ties as retrieval.ties says."""
     # SciPy is needed for nothing else of a run.
     from grpo_jax.tasks.recommendation.baselines import count_baselines, rank_all, title_baselines
+    from grpo_jax.tasks.recommendation.ranking.prior import fusion_baseline
     from grpo_jax.tasks.recommendation.table import direction_groups
 
     catalogue = dataset.catalogue
     ranks = count_baselines(dataset.users, len(catalogue), rows, decay=task.decay, rule=task.retrieval.ties)
     ranks |= title_baselines(retriever, catalogue, rows, decay=task.decay)
-    if known is not None:
-        histories = [row.columns["history"] for row in rows]
-        ranks["prior alone"] = rank_of(rank_all(lambda start, stop: known(histories[start:stop]), rows))
+    priors = {"titles + item-kNN": fusion_baseline(catalogue.titles, dataset.users, decay=task.decay)}
+    priors |= {} if known is None else {"prior alone": known}
+    histories = [row.columns["history"] for row in rows]
+    for name, prior in priors.items():
+        counts = rank_all(lambda start, stop, prior=prior: prior(histories[start:stop]), rows)
+        ranks[name] = rank_of(counts, rule=task.retrieval.ties)
     ranks |= {f"policy, {name}": np.asarray(values, np.float64) for name, values in policies.items()}
     groups = direction_groups(rows, catalogue, task.order_column) if task.order_column else None
     return make_table(ranks, groups)

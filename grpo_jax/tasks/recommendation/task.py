@@ -19,6 +19,7 @@ from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import dummy, metrics
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs
+from grpo_jax.tasks.recommendation.ranking.choosing import ChosenPrior, choose_prior
 from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, item_word, items_of, ranking_columns
 from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
 from grpo_jax.tasks.recommendation.ranking.recommending import Recommender, make_recommender
@@ -214,6 +215,10 @@ class Recommendation(Task):
     ) -> Recommender:
         """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
         return make_recommender(config, policy, write, catalogue=catalogue)
+
+    def choose_prior(self, config: Any, policy: Any, *, users: int | None = None) -> ChosenPrior:
+        """Which weights of the prior are best for a trained policy (`choosing.choose_prior`)."""
+        return choose_prior(config, policy, users=users)
 
     def _vectors(self, titles: Sequence[str]) -> Callable[[int], dict[str, np.ndarray]] | None:
         wanted = self.writes == "item" and self.item_start == "titles"

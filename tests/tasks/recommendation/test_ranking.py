@@ -12,7 +12,7 @@ from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.dummy import make_world
-from grpo_jax.tasks.recommendation.metrics import ndcg
+from grpo_jax.tasks.recommendation.metrics import count_better, hit, ndcg, rank_of
 from grpo_jax.tasks.recommendation.ranking.items import (
     FUSED_RANK,
     LISTED_RANK,
@@ -21,7 +21,8 @@ from grpo_jax.tasks.recommendation.ranking.items import (
     items_of,
     ranking_columns,
 )
-from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, fused_scores, make_prior
+from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, fused_scores, make_parts, make_prior
+from grpo_jax.tasks.recommendation.ranking.weights import grid, weigh
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 from grpo_jax.train import main
 
@@ -84,6 +85,10 @@ def test_the_prior_is_what_its_equation_says():
     assert text.argmax() == 1 and text[2] == 0 and 0 < text[3] < text[0] < 1.0001
 
 
+def test_titles_without_a_word_resemble_nothing():
+    assert make_prior(PriorSection(history=1.0), ["a", "b c", "!"], [])([[0, 1]]).tolist() == [[0.0, 0.0, 0.0]]
+
+
 def test_what_is_not_listed_is_level_with_the_last_that_is():
     fused = fused_scores(np.array([[2, 0]]), np.array([[-1.0, -3.0]]), np.array([[0.0, 0.5, 0.0, 4.0]]))
     assert fused.tolist() == [[-3.0, -2.5, -1.0, 1.0]]
@@ -96,6 +101,34 @@ def test_what_is_not_listed_is_level_with_the_last_that_is():
         np.array([[-1.0, -3]]),
     )
     assert columns[FUSED_RANK] == [1.0]  # the only better one is in the history
+
+
+def test_a_grid_of_priors_earns_what_each_of_them_earns_alone():
+    rng = np.random.default_rng(0)
+    titles = [f"{color} {thing}" for color in ("red", "blue", "green") for thing in ("soap", "brush", "mask", "oil")]
+    users = [UserSequence(str(user), tuple(rng.permutation(12)[:7].tolist())) for user in range(30)]
+    rows = [row(user.items[:-2], user.items[-2]) for user in users]
+    histories, targets = [list(one.columns["history"]) for one in rows], np.array([user.items[-2] for user in users])
+    listed = np.stack([rng.permutation(12)[:8] for _ in rows])
+    scores = -np.sort(rng.exponential(3.0, (30, 8)).astype(np.float32), axis=1)
+    nothing = np.zeros((30, 12), np.float32)
+
+    def own(start, stop):
+        return fused_scores(listed[start:stop], scores[start:stop], nothing[start:stop])
+
+    points = grid()
+    assert points[0] == PriorSection() and len(set(points)) == len(points) > 25
+    # So many items that few rows are scored at once.
+    found = weigh(own, make_parts(titles, users), rows, points, items=2**20)
+    assert {one.prior for one in found} == set(points)
+    assert all(one.ndcg >= other.ndcg for one, other in itertools.pairwise(found))
+    assert len({one.ndcg for one in found}) > 10
+    for one in found:
+        fused = fused_scores(listed, scores, make_prior(one.prior, titles, users)(histories))
+        rank = rank_of(count_better(fused, targets, histories))
+        assert (one.ndcg, one.hit) == pytest.approx((ndcg(rank, k=10).mean(), hit(rank, k=10).mean()))
+    with pytest.raises(ValueError, match="rows"):
+        weigh(own, make_parts(titles, users), [], points, items=12)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +155,14 @@ def test_the_table_tells_policy_prior_and_both_apart(run):
     summary = json.loads((run / "summary.json").read_text())
     names = [line["method"] for line in summary["findings"]] if "findings" in summary else []
     text = (run / "train.log").read_text()
-    for name in ("prior alone", "policy, before", "policy, before + prior", "policy, after", "policy, after + prior"):
+    for name in (
+        "titles + item-kNN",
+        "prior alone",
+        "policy, before",
+        "policy, before + prior",
+        "policy, after",
+        "policy, after + prior",
+    ):
         assert name in text or name in names
     before = summary["evaluation"]["ndcg@10"]["before"]
     assert 0 <= before <= 1 and summary["evaluation"]["ndcg@10"]["oracle"] == 1
@@ -171,9 +211,30 @@ def test_a_trained_run_recommends_and_says_why(run, capsys, tmp_path):
     assert second["history"] == [titles[1]]
 
 
+def test_a_prior_is_chosen_on_validation_users_by_the_policys_own_ranking(run, capsys):
+    assert recommend_main(["--run", str(run), "--choose_prior", "--users", "40"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("40 validation users") and said[0].endswith("no test user was looked at")
+    earned, (best, *others) = [float(line.split()[0]) for line in said[2:12]], said[2:12]
+    assert earned == sorted(earned, reverse=True) and len(others) == 9
+    chosen = yaml.safe_load("\n".join(line for line in said if line.startswith("  prior:")))["prior"]
+    assert [float(word) for word in best.split()[2:5]] == list(chosen.values())
+    alone = next(float(line.split()[0]) for line in said if line.endswith("the policy alone"))
+    assert earned[0] > alone and any(line.endswith("the run's") for line in said)
+    # The run measured its policy alone on its first 8 validation users, which are those of the default.
+    assert recommend_main(["--run", str(run), "--choose_prior", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    alone = next(one for one in found if not one["history"] and not one["together"])
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert alone["ndcg@10"] == pytest.approx(metrics[-1]["validation/ndcg@10"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
+        (["--choose_prior", "--k", "5"], "--k: does not go with --choose_prior"),
+        (["--choose_prior", "--users", "0"], "--users: expected a number >= 1"),
+        (["--history", "i1", "--users", "5"], "--users: goes with --choose_prior alone"),
         (["--history", "no such thing at all"], "history: no item is called 'no such thing at all'"),
         (["--history", " | "], "history: expected at least one title"),
         (["--history", "i1", "--k", "0"], "--k: expected a number >= 1"),

@@ -16,6 +16,7 @@ from support.text_task import aged
 from grpo_jax.config import RewardSection, make_config, to_yaml
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import StopRun, UserError
+from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.binding import bind, find_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
@@ -84,9 +85,14 @@ def rows_of(path):
     return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
 
 
+def test_a_policy_that_writes_queries_has_no_prior_to_choose(folder, summary, capsys):
+    assert recommend_main(["--run", str(folder / "whole"), "--choose_prior"]) == 2
+    assert "task.writes: expected title or item" in capsys.readouterr().err
+
+
 def test_the_table_stands_in_console_report_and_summary(folder, summary):
     methods = ["popularity", "item-kNN", "item-kNN, decay 0.7", "Markov-1 + popularity", "last title"]
-    methods += ["history titles, decay 0.7", "oracle: own title"]
+    methods += ["history titles, decay 0.7", "oracle: own title", "titles + item-kNN"]
     methods += ["policy, untrained"]
     methods += ["policy, before", "policy, before, sampled", "policy, after", "policy, after, sampled"]
     saved = json.loads((folder / "whole" / "summary.json").read_text())

@@ -20,6 +20,9 @@ from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 Known = Callable[[Sequence[Sequence[int]]], np.ndarray]
 """Histories (rows of the catalogue, oldest first) → f32 [P, I], what stands beside the log-probabilities."""
+Part = Callable[[], np.ndarray]
+Parts = Callable[[Sequence[Sequence[int]], float], tuple[Part, Part]]
+"""(histories, decay) → two functions that give f32 [P, I]: how much titles resemble, and how often taken together."""
 
 
 @dataclass(frozen=True)
@@ -56,32 +59,65 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
         titles: I.
         users: Sequences that `together` comes from; their last two items are not looked at.
     """
-    from grpo_jax.tasks.recommendation.baselines import decayed, item_similarity
-
-    vectors, together = title_vectors(titles), item_similarity(users, len(titles))
+    parts = make_parts(titles, users)
 
     def known(histories: Sequence[Sequence[int]]) -> np.ndarray:
-        weights: Any = decayed(histories, len(titles), decay=section.decay)
-        found: Any = np.zeros((len(histories), len(titles)), np.float32)
+        resembling, together = parts(histories, section.decay)
+        found = np.zeros((len(histories), len(titles)), np.float32)
         if section.history:
-            asked = weights @ vectors
-            length = np.sqrt(np.asarray(asked.multiply(asked).sum(1))).reshape(-1, 1)
-            found += section.history * (asked @ vectors.T).toarray() / np.maximum(length, 1e-9)
+            found += section.history * resembling()
         if section.together:
-            found += section.together * (weights @ together).toarray()
-        return np.asarray(found, np.float32)
+            found += section.together * together()
+        return found
 
     return known
 
 
+def fusion_baseline(titles: Sequence[str], users: Sequence[UserSequence], *, decay: float) -> Known:
+    """The baseline of titles and counts together: cos(history, title) + 2 · co-occurrence.
+
+    The weight 2 was the best of 0, .1, .2, .3, .5, .7, 1 and 2 on 4,000 validation users of Amazon Beauty. Arguments as
+    of `make_prior`.
+    """
+    return make_prior(PriorSection(history=1.0, together=2.0, decay=decay), titles, users)
+
+
+def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> Parts:
+    """What the weights of `make_prior` are multiplied with; arguments as there."""
+    from grpo_jax.tasks.recommendation.baselines import decayed, item_similarity
+
+    vectors, similarity = title_vectors(titles), item_similarity(users, len(titles))
+
+    def parts(histories: Sequence[Sequence[int]], decay: float) -> tuple[Part, Part]:
+        weights: Any = decayed(histories, len(titles), decay=decay)
+
+        def resembling() -> np.ndarray:
+            asked = weights @ vectors
+            length = np.sqrt(np.asarray(asked.multiply(asked).sum(1))).reshape(-1, 1)
+            return np.asarray((asked @ vectors.T).toarray() / np.maximum(length, 1e-9), np.float32)
+
+        def together() -> np.ndarray:
+            return np.asarray((weights @ similarity).toarray(), np.float32)
+
+        return resembling, together
+
+    return parts
+
+
 def title_vectors(titles: Sequence[str]) -> Any:
-    """TF-IDF vectors of the titles with each word's idf once more, a sparse f32 [I, words] of unit rows."""
+    """TF-IDF vectors of the titles with each word's idf once more, a sparse f32 [I, words] of unit rows.
+
+    Titles without a word (two letters or digits in a row) are rows of 0.
+    """
     from scipy import sparse
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
 
     vectorizer = TfidfVectorizer(sublinear_tf=True)
-    counted = vectorizer.fit_transform(titles)
+    try:
+        counted = vectorizer.fit_transform(titles)
+    except ValueError:  # not one of them has a word
+        return sparse.csr_array((len(titles), 1), dtype=np.float32)
     return sparse.csr_array(normalize(counted @ sparse.diags_array(vectorizer.idf_)), dtype=np.float32)
 
 

@@ -97,17 +97,20 @@ def _names(catalogue: Catalogue) -> Callable[[str], int]:
     return row_of
 
 
-def _asked(config: Any, policy: Any, row: Row) -> Any:
+def _asked(config: Any, policy: Any, rows: Sequence[Row]) -> Any:
     from grpo_jax.rollout.inputs.encoding import make_encode
 
     loaded = policy.loaded
     encode = make_encode(
-        loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size, rows=[row], eyes=None
+        loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size, rows=rows, eyes=None
     )
-    return encode([row])
+    return encode(rows)
 
 
-def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> Callable[[Row, int], list[Any]]:
+def policy_ranking(
+    config: Any, policy: Any, catalogue: Catalogue
+) -> Callable[[Sequence[Row]], tuple[np.ndarray, np.ndarray]]:
+    """rows → int [P, K], the rows of the catalogue that the policy lists, best first, and f32 [P, K], their scores."""
     from grpo_jax.core.trie import text_count
     from grpo_jax.rollout.texts import policy_choices
     from grpo_jax.sampling.ranking import make_ranker
@@ -117,13 +120,22 @@ def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> 
     trie = policy_choices(config, items.texts, loaded)
     assert trie is not None
     rank = make_ranker(policy.functions, min(task.listed, text_count(trie)), pad_id=loaded.pad_id, trie=trie)
+
+    def ranked(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+        prompts = _asked(config, policy, rows)
+        found = rank(policy.variables, prompts.tokens, prompts.mask)
+        return items.rows[np.asarray(found.texts)], np.asarray(found.scores)
+
+    return ranked
+
+
+def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> Callable[[Row, int], list[Any]]:
+    task, ranked = config.task, policy_ranking(config, policy, catalogue)
     own = catalogue is dataset.catalogue
     known = make_prior(task.prior, catalogue.titles, dataset.users if own else ()) if task.prior.used else None
 
     def best(row: Row, count: int) -> list[Any]:
-        prompt = _asked(config, policy, row)
-        found = rank(policy.variables, prompt.tokens, prompt.mask)
-        numbers, scores = items.rows[np.asarray(found.texts)], np.asarray(found.scores)
+        numbers, scores = ranked([row])
         if known is not None:
             fused = fused_scores(numbers, scores, known([row.columns["history"]]))
             numbers = np.argsort(-fused, axis=1, kind="stable")

@@ -192,7 +192,7 @@ class Recommendation(Task):
             findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered, known),
             shown={"wanted": "target_title"},
             pairs=lambda: self._pairs(dataset, setup.config.seed),
-            words=lambda: policy_words(self, catalogue.titles, catalogue.names, limit=setup.config.policy.new.vocabulary),
+            words=lambda: policy_words(self, catalogue, limit=setup.config.policy.new.vocabulary),
             identity={**retriever.fingerprint._asdict(), **named},
             choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )

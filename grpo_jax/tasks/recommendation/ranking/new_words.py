@@ -66,9 +66,7 @@ def _load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, trust_remote_code=False
-        )
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"--policy: cannot load {folder}: {one_line(str(error), 200)}") from error
 

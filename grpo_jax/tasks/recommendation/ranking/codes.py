@@ -56,11 +56,12 @@ def residual_codes(vectors: np.ndarray, *, levels: int, size: int, seed: int) ->
         rest = rest - centres[labels]
         columns.append(labels)
         left.append(float(np.square(rest, dtype=np.float64).sum()) / whole)
-    alike = Counter(zip(*map(np.ndarray.tolist, columns), strict=True))
-    codes = np.stack([*columns, _repetitions(columns)], axis=1).astype(np.int32)
+    codes = np.stack(columns, axis=1)
+    _, groups, counts = np.unique(codes, axis=0, return_inverse=True, return_counts=True)
+    groups = groups.reshape(-1)
+    codes = np.column_stack([codes, _earlier(groups)]).astype(np.int32)
     sizes = tuple(len(np.unique(column)) for column in codes.T)
-    shared = sum(count for count in alike.values() if count > 1) / len(vectors)
-    return Codes(codes, sizes, shared, tuple(left))
+    return Codes(codes, sizes, float((counts[groups] > 1).mean()), tuple(left))
 
 
 def _clusters(vectors: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -77,11 +78,11 @@ def _clusters(vectors: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np
     return found.labels_, found.cluster_centers_.astype(np.float32)
 
 
-def _repetitions(columns: list[np.ndarray]) -> np.ndarray:
-    """How many earlier items have an item's codes."""
-    seen: Counter[tuple[int, ...]] = Counter()
+def _earlier(groups: np.ndarray) -> np.ndarray:
+    """How many items before each are of its group, int [I]."""
+    seen: Counter[int] = Counter()
     counts = []
-    for codes in zip(*map(np.ndarray.tolist, columns), strict=True):
-        counts.append(seen[codes])
-        seen[codes] += 1
+    for group in groups.tolist():
+        counts.append(seen[group])
+        seen[group] += 1
     return np.array(counts)

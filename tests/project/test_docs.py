@@ -19,11 +19,12 @@ from grpo_jax.config.run import JUDGES, TASKS, make_config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.planning.request import take_request
+from grpo_jax.tasks.recommendation.ranking import semantic_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-OTHERS = {command.__name__: command for command in (evaluate, export, predict, recommend, report)}
+OTHERS = {command.__name__: command for command in (evaluate, export, predict, recommend, report, semantic_ids)}
 TASK_NAMES = built_in_names(TASKS)
 TASK_CLASSES = [find_class(name, TASKS, "task") for name in TASK_NAMES]
 JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(JUDGES)]
@@ -62,7 +63,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     indented = re.findall(r"^ {4,}(.*)$", prose(text).replace("\\\n", " "), re.MULTILINE)
     shell = [line for block in blocks(text, "bash", "") for line in block.replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"\s#.*|\[.*…]|…", "", line) for line in (*indented, *shell, *spans(text))]
-    calls = [re.search(r"-m (grpo_jax\.\w+)(.*)", line) for line in lines]
+    calls = [re.search(r"-m (grpo_jax(?:\.\w+)+)(.*)", line) for line in lines]
     short = [
         re.match(r"(?:python -m grpo_jax|grpo) (train|evaluate|export|predict|recommend|report) (-.*|\w+/.*)", line)
         for line in lines

@@ -25,12 +25,14 @@ class Catalogue:
         titles: I titles, white space collapsed; "" where the file has none and that was allowed.
         rows: Row of each identifier.
         columns: Further columns of the file, I texts each (Beauty: "asin").
+        names: I texts, the words of each item's own by which a policy reads and writes it; () where it uses titles.
     """
 
     ids: tuple[str, ...]
     titles: tuple[str, ...]
     rows: dict[str, int]
     columns: dict[str, tuple[str, ...]]
+    names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """I, how many items there are."""
@@ -119,11 +121,11 @@ def _table_records(text: str, kind: str, problems: Problems) -> Iterator[_Record
 
 
 def read_table(
-    path: str | Path, text: str, needs: tuple[str, ...]
+    path: str | Path, text: str, needs: tuple[str, ...], kind: str = ".csv"
 ) -> tuple[list[tuple[int, dict[str, str]]], Problems]:
-    """The rows of a CSV file with a header that must have the columns `needs`: (line, {column: value}) each."""
+    """The rows of a .csv or .tsv with a header that must have the columns `needs`: (line, {column: value}) each."""
     problems = Problems(path)
-    return list(_table(text, ".csv", problems, needs=needs)), problems
+    return list(_table(text, kind, problems, needs=needs)), problems
 
 
 def _table(text: str, kind: str, problems: Problems, *, needs: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,8 @@ from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
 from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.tasks.recommendation.examples import HistoryTemplate, by_user, leave_one_out, taught_rows
+from grpo_jax.tasks.recommendation.ranking.ids_file import read_ids
+from grpo_jax.tasks.recommendation.ranking.items import item_word
 from grpo_jax.tasks.recommendation.sequences import (
     Sequences,
     UserSequence,
@@ -55,6 +58,7 @@ def load_dataset(task: Recommendation, *, held_out: int | float = 0.2) -> Datase
     try:
         template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
         catalogue, sequences = _load(task)
+        catalogue = replace(catalogue, names=_names(task, catalogue))
         if task.order_column is not None and task.order_column not in catalogue.columns:
             raise ValueError(f"order_column must be one of {list(catalogue.columns)}, got {task.order_column!r}")
         if task.prompts:
@@ -89,6 +93,13 @@ def _load(task: Recommendation) -> tuple[Catalogue, Sequences]:
         return catalogue, read_sequences(task.source, catalogue)
     ratings = read_ratings(task.source, catalogue, minimum_rating=task.minimum_rating, minimum_items=task.minimum_items)
     return catalogue, ratings
+
+
+def _names(task: Recommendation, catalogue: Catalogue) -> tuple[str, ...]:
+    """What each item is called by a policy that has words of their own for items."""
+    if task.writes == "ids":
+        return read_ids(task.semantic_ids or "", catalogue)
+    return tuple(map(item_word, range(len(catalogue)))) if task.writes == "item" else ()
 
 
 def _notes(catalogue: Catalogue) -> list[str]:

@@ -16,7 +16,6 @@ from typing import Literal
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row, split_rows
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
-from grpo_jax.tasks.recommendation.ranking.items import item_word
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 NO_TITLE = "(no title)"
@@ -59,9 +58,9 @@ class HistoryTemplate:
         if self.characters < 0:
             raise ValueError(f"characters must be at least 0, got {self.characters}")
 
-    def prompt(self, titles: Sequence[str], items: Sequence[int] = ()) -> str:
-        """The prompt of a history, its titles and rows of the catalogue, oldest first."""
-        words = " ".join(item_word(item) for item in items[-self.items :])
+    def prompt(self, titles: Sequence[str], names: Sequence[str] = ()) -> str:
+        """The prompt of a history, its titles and the items' own words, oldest first."""
+        words = " ".join(names[-self.items :])
         cut = [cut_title(title, self.characters) or NO_TITLE for title in titles[-self.items :]]
         # {last} is filled in first: a title is data, and what looks like a placeholder in it stays as it is.
         text = self.text.replace("{items}", words)
@@ -137,7 +136,9 @@ def _example(
     catalogue: Catalogue, template: HistoryTemplate, offset: int, sequence: UserSequence, position: int
 ) -> Row:
     history = sequence.items[:position]
-    prompt = template.prompt([catalogue.titles[item] for item in history[-template.items :]], history)
+    listed = history[-template.items :]
+    names = [catalogue.names[item] for item in listed] if catalogue.names else ()
+    prompt = template.prompt([catalogue.titles[item] for item in listed], names)
     columns = example_columns(sequence.user, history, sequence.items[position], catalogue)
     return Row(offset + position, prompt, columns)
 

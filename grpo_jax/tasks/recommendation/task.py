@@ -17,10 +17,11 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rewards import Maker, Reward
 from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import dummy, metrics
+from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs
 from grpo_jax.tasks.recommendation.ranking.choosing import ChosenPrior, choose_prior
-from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, item_word, items_of, ranking_columns
+from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, items_of, ranking_columns
 from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
 from grpo_jax.tasks.recommendation.ranking.recommending import Recommender, make_recommender
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
@@ -52,7 +53,9 @@ class Recommendation(Task):
         catalogue: Items and titles (.tsv, .csv or .json); none for the dummy world.
         prompts: JSON of {user: prompt} to use in place of the template; users are then split, one example each.
         writes: What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its
-            "title" or by a word that is the "item"'s alone: then the policy ranks the catalogue itself.
+            "title", by a word that is the "item"'s alone or by semantic "ids": then the policy ranks the catalogue
+            itself.
+        semantic_ids: With writes ids, the file of each item's words (ranking.semantic_ids writes it).
         listed: Of a policy that ranks itself, how many items a ranking lists; 0 for all, scored exactly.
         item_start: What the items' own words begin as in a new policy: vectors of their "titles", so that like titles
             are near each other and rare items known; or "random".
@@ -85,7 +88,8 @@ class Recommendation(Task):
     source: str = "dummy"
     catalogue: str | None = None
     prompts: str | None = None
-    writes: Literal["query", "title", "item"] = "query"
+    writes: Literal["query", "title", "item", "ids"] = "query"
+    semantic_ids: str | None = None
     listed: int = 100
     item_start: Literal["titles", "random"] = "titles"
     template: str = "{history}"
@@ -135,8 +139,11 @@ class Recommendation(Task):
         asks = any(place in self.template for place in PLACES) or bool(self.prompts)
         require(asks, "template", f"one of {', '.join(PLACES)} in it", self.template)
         require(self.listed >= 0, "listed", "a number >= 0", self.listed)
-        named = self.writes == "item" or "{items}" not in self.template
-        require(named, "template", "no {items} in it: items have words of their own with writes: item", self.template)
+        named = self.writes in ("item", "ids") or "{items}" not in self.template
+        without = "no {items} in it: items have words of their own with writes: item or ids"
+        require(named, "template", without, self.template)
+        coded = "a file of the items' words, as ranking.semantic_ids writes it, with writes: ids, and null else"
+        require(bool(self.semantic_ids) == (self.writes == "ids"), "semantic_ids", coded, self.semantic_ids)
         asking = self.writes == "query" or self.pairs == "next"
         alone = self.writes != "query" or not self.prior.used
         require(alone, "prior", "weights of 0: what a query finds has no log-probability", self.prior)
@@ -159,7 +166,8 @@ class Recommendation(Task):
         """The items of a policy that ranks them itself."""
         if self.writes == "query":
             return None
-        return items_of(load_dataset(self, held_out=config.data.held_out).catalogue.titles, self.writes).texts
+        catalogue = load_dataset(self, held_out=config.data.held_out).catalogue
+        return items_of(catalogue.names or catalogue.titles).texts
 
     def load(self, setup: Setup) -> World:
         """Reads the data and opens the retriever, which tests itself.
@@ -179,7 +187,9 @@ class Recommendation(Task):
         tested = f"self-test: {share:.1%} of titles asked for retrieve themselves"
         setup.say("retrieval", f"{section.encoder}, {where}, ties {section.ties}; {tested}")
 
-        items = None if self.writes == "query" else items_of(catalogue.titles, self.writes)
+        items = None if self.writes == "query" else items_of(catalogue.names or catalogue.titles)
+        digest = own_package("bridges", "retrieval.encoders").titles_digest
+        named = {"semantic_ids": digest(catalogue.names)} if self.writes == "ids" else {}
         known = make_prior(self.prior, catalogue.titles, dataset.users) if self.prior.used else None
 
         def ranked(completions: Sequence[str], columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,14 +209,14 @@ class Recommendation(Task):
             always_watched=(FUSED, RANK) if known else (RANK,),
             columns=ranked,
             adapt=where_ranked,
-            references=lambda rows: {"oracle": [_oracle(self, row) for row in rows]},
+            references=lambda rows: {"oracle": [_oracle(catalogue, row) for row in rows]},
             remember=functools.partial(policy_ranks, fused=known is not None),
             findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered, known),
             shown={"wanted": "target_title"},
             pairs=lambda: self._pairs(dataset, setup.config.seed),
-            words=lambda: policy_words(self, catalogue.titles, limit=setup.config.policy.new.vocabulary),
+            words=lambda: policy_words(self, catalogue, limit=setup.config.policy.new.vocabulary),
             word_vectors=self._vectors(catalogue.titles),
-            identity=retriever.fingerprint._asdict(),
+            identity={**retriever.fingerprint._asdict(), **named},
             choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )
 
@@ -226,8 +236,8 @@ class Recommendation(Task):
 
     def _pairs(self, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
         rows = dataset.taught
-        if self.writes == "item":
-            return [(row.prompt, item_word(row.columns["target_row"])) for row in rows]
+        if names := dataset.catalogue.names:
+            return [(row.prompt, names[row.columns["target_row"]]) for row in rows]
         if self.pairs == "lessons":
             return dummy.lessons(rows, dataset.catalogue, seed=seed)
         if self.pairs == "hearsay":
@@ -237,8 +247,8 @@ class Recommendation(Task):
         return title_pairs(rows, characters=self.pair_characters)
 
 
-def _oracle(task: Recommendation, row: Row) -> str:
-    return item_word(row.columns["target_row"]) if task.writes == "item" else row.columns["target_title"]
+def _oracle(catalogue: Catalogue, row: Row) -> str:
+    return catalogue.names[row.columns["target_row"]] if catalogue.names else row.columns["target_title"]
 
 
 def _rewards(items: int, *, fused: bool, ranks: bool) -> dict[str, Any]:

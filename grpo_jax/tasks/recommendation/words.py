@@ -13,26 +13,26 @@ from grpo_jax.tasks.recommendation.ranking.items import item_word, plain
 from grpo_jax.tasks.recommendation.ranking.prior import title_vectors
 
 if TYPE_CHECKING:
+    from grpo_jax.tasks.recommendation.catalogue import Catalogue
     from grpo_jax.tasks.recommendation.task import Recommendation
 
 
-def policy_words(task: Recommendation, titles: Sequence[str], *, limit: int = 0) -> list[str]:
+def policy_words(task: Recommendation, catalogue: Catalogue, *, limit: int = 0) -> list[str]:
     """Words of the prompts' frame, then those of titles, frequent ones first.
 
     Args:
         task: Its template and separator make the frame.
-        titles: Of the catalogue.
+        catalogue: Its titles, and its items' own words where it has such.
         limit: Words of titles at most; 0 for all.
     """
     frame = task.template
     for place in PLACES:
         frame = frame.replace(place, " ")
     marks = plain(frame).split() + plain(task.separator).split()
-    if task.writes == "item":
-        marks += [item_word(row) for row in range(len(titles))]
-    if "{history}" not in task.template and "{last}" not in task.template and task.writes == "item":
+    marks += [word for name in catalogue.names for word in plain(name).split()]
+    if catalogue.names and "{history}" not in task.template and "{last}" not in task.template:
         return list(dict.fromkeys(marks))  # titles are neither read nor written
-    counts = Counter(word for title in titles for word in plain(title).split())
+    counts = Counter(word for title in catalogue.titles for word in plain(title).split())
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: limit or None]
     return list(dict.fromkeys([*marks, *frequent]))
 

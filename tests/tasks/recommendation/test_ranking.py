@@ -55,14 +55,14 @@ def row(history, target):
 
 
 def test_titles_that_say_the_same_are_one_text_and_blank_ones_none():
-    items = items_of(TITLES, "title")
+    items = items_of(TITLES)
     assert items.texts == ["Red soap", "Blue soap", "Green brush"] and items.rows.tolist() == [0, 1, 3]
     assert [items.row_of(text) for text in ("RED  soap", "green brush", "soap", "")] == [0, 3, -1, -1]
-    assert items_of(TITLES, "item").texts == [item_word(place) for place in range(5)]
+    assert items_of([item_word(place) for place in range(5)]).row_of("item_4") == 4
 
 
 def test_a_ranking_leaves_the_history_out_and_puts_what_is_not_listed_last():
-    items = items_of([f"title {place}" for place in range(6)], "item")
+    items = items_of([item_word(place) for place in range(6)])
     rows = [row([0, 1], 2), row([0], 5), row([3], 3)]
     numbers = np.array([[0, 1, 4, 2], [0, 1, 2, 3], [0, 3, 1, 2]])
     columns = ranking_columns(items, None, rows, numbers, np.zeros((3, 4)))
@@ -92,7 +92,7 @@ def test_titles_without_a_word_resemble_nothing():
 def test_what_is_not_listed_is_level_with_the_last_that_is():
     fused = fused_scores(np.array([[2, 0]]), np.array([[-1.0, -3.0]]), np.array([[0.0, 0.5, 0.0, 4.0]]))
     assert fused.tolist() == [[-3.0, -2.5, -1.0, 1.0]]
-    items = items_of(["a b", "c d", "e f", "g h"], "item")
+    items = items_of(["a b", "c d", "e f", "g h"])
     columns = ranking_columns(
         items,
         lambda histories: np.array([[0.0, 0.5, 0.0, 4.0]]),

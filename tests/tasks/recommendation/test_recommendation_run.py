@@ -279,10 +279,10 @@ def test_no_rank_is_no_reward_and_never_a_number(world):
 
 def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):
     task = config_of(folder, "x").task
-    titles = load_dataset(task).catalogue.titles
-    every = policy_words(task, titles)
+    catalogue = load_dataset(task).catalogue
+    every = policy_words(task, catalogue)
     assert every[0] == "|" and len(every) == 1 + 1 + 7 + 5 + 8
-    assert policy_words(task, titles, limit=2) == every[:3]
+    assert policy_words(task, catalogue, limit=2) == every[:3]
 
 
 @pytest.mark.parametrize("name", ["hr", "ndcg@0", "mrr@x", "recall@5"])

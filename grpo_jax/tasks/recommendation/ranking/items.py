@@ -1,4 +1,4 @@
-"""How a policy that ranks the catalogue itself writes an item: by its title, or by a word that is the item's alone."""
+"""How a policy that ranks the catalogue itself writes an item: by its title, or by words that are the item's alone."""
 
 from __future__ import annotations
 
@@ -42,20 +42,18 @@ def item_word(row: int) -> str:
     return f"item_{row}"
 
 
-def items_of(titles: Sequence[str], writes: str) -> Items:
+def items_of(texts: Sequence[str]) -> Items:
     """All that can be written: a title that several items share is the first one's, and a blank one none's.
 
     Args:
-        titles: Of the catalogue.
-        writes: "title" or "item".
+        texts: I, titles of the catalogue or its items' own words.
     """
-    texts = [item_word(row) for row in range(len(titles))] if writes == "item" else list(titles)
     by_text: dict[str, int] = {}
     for row, text in enumerate(texts):
         if plain(text):
             by_text.setdefault(plain(text), row)
     rows = np.array(sorted(by_text.values()))
-    return Items([texts[row] for row in rows], rows, len(titles), by_text)
+    return Items([texts[row] for row in rows], rows, len(texts), by_text)
 
 
 def ranking_columns(

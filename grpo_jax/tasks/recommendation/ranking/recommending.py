@@ -59,7 +59,7 @@ def make_recommender(
     task, dataset = config.task, load_dataset(config.task, held_out=config.data.held_out)
     items = dataset.catalogue
     if catalogue is not None:
-        if task.writes == "item":
+        if items.names:
             raise UserError(f"catalogue: expected the run's, whose items are the policy's own words; got {catalogue}")
         items = read_catalogue(catalogue, blank_titles=task.blank_titles)
     template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
@@ -70,7 +70,9 @@ def make_recommender(
         rows = [row_of(title) for title in history]
         if not rows:
             raise UserError("history: expected at least one title, got none")
-        row = Row(0, template.prompt([items.titles[place] for place in rows], rows), {"history": tuple(rows)})
+        names = [items.names[place] for place in rows] if items.names else ()
+        prompt = template.prompt([items.titles[place] for place in rows], names)
+        row = Row(0, prompt, {"history": tuple(rows)})
         found = [(place, score) for place, score in best(row, k + len(rows)) if place not in set(rows)][:k]
         return [
             Recommended(items.ids[place], items.titles[place], score, *explain(place, rows)) for place, score in found
@@ -116,7 +118,7 @@ def policy_ranking(
     from grpo_jax.sampling.ranking import make_ranker
 
     task, loaded = config.task, policy.loaded
-    items = items_of(catalogue.titles, task.writes)
+    items = items_of(catalogue.names or catalogue.titles)
     trie = policy_choices(config, items.texts, loaded)
     assert trie is not None
     rank = make_ranker(policy.functions, min(task.listed, text_count(trie)), pad_id=loaded.pad_id, trie=trie)

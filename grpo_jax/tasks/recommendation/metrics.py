@@ -177,6 +177,15 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    @property
+    def clear_of_zero(self) -> bool:
+        """Whether 0 lies outside."""
+        return self.low > 0 or self.high < 0
+
+
+_DRAWS = 50
+"""Draws of a bootstrap that are held at once, f64 [50, users]."""
+
 
 def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, seed: int = 0) -> list[Interval]:
     """Percentile bootstrap intervals of means over users (Efron & Tibshirani 1993, ch. 13).
@@ -205,8 +214,12 @@ def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, s
         raise ValueError(f"level must be in (0, 1) and samples at least 1, got {level} and {samples}")
     users, generator = len(values), np.random.Generator(np.random.PCG64(seed))
     means = np.empty((samples, values.shape[1]))
-    for sample in range(samples):
-        drawn = np.bincount(generator.integers(0, users, users), minlength=users)
-        means[sample] = drawn @ values / users
+    for start in range(
+        0, samples, _DRAWS
+    ):  # some draws at once: one product of matrices is quicker than many of vectors
+        drawn = np.empty((min(_DRAWS, samples - start), users))
+        for draw in drawn:
+            draw[:] = np.bincount(generator.integers(0, users, users), minlength=users)
+        means[start : start + len(drawn)] = drawn @ values / users
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return [Interval(*map(float, column)) for column in zip(values.mean(0), low, high, strict=True)]

@@ -14,8 +14,10 @@ from grpo_jax.tasks.recommendation.metrics import rank_of
 from grpo_jax.tasks.recommendation.table import (
     MEASURES,
     TableRow,
+    direction_groups,
     format_table,
     make_table,
+    paired_table,
     table_cells,
     table_records,
 )
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.dataset import Dataset
     from grpo_jax.tasks.recommendation.ranking.prior import Known
     from grpo_jax.tasks.recommendation.task import Recommendation
+
+
+PRIOR = "prior alone"
 
 
 def policy_ranks(name: str, judgements: Mapping[str, Judgement], *, fused: bool = False) -> dict[str, list[float]]:
@@ -59,32 +64,47 @@ def findings(
         policies: Ranks [U] by name.
         known: The prior, a baseline too; None without one.
     """
-    table = results_table(task, dataset, retriever, rows, policies, known)
-    return Findings(report_tables(table), ("", *format_table(table).split("\n")), table_records(table))
+    ranks = all_ranks(task, dataset, retriever, rows, policies, known)
+    groups = direction_groups(rows, dataset.catalogue, task.order_column) if task.order_column else None
+    table, paired = make_table(ranks, groups), paired_table(ranks, compared(list(ranks)))
+    lines = ["", *format_table(table).split("\n")]
+    if paired:
+        lines += ["", "Paired differences (* the 95 % interval is clear of zero)"]
+        lines += format_table(paired, signed=True).split("\n")
+    records = {"table": table_records(table), "differences": table_records(paired)}
+    return Findings([*report_tables(table), *paired_tables(paired)], lines, records)
 
 
-def results_table(
+def compared(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Which methods are told apart user by user.
+
+    A policy after training and before it, in each way of ranking that was measured: what reinforcement brought. And a
+    policy with the prior and the prior alone: what the policy adds to it.
+    """
+    trained = [(name, name.replace("policy, after", "policy, before", 1)) for name in names if "policy, after" in name]
+    fused = [(name, PRIOR) for name in names if name.endswith(" + prior")]
+    return [pair for pair in (*trained, *fused) if pair[1] in names]
+
+
+def all_ranks(
     task: Recommendation,
     dataset: Dataset,
     retriever: Any,
     rows: Sequence[Row],
     policies: Mapping[str, Any],
     known: Known | None = None,
-) -> list[TableRow]:
-    """Every baseline and the given policies on the rows, full ranking, ties as retrieval.ties says."""
+) -> dict[str, np.ndarray]:
+    """The ranks f64 [U] of every baseline and the given policies, full ranking, ties as retrieval.ties says."""
     # SciPy is needed for nothing else of a run.
     from grpo_jax.tasks.recommendation.baselines import count_baselines, rank_all, title_baselines
-    from grpo_jax.tasks.recommendation.table import direction_groups
 
     catalogue = dataset.catalogue
     ranks = count_baselines(dataset.users, len(catalogue), rows, decay=task.decay, rule=task.retrieval.ties)
     ranks |= title_baselines(retriever, catalogue, rows, decay=task.decay)
     if known is not None:
         histories = [row.columns["history"] for row in rows]
-        ranks["prior alone"] = rank_of(rank_all(lambda start, stop: known(histories[start:stop]), rows))
-    ranks |= {f"policy, {name}": np.asarray(values, np.float64) for name, values in policies.items()}
-    groups = direction_groups(rows, catalogue, task.order_column) if task.order_column else None
-    return make_table(ranks, groups)
+        ranks[PRIOR] = rank_of(rank_all(lambda start, stop: known(histories[start:stop]), rows))
+    return ranks | {f"policy, {name}": np.asarray(values, np.float64) for name, values in policies.items()}
 
 
 def report_tables(rows: Sequence[TableRow]) -> list[Table]:
@@ -96,4 +116,15 @@ def report_tables(rows: Sequence[TableRow]) -> list[Table]:
     return [
         Table(f"Ranking, {title}", ("method", *MEASURES), cells, note if place == 0 else "")
         for place, (title, cells) in enumerate(table_cells(rows))
+    ]
+
+
+def paired_tables(rows: Sequence[TableRow]) -> list[Table]:
+    """Paired differences for report.html; none without any."""
+    note = (
+        "User by user, with the 95 % interval of a bootstrap over users who have both ranks; * where it is clear of "
+        "zero. After − before is what reinforcement brought; + prior − prior alone is what the policy adds to the prior."
+    )
+    return [
+        Table("Paired differences", ("method", *MEASURES), cells, note) for _, cells in table_cells(rows, signed=True)
     ]

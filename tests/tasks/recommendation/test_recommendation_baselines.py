@@ -159,20 +159,42 @@ def test_a_table_holds_every_method_group_and_measure():
     row = next(row for row in rows if row.method == "popularity" and row.group == "falling")
     chosen = ranks["popularity"][groups["falling"]]
     assert row.users == len(chosen) and row.missing == 0
-    expected = [(chosen <= 5).mean(), (chosen <= 10).mean(), metrics.ndcg(chosen, k=5).mean(),
-                metrics.ndcg(chosen, k=10).mean(), (1 / chosen).mean()]  # fmt: skip
-    np.testing.assert_allclose([row.measures[name].mean for name in table.MEASURES], expected, rtol=1e-12)
+    gains = {"HR": np.ones_like(chosen), "NDCG": 1 / np.log2(1 + chosen), "MRR": 1 / chosen}
+    expected = {f"{name}@{k}": (gain * (chosen <= k)).mean() for name, gain in gains.items() for k in table.CUTOFFS}
+    means = {name: interval.mean for name, interval in row.measures.items()}
+    assert means == pytest.approx(expected | {"MRR": (1 / chosen).mean()}, rel=1e-12)
     assert all(interval.low <= interval.mean <= interval.high for interval in row.measures.values())
 
 
 def test_a_table_is_text_and_json():
     rows = table.make_table({"a <b>": np.array([1.0, 3.0]), "other": np.array([1.0, 1.0])}, samples=20)
     text = table.format_table(rows)
-    assert text.splitlines()[0].split() == ["all:", "2", "users", *table.MEASURES]
+    assert text.splitlines()[0].split() == ["all:", "2", "users", *table.SHOWN]
     assert "0.7500 [0.5000, 1.0000]" in text and text.splitlines()[2].startswith("other")
     records = json.loads(json.dumps(table.table_records(rows)))
     assert records[0]["NDCG@10"] == {"mean": 0.75, "low": 0.5, "high": 1.0}
     assert records[1]["method"] == "other" and records[1]["users"] == 2
+
+
+def test_paired_differences_are_those_of_the_same_users():
+    """A small gain of a quarter of them is clear of zero, though the two methods' own intervals overlap."""
+    worse, better = np.array([1.0, 3.0, 3.0, 50.0] * 10), np.array([1.0, 2.0, 3.0, 50.0] * 10)
+    unranked = np.where(np.arange(40) == 0, np.nan, better)
+    ranks = {"after": better, "before": worse, "some": unranked}
+    first, second, same = table.paired_table(ranks, [("after", "before"), ("some", "before"), ("after", "after")])
+    assert (first.method, first.users, first.missing) == ("after − before", 40, 0)
+    assert (second.users, second.missing) == (39, 1)
+    gain = np.array([0.0, 1 / np.log2(3) - 1 / 2, 0.0, 0.0] * 10)
+    assert first.measures["NDCG@10"].mean == pytest.approx(gain.mean(), rel=1e-12)
+    drawn = metrics.bootstrap(gain[:, None])[0]
+    assert first.measures["NDCG@10"] == pytest.approx(drawn, rel=1e-12) and drawn.clear_of_zero
+    assert second.measures["NDCG@10"].mean == pytest.approx(gain[1:].mean(), rel=1e-12)
+    assert set(same.measures["MRR"]) == {0.0} and not same.measures["MRR"].clear_of_zero
+    before, after = (row.measures["NDCG@10"] for row in table.make_table({"b": worse, "a": better}))
+    assert after.low < before.high
+    line = table.format_table([first], signed=True).splitlines()[1]
+    assert line.startswith("after − before") and f"{gain.mean():+.4f} [" in line and line.count("*") == 3  # not in HR
+    assert "+0.0000 [+0.0000, +0.0000]" in table.format_table([same], signed=True)
 
 
 def test_users_without_a_rank_are_counted_and_in_no_mean():

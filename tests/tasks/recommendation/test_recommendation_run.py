@@ -107,6 +107,12 @@ def test_the_table_stands_in_console_report_and_summary(folder, summary):
     report, log = (folder / "whole" / "report.html").read_text(), (folder / "whole" / "train.log").read_text()
     for method in methods:
         assert method in report and method in log
+    pairs = [f"policy, after{kind} − policy, before{kind}" for kind in ("", ", sampled")]
+    assert [row["method"] for row in saved["differences"]] == pairs
+    for row, kind in zip(saved["differences"], ("", ", sampled"), strict=True):
+        after, before = (table[f"policy, {when}{kind}"]["NDCG@100"]["mean"] for when in ("after", "before"))
+        assert row["NDCG@100"]["mean"] == pytest.approx(after - before, abs=1e-12)
+        assert row["method"] in report and row["method"] in log
     assert "self-test: 100.0% of titles" in log and "warm start 3/3" in log and "epoch" in log
 
 

@@ -68,8 +68,13 @@ def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance:
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:
     """Every item by how many users took it in training."""
-    counts = np.asarray(_taken(users, items).sum(0), np.float64).ravel()
+    counts = taken_counts(users, items)
     return lambda start, stop: np.broadcast_to(counts, (stop - start, items))
+
+
+def taken_counts(users: Sequence[UserSequence], items: int) -> np.ndarray:
+    """How many users took each item in training, f64 [I]."""
+    return np.asarray(_taken(users, items).sum(0), np.float64).ravel()
 
 
 def item_knn(users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 1.0) -> Scores:
@@ -104,7 +109,7 @@ def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Sc
     pairs = [pair for user in users for pair in _steps(user.items[:-HELD_OUT])]
     before, after = np.array(pairs, np.int64).reshape(-1, 2).T
     steps = sparse.csr_array((np.ones(len(pairs)), (before, after)), shape=(items, items))
-    counts = np.asarray(_taken(users, items).sum(0), np.float64).ravel()
+    counts = taken_counts(users, items)
     # Below 1, so that it decides only where counts of steps are equal.
     fallback = counts / (2.0 * max(counts.max(), 1.0))
     last = np.array([row.columns["history"][-1] for row in rows])

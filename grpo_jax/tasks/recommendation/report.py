@@ -15,9 +15,11 @@ from grpo_jax.tasks.recommendation.table import (
     MEASURES,
     TableRow,
     direction_groups,
+    format_groups,
     format_table,
     make_table,
     paired_table,
+    popularity_groups,
     table_cells,
     table_records,
 )
@@ -65,14 +67,23 @@ def findings(
         known: The prior, a baseline too; None without one.
     """
     ranks = all_ranks(task, dataset, retriever, rows, policies, known)
-    groups = direction_groups(rows, dataset.catalogue, task.order_column) if task.order_column else None
+    groups = user_groups(task, dataset, rows)
     table, paired = make_table(ranks, groups), paired_table(ranks, compared(list(ranks)))
-    lines = ["", *format_table(table).split("\n")]
+    texts = [format_table(table), format_groups(table)]
     if paired:
-        lines += ["", "Paired differences (* the 95 % interval is clear of zero)"]
-        lines += format_table(paired, signed=True).split("\n")
+        texts.append(f"Paired differences (* the 95 % interval is clear of zero)\n{format_table(paired, signed=True)}")
+    lines = [line for text in texts if text for line in ("", *text.split("\n"))]
     records = {"table": table_records(table), "differences": table_records(paired)}
     return Findings([*report_tables(table), *paired_tables(paired)], lines, records)
+
+
+def user_groups(task: Recommendation, dataset: Dataset, rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """Parts of the users that are told apart: by the order of a column, and by how common their target is."""
+    from grpo_jax.tasks.recommendation.baselines import taken_counts
+
+    column, counts = task.order_column, taken_counts(dataset.users, len(dataset.catalogue))
+    ordered = direction_groups(rows, dataset.catalogue, column) if column else {}
+    return ordered | popularity_groups(rows, counts)
 
 
 def compared(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -111,7 +122,8 @@ def report_tables(rows: Sequence[TableRow]) -> list[Table]:
     """The table for report.html, one for each group of users."""
     note = (
         "Full ranking of the catalogue, the history left out; mean and 95 % interval of a bootstrap over users. The "
-        "oracle asks with the target's own title: no text can do better."
+        "oracle asks with the target's own title: no text can do better. Targets are told apart by how many users took "
+        "them in training."
     )
     return [
         Table(f"Ranking, {title}", ("method", *MEASURES), cells, note if place == 0 else "")
@@ -123,7 +135,7 @@ def paired_tables(rows: Sequence[TableRow]) -> list[Table]:
     """Paired differences for report.html; none without any."""
     note = (
         "User by user, with the 95 % interval of a bootstrap over users who have both ranks; * where it is clear of "
-        "zero. After − before is what reinforcement brought; + prior − prior alone is what the policy adds to the prior."
+        "zero. After − before is what reinforcement brought; + prior − prior alone is what the policy adds."
     )
     return [
         Table("Paired differences", ("method", *MEASURES), cells, note) for _, cells in table_cells(rows, signed=True)

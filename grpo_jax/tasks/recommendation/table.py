@@ -17,6 +17,8 @@ MEASURES = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS),
 SHOWN = ("HR@5", "HR@10", "NDCG@5", "NDCG@10", "MRR")
 """Those that a terminal has room for."""
 ALL = "all"
+POPULARITY = {"target ≤ 3": (0, 3), "target 4–10": (4, 10), "target 11–50": (11, 50), "target > 50": (51, None)}
+"""Groups of users by how often their target was taken in training, least and most."""
 
 
 class TableRow(NamedTuple):
@@ -107,11 +109,12 @@ def _check_lengths(columns: Mapping[str, np.ndarray]) -> None:
 
 
 def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], **drawing: Any) -> list[TableRow]:
-    """A row for each method's values f64 [U, 16], NaN for users who are missing, and each group."""
+    """A row for each method's values f64 [U, 16], NaN for users who are missing, and all users and each group."""
     known = {method: ~np.isnan(measured).any(axis=1) for method, measured in values.items()}
-    everybody = {ALL: np.ones(len(column), bool) for column in known.values()}
+    everybody = np.ones(len(next(iter(known.values()), ())), bool)
+    parts = {ALL: everybody, **groups}
     intervals: dict[tuple[str, str], list[Interval]] = {}
-    for group, members in {**everybody, **groups}.items():
+    for group, members in parts.items():
         # Methods that were measured on the same users are drawn together: draws take longer than their means.
         alike: dict[bytes, list[str]] = {}
         for method in values:
@@ -131,7 +134,7 @@ def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], **
             dict(zip(MEASURES, intervals.get((method, group), ()), strict=False)),
         )
         for method in values
-        for group, members in {**everybody, **groups}.items()
+        for group, members in parts.items()
     ]
 
 
@@ -161,6 +164,24 @@ def direction_groups(rows: Sequence[Row], catalogue: Catalogue, column: str) -> 
     return {"rising": rising, "falling": falling}
 
 
+def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.ndarray]:
+    """Users by how often their target was taken in training: what a method knows of rare items, and of common ones.
+
+    Args:
+        rows: U examples.
+        counts: [I], how many users took each item in training (`baselines.taken_counts`).
+
+    Returns:
+        The groups of POPULARITY that have a user, bool [U] each; a user is in one of them.
+    """
+    taken = np.array([counts[row.columns["target_row"]] for row in rows])
+    groups = {
+        name: (taken >= least) & (taken <= (np.inf if most is None else most))
+        for name, (least, most) in POPULARITY.items()
+    }
+    return {name: members for name, members in groups.items() if members.any()}
+
+
 def table_records(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
     """The table as plain values, for JSON."""
     return [
@@ -176,9 +197,23 @@ def table_records(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
 
 
 def format_table(rows: Sequence[TableRow], *, signed: bool = False) -> str:
-    """The measures of SHOWN as text, a block for each group; arguments as in `table_cells`."""
-    blocks = [aligned([[title, *SHOWN], *cells]) for title, cells in table_cells(rows, SHOWN, signed=signed)]
-    return "\n\n".join(blocks)
+    """The measures of SHOWN of all users as text; arguments as in `table_cells`."""
+    everybody = [row for row in rows if row.group == ALL]
+    ((title, cells),) = table_cells(everybody, SHOWN, signed=signed)
+    return aligned([[title, *SHOWN], *cells])
+
+
+def format_groups(rows: Sequence[TableRow], measure: str = "NDCG@10") -> str:
+    """One measure of every method on every group of users as text, means alone; "" where there are no groups."""
+    groups = {row.group: row.users + row.missing for row in rows if row.group != ALL}
+    if not groups:
+        return ""
+    found = {(row.method, row.group): row.measures.get(measure) for row in rows}
+    lines = [[f"{measure} by group", *(f"{group} ({users})" for group, users in groups.items())]]
+    for method in dict.fromkeys(row.method for row in rows):
+        means = (found[method, group] for group in groups)
+        lines.append([method, *("–" if one is None else f"{one.mean:.4f}" for one in means)])
+    return aligned(lines)
 
 
 def table_cells(

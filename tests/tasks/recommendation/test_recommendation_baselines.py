@@ -166,6 +166,29 @@ def test_a_table_holds_every_method_group_and_measure():
     assert all(interval.low <= interval.mean <= interval.high for interval in row.measures.values())
 
 
+def test_targets_are_told_apart_by_how_often_training_has_them():
+    """Items 0 … 4 were taken 3, 4, 10, 50 and 51 times before the two items that are held out, and 9 times there."""
+    taken = dict(enumerate((3, 4, 10, 50, 51)))
+    users = [UserSequence(f"t{item}-{n}", (item, 9, 8)) for item, times in taken.items() for n in range(times)]
+    users += [UserSequence(f"h{item}-{n}", (7, 6, item)) for item in taken for n in range(9)]
+    rows = [row for row in leave_one_out(users + USERS[:1], CATALOGUE, HistoryTemplate()).test
+            if row.columns["user"].startswith("h")]  # fmt: skip
+    groups = table.popularity_groups(rows, baselines.taken_counts(users, ITEMS))
+    targets = np.array([row.columns["target_row"] for row in rows])
+    expected = {"target ≤ 3": [0], "target 4–10": [1, 2], "target 11–50": [3], "target > 50": [4]}
+    assert {name: sorted(set(targets[members])) for name, members in groups.items()} == expected
+    assert sum(members.sum() for members in groups.values()) == len(rows) == 45
+    assert list(table.popularity_groups(rows, np.zeros(ITEMS))) == ["target ≤ 3"]
+
+    rows = table.make_table({"a": targets + 1.0, "none": np.full(45, np.nan)}, groups, samples=10)
+    assert "target" not in table.format_table(rows)
+    head, line, none = table.format_groups(rows).splitlines()
+    assert head.split("  ") == ["NDCG@10 by group", *(f"{name} ({len(of) * 9})" for name, of in expected.items())]
+    means = [np.mean([1 / np.log2(2 + target) for target in of]) for of in expected.values()]
+    assert line.split() == ["a", *(f"{mean:.4f}" for mean in means)] and none.split() == ["none", *"––––"]
+    assert table.format_groups(table.make_table({"a": targets + 1.0}, samples=10)) == ""
+
+
 def test_a_table_is_text_and_json():
     rows = table.make_table({"a <b>": np.array([1.0, 3.0]), "other": np.array([1.0, 1.0])}, samples=20)
     text = table.format_table(rows)

@@ -127,6 +127,7 @@ def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evalu
     assert choices is not None and rank is not None
     texts: list[str] = []
     told: list[Any] = []
+    every: dict[str, list[Any]] = {}
     for start in range(0, len(rows), _chunk(parts)):
         if parts.stopping():
             raise Stopped
@@ -141,7 +142,10 @@ def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evalu
             dataclasses.replace(row, columns={**row.columns, **{name: values[i] for name, values in columns.items()}})
             for i, row in enumerate(part)
         ]
-    return evaluate_texts(parts, told, texts)
+        for name, values in columns.items():
+            every.setdefault(name, []).extend(values)
+    found = evaluate_texts(parts, told, texts)
+    return found._replace(judgement=found.judgement._replace(columns=every))
 
 
 def evaluate_controls(parts: Parts, variables: Any, rows: Sequence[Any]) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """What a policy is compared with: simple rankings of the whole catalogue, exact and without a network.
 
 Baselines that count (popularity, item-kNN, Markov) are functions ``score(start, stop) -> [B, I]`` of the examples
-start … stop-1; `rank_all` turns them into ranks by block, so that no [U, I] array is ever held. Their statistics come
-from training alone: neither the validation nor the test item of a user is known to them (the history that is asked
-with holds the validation item). Baselines of titles ask the policy's own retriever, as the policy does.
+start … stop-1; `rank_and_recommend` turns them into ranks by block, so that no [U, I] array is ever held. Their
+statistics come from training alone: neither the validation nor the test item of a user is known to them (the history
+that is asked with holds the validation item). Baselines of titles ask the policy's own retriever, as the policy does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scipy import sparse
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.examples import HELD_OUT
-from grpo_jax.tasks.recommendation.metrics import RankCounts, TieRule, count_better, rank_of
+from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, RankCounts, count_better, first_items
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 Scores = Callable[[int, int], np.ndarray]
@@ -57,13 +57,36 @@ def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance:
         block: Examples scored at once.
         tolerance: Scores that differ by no more are ties.
     """
-    parts = []
+    return rank_and_recommend(score, rows, first=0, block=block, tolerance=tolerance)[0]
+
+
+def rank_and_recommend(
+    score: Scores, rows: Sequence[Row], *, first: int = RECOMMENDED, block: int = 512, tolerance: float = 1e-6
+) -> tuple[RankCounts, np.ndarray]:
+    """The counts of `rank_all`, and how often each item is among the first ones of an example, i64 [I].
+
+    Args:
+        score: The baseline.
+        rows: U examples, at least one, as in `rank_all`.
+        first: How many items of each example count as recommended; 0 for none.
+        block: Examples scored at once.
+        tolerance: Scores that differ by no more are ties.
+    """
+    parts, recommended = [], np.zeros(0, np.int64)
     for start in range(0, len(rows), block):
         part = rows[start : start + block]
         targets = np.array([row.columns["target_row"] for row in part])
         scores = score(start, start + len(part))
-        parts.append(count_better(scores, targets, [row.columns["history"] for row in part], tolerance=tolerance))
-    return RankCounts(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        left_out = [row.columns["history"] for row in part]
+        parts.append(count_better(scores, targets, left_out, tolerance=tolerance))
+        lists = first_items(scores, left_out, k=first) if first else []
+        recommended = counted(lists, scores.shape[1]) + (recommended if start else 0)
+    return RankCounts(*(np.concatenate(column) for column in zip(*parts, strict=True))), recommended
+
+
+def counted(lists: Sequence[Sequence[int] | np.ndarray], items: int) -> np.ndarray:
+    """How often each item stands in the lists, i64 [I]."""
+    return np.bincount(np.fromiter((item for one in lists for item in one), np.int64), minlength=items)
 
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:
@@ -150,24 +173,22 @@ def _steps(items: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def count_baselines(
-    users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 0.7, rule: TieRule = "against"
-) -> dict[str, np.ndarray]:
-    """The ranks f64 [U] of popularity, item-kNN and Markov by the name a report gives them.
+    users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 0.7
+) -> dict[str, Scores]:
+    """Popularity, item-kNN and Markov by the name a report gives them.
 
     Args:
         users: All sequences.
         items: I.
         rows: U examples that are measured.
         decay: Of the second item-kNN.
-        rule: For ties.
     """
-    scores = {
+    return {
         "popularity": popularity(users, items),
         "item-kNN": item_knn(users, items, rows),
         f"item-kNN, decay {decay:g}": item_knn(users, items, rows, decay=decay),
         "Markov-1 + popularity": markov(users, items, rows),
     }
-    return {name: rank_of(rank_all(score, rows), rule=rule) for name, score in scores.items()}
 
 
 def title_baselines(

@@ -11,10 +11,13 @@ import yaml
 from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.tasks.recommendation.metrics import ndcg
 from grpo_jax.tasks.recommendation.ranking.items import (
+    FUSED_FIRST,
     FUSED_RANK,
+    LISTED_FIRST,
     LISTED_RANK,
     completion_ranks,
     item_word,
@@ -22,6 +25,7 @@ from grpo_jax.tasks.recommendation.ranking.items import (
     ranking_columns,
 )
 from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, fused_scores, make_prior
+from grpo_jax.tasks.recommendation.report import policy_ranks
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 from grpo_jax.train import main
 
@@ -65,7 +69,12 @@ def test_a_ranking_leaves_the_history_out_and_puts_what_is_not_listed_last():
     rows = [row([0, 1], 2), row([0], 5), row([3], 3)]
     numbers = np.array([[0, 1, 4, 2], [0, 1, 2, 3], [0, 3, 1, 2]])
     columns = ranking_columns(items, None, rows, numbers, np.zeros((3, 4)))
-    assert columns == {LISTED_RANK: [2, 6, 2]}  # a target in the history stays
+    assert columns[LISTED_RANK] == [2, 6, 2]  # a target in the history stays, but nobody is told to take it again
+    assert columns[LISTED_FIRST] == [[4, 2], [1, 2, 3], [0, 1, 2]]
+    judgement = Judgement(np.zeros((3, 1, 1)), np.array([[[2.0]], [[6.0]], [[2.0]]]), [], columns=columns)
+    found = policy_ranks("before", {"greedy": judgement, "oracle": judgement})
+    assert found == {"before": {"rank": [2, 6, 2], "recommended": [0, 1, 2, 3, 4], "times": [1, 2, 3, 1, 1]}}
+    assert json.loads(json.dumps(found)) == found  # goes into checkpoints
     assert completion_ranks(items, ["", "", ""], columns).tolist() == [2, 6, 2]
     alone = {"target_row": [2, 5]}
     assert completion_ranks(items, ["item_2", "item_1"], alone).tolist() == [1, 6]
@@ -96,6 +105,7 @@ def test_what_is_not_listed_is_level_with_the_last_that_is():
         np.array([[-1.0, -3]]),
     )
     assert columns[FUSED_RANK] == [1.0]  # the only better one is in the history
+    assert columns[FUSED_FIRST] == [[0, 1, 2]]
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +130,19 @@ def test_a_group_is_distinct_items_and_rewards_are_those_of_hits(run):
 
 def test_the_table_tells_policy_prior_and_both_apart(run):
     summary = json.loads((run / "summary.json").read_text())
-    names = [line["method"] for line in summary["findings"]] if "findings" in summary else []
-    text = (run / "train.log").read_text()
-    for name in ("prior alone", "policy, before", "policy, before + prior", "policy, after", "policy, after + prior"):
-        assert name in text or name in names
+    listed = ["prior alone", *(f"policy, {when}{kind}" for when in ("before", "after") for kind in ("", " + prior"))]
+    measured, text = {line["method"] for line in summary["table"]}, (run / "train.log").read_text()
+    spread = {line["method"]: line for line in summary["recommended"]}
+    for name in listed:
+        assert name in text and name in measured
+        assert 10 / 280 <= spread[name]["coverage@10"] <= 24 * 10 / 280 and 0 < spread[name]["Gini@10"] < 1
+    differences = {line["method"]: line["NDCG@10"]["mean"] for line in summary["differences"]}
+    ndcg10 = {line["method"]: line["NDCG@10"]["mean"] for line in summary["table"] if line["group"] == "all"}
+    for one, other in (("after", "before"), ("after + prior", "before + prior")):
+        name = f"policy, {one} − policy, {other}"
+        assert differences[name] == pytest.approx(ndcg10[f"policy, {one}"] - ndcg10[f"policy, {other}"])
+    added = ndcg10["policy, after + prior"] - ndcg10["prior alone"]
+    assert differences["policy, after + prior − prior alone"] == pytest.approx(added)
     before = summary["evaluation"]["ndcg@10"]["before"]
     assert 0 <= before <= 1 and summary["evaluation"]["ndcg@10"]["oracle"] == 1
 

@@ -77,6 +77,11 @@ def slow_ranks(score):
     return ranks
 
 
+def count_ranks(users, items, rows):
+    scores = baselines.count_baselines(users, items, rows)
+    return {name: metrics.rank_of(baselines.rank_all(score, rows)) for name, score in scores.items()}
+
+
 def known(user):
     return user.items[:-2]
 
@@ -133,6 +138,19 @@ def test_title_baselines_ask_with_the_last_title_the_weighted_history_and_the_ow
         baselines.item_knn(USERS, ITEMS, ROWS, decay=-0.1)
 
 
+@pytest.mark.parametrize("block", [7, 512])
+def test_what_is_recommended_is_the_beginning_of_a_sorted_list(block):
+    """Popularity has many ties: of equal items the first of the catalogue."""
+    score = baselines.popularity(USERS, ITEMS)
+    counts, recommended = baselines.rank_and_recommend(score, ROWS, first=4, block=block)
+    assert (counts.better == baselines.rank_all(score, ROWS).better).all()
+    expected = Counter()
+    for row in ROWS:
+        left = [item for item in range(ITEMS) if item not in row.columns["history"]]
+        expected.update(sorted(left, key=lambda item: -score(0, 1)[0, item])[:4])
+    assert recommended.tolist() == [expected[item] for item in range(ITEMS)]
+
+
 def test_held_out_items_are_no_part_of_the_statistics():
     """Scores do not change when validation and test items do."""
     others = [UserSequence(user.user, (*known(user), 0, 1)) for user in USERS]
@@ -146,7 +164,7 @@ def test_held_out_items_are_no_part_of_the_statistics():
 
 def test_a_table_holds_every_method_group_and_measure():
     ranks = {
-        **baselines.count_baselines(USERS, ITEMS, ROWS),
+        **count_ranks(USERS, ITEMS, ROWS),
         **baselines.title_baselines(WordRetriever(), CATALOGUE, ROWS),
     }
     groups = table.direction_groups(ROWS, CATALOGUE, "code")
@@ -264,7 +282,7 @@ def test_figures_on_beauty():
     assert [len(part) for part in data.prompts] == [198_502 - 3 * 22_363, 22_363, 22_363]
     assert data.notes[0].startswith("7 items without a title")
     rows = data.prompts.test
-    ranks = baselines.count_baselines(data.users, len(data.catalogue), rows)
+    ranks = count_ranks(data.users, len(data.catalogue), rows)
     retriever, share = open_retriever(data.catalogue.titles)
     assert share > 0.98
     ranks |= baselines.title_baselines(retriever, data.catalogue, rows)

@@ -49,11 +49,11 @@ class Retriever(Protocol):
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance: float = 1e-6) -> RankCounts:
-    """Counts for each example the items before its target and level with it, its history left out.
+    """Counts for each example the items before its target and level with it, without those excluded.
 
     Args:
         score: The baseline.
-        rows: U examples with the columns "target_row" and "history".
+        rows: U examples with the columns "target_row" and "excluded".
         block: Examples scored at once.
         tolerance: Scores that differ by no more are ties.
     """
@@ -77,7 +77,7 @@ def rank_and_recommend(
         part = rows[start : start + block]
         targets = np.array([row.columns["target_row"] for row in part])
         scores = score(start, start + len(part))
-        left_out = [row.columns["history"] for row in part]
+        left_out = [row.columns["excluded"] for row in part]
         parts.append(count_better(scores, targets, left_out, tolerance=tolerance))
         lists = first_items(scores, left_out, k=first) if first else []
         recommended = counted(lists, scores.shape[1]) + (recommended if start else 0)
@@ -215,14 +215,14 @@ def title_baselines(
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
         histories = [column["history"] for column in columns]
-        targets = [column["target_row"] for column in columns]
+        targets, left_out = ([column[name] for column in columns] for name in ("target_row", "excluded"))
         texts = [[catalogue.titles[item] for item in history] for history in histories]
         weights = [[decay**age for age in reversed(range(len(history)))] for history in histories]
         own = [column["target_title"] for column in columns]
         answers = (
-            retriever.score_ranks([column["last_title"] for column in columns], targets, histories),
-            retriever.score_mixed_ranks(texts, weights, targets, histories),
-            retriever.score_ranks(own, targets, histories),
+            retriever.score_ranks([column["last_title"] for column in columns], targets, left_out),
+            retriever.score_mixed_ranks(texts, weights, targets, left_out),
+            retriever.score_ranks(own, targets, left_out),
         )
         for name, answer in zip(names, answers, strict=True):
             ranks[name].append(np.asarray(answer.rank, np.float64))

@@ -10,7 +10,13 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
 from grpo_jax.tasks.recommendation.dummy import make_world
-from grpo_jax.tasks.recommendation.examples import HistoryTemplate, by_user, leave_one_out, taught_rows
+from grpo_jax.tasks.recommendation.examples import (
+    HistoryTemplate,
+    by_user,
+    leave_one_out,
+    ranking_everything,
+    taught_rows,
+)
 from grpo_jax.tasks.recommendation.sequences import (
     Sequences,
     UserSequence,
@@ -67,6 +73,8 @@ def load_dataset(task: Recommendation, *, held_out: int | float = 0.2) -> Datase
             taught = taught_rows(sequences.users, catalogue, template) if apart else prompts.train
     except ValueError as error:
         raise UserError(f"task: {error}") from error
+    if not task.exclude_history:
+        prompts = PromptSet(*map(ranking_everything, prompts))
     return Dataset(catalogue, sequences.users, prompts, taught, (*sequences.notes, *_notes(catalogue)))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from grpo_jax.errors import UserError
@@ -171,8 +171,8 @@ def example_columns(user: str, history: Sequence[int], target: int, catalogue: C
     """What rewards are told of an example, beside the target's rank.
 
     Returns:
-        "user", "target" (the item's id), "target_title", "last_title"; and as catalogue rows "target_row" and
-        "history" (all of it, oldest first), which the ranking leaves out.
+        "user", "target" (the item's id), "target_title", "last_title"; and as catalogue rows "target_row", "history"
+        (all of it, oldest first), and "excluded", what rankings leave out: the history (but see `ranking_everything`).
     """
     return {
         "user": user,
@@ -181,7 +181,13 @@ def example_columns(user: str, history: Sequence[int], target: int, catalogue: C
         "last_title": catalogue.titles[history[-1]],
         "target_row": target,
         "history": tuple(history),
+        "excluded": tuple(history),
     }
+
+
+def ranking_everything(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The examples with nothing left out of their rankings, so that items of the history compete with the target."""
+    return tuple(replace(row, columns={**row.columns, "excluded": ()}) for row in rows)
 
 
 def title_pairs(rows: Sequence[Row], *, characters: int = 0) -> list[tuple[str, str]]:

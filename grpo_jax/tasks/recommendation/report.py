@@ -107,7 +107,8 @@ def findings(
         "differences": table_records(paired),
         "recommended": [dict(zip(_SPREAD, row, strict=True)) for row in spread],
     }
-    return Findings([*report_tables(table), *paired_tables(paired), _spread_table(spread)], lines, records)
+    tables = [*report_tables(table, task.exclude_history), *paired_tables(paired), _spread_table(spread)]
+    return Findings(tables, lines, records)
 
 
 def user_groups(task: Recommendation, dataset: Dataset, rows: Sequence[Row]) -> dict[str, np.ndarray]:
@@ -166,17 +167,18 @@ def spread_records(recommended: Mapping[str, np.ndarray]) -> list[tuple[str, flo
 
 def _spread_table(rows: Sequence[Sequence[Any]]) -> Table:
     note = (
-        f"The first {RECOMMENDED} items of each user's ranking, the history left out: the share of the catalogue that "
-        "is recommended to somebody, and the Gini coefficient of how often each item is (0: all alike, 1: always the same "
-        "ones). Of methods that rank the items themselves; a text's ranking is the retriever's."
+        f"The first {RECOMMENDED} items of each user's ranking: the share of the catalogue that is recommended to "
+        "somebody, and the Gini coefficient of how often each item is (0: all alike, 1: always the same ones). Of "
+        "methods that rank the items themselves; a text's ranking is the retriever's."
     )
     return Table("What is recommended", _SPREAD, rows, note)
 
 
-def report_tables(rows: Sequence[TableRow]) -> list[Table]:
-    """The table for report.html, one for each group of users."""
+def report_tables(rows: Sequence[TableRow], excluded: bool) -> list[Table]:
+    """The table for report.html, one for each group of users; the note says whether histories are left out."""
+    left_out = "each user's history left out" if excluded else "items of the user's history among the others"
     note = (
-        "Full ranking of the catalogue, the history left out; mean and 95 % interval of a bootstrap over users. The "
+        f"Full ranking of the catalogue, {left_out}; mean and 95 % interval of a bootstrap over users. The "
         "oracle asks with the target's own title: no text can do better. Targets are told apart by how many users took "
         "them in training."
     )

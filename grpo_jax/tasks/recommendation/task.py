@@ -55,6 +55,7 @@ class Recommendation(Task):
         blank_titles: An item without a title is an "error", or "keep" it as a text that nothing resembles.
         minimum_rating: Ratings below do not count (ratings only).
         minimum_items: Users with fewer items are left out (ratings only).
+        exclude_history: Rankings leave the history's items out; false ranks them with all others.
         order_column: Column of the catalogue whose order splits the report into rising and falling users; null for
             no such split.
         decay: Weight of each older title in the decayed baselines.
@@ -85,6 +86,7 @@ class Recommendation(Task):
     blank_titles: Literal["error", "keep"] = "error"
     minimum_rating: float = 0.0
     minimum_items: int = 4
+    exclude_history: bool = True
     order_column: str | None = None
     decay: float = 0.7
     dummy_users: int = 2000
@@ -165,7 +167,7 @@ class Recommendation(Task):
             if items is not None:
                 ranks = completion_ranks(items, completions, columns)
                 return reward_columns(ranks, (ranks == 1).astype(np.float64))
-            answer = retriever.score_ranks(completions, columns["target_row"], columns["history"])
+            answer = retriever.score_ranks(completions, columns["target_row"], columns["excluded"])
             return reward_columns(answer.rank, answer.probability)
 
         return World(

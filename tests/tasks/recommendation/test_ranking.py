@@ -13,6 +13,7 @@ from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.tasks.recommendation.dummy import make_world
+from grpo_jax.tasks.recommendation.examples import ranking_everything
 from grpo_jax.tasks.recommendation.metrics import ndcg
 from grpo_jax.tasks.recommendation.ranking.items import (
     FUSED_FIRST,
@@ -54,7 +55,7 @@ RUN = {
 
 
 def row(history, target):
-    return Row(1, "", {"history": tuple(history), "target_row": target})
+    return Row(1, "", {"history": tuple(history), "target_row": target, "excluded": tuple(history)})
 
 
 def test_titles_that_say_the_same_are_one_text_and_blank_ones_none():
@@ -106,6 +107,16 @@ def test_what_is_not_listed_is_level_with_the_last_that_is():
     )
     assert columns[FUSED_RANK] == [1.0]  # the only better one is in the history
     assert columns[FUSED_FIRST] == [[0, 1, 2]]
+
+
+def test_items_of_the_history_are_ranked_where_nothing_is_excluded():
+    items, prior = items_of(["a b", "c d", "e f", "g h"], "item"), np.array([[0.0, 0.5, 0.0, 4.0]])
+    asked = [row([3], 2)], np.array([[3, 2, 0]]), np.array([[-1.0, -2.0, -3.0]])
+    without = ranking_columns(items, lambda histories: prior, *asked)
+    assert (without[LISTED_RANK], without[FUSED_RANK]) == ([1], [1.0])
+    everything = ranking_columns(items, lambda histories: prior, ranking_everything(asked[0]), *asked[1:])
+    assert (everything[LISTED_RANK], everything[FUSED_RANK]) == ([2], [2.0])
+    assert everything[LISTED_FIRST] == [[3, 2, 0]] and everything[FUSED_FIRST] == [[0, 1, 2, 3]]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_jax.tasks.recommendation import baselines, metrics, table
 from grpo_jax.tasks.recommendation.catalogue import make_catalogue
-from grpo_jax.tasks.recommendation.examples import HistoryTemplate, leave_one_out
+from grpo_jax.tasks.recommendation.examples import HistoryTemplate, leave_one_out, ranking_everything
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 BEAUTY = Path(__file__).parents[4] / "shared" / "data" / "beauty"
@@ -66,13 +66,13 @@ class WordRetriever:
         return vector / max(np.linalg.norm(vector), 1e-12)
 
 
-def slow_ranks(score):
+def slow_ranks(score, *, everything=False):
     """Ranks from score(history, item), one item at a time; ties against the target."""
     ranks = []
     for row in ROWS:
         history, target = row.columns["history"], row.columns["target_row"]
         own = score(history, target)
-        others = [item for item in range(ITEMS) if item not in history and item != target]
+        others = [item for item in range(ITEMS) if (everything or item not in history) and item != target]
         ranks.append(1 + sum(score(history, item) >= own - 1e-9 for item in others))
     return ranks
 
@@ -90,6 +90,20 @@ def test_popularity_counts_users_in_training():
     counts = Counter(item for user in USERS for item in known(user))
     ranks = metrics.rank_of(baselines.rank_all(baselines.popularity(USERS, ITEMS), ROWS, block=7))
     assert ranks.tolist() == slow_ranks(lambda history, item: counts[item])
+
+
+def test_the_history_competes_where_nothing_is_excluded():
+    rows, retriever = ranking_everything(ROWS), WordRetriever()
+    counts = Counter(item for user in USERS for item in known(user))
+    ranks = metrics.rank_of(baselines.rank_all(baselines.popularity(USERS, ITEMS), rows))
+    assert ranks.tolist() == slow_ranks(lambda history, item: counts[item], everything=True)
+    vectors = [retriever._vector(title) for title in CATALOGUE.titles]
+    ranks = baselines.title_baselines(retriever, CATALOGUE, rows)
+    last = slow_ranks(lambda history, item: vectors[history[-1]] @ vectors[item], everything=True)
+    assert ranks["last title"].tolist() == last != slow_ranks(lambda h, item: vectors[h[-1]] @ vectors[item])
+    assert (
+        ranks["oracle: own title"] >= baselines.title_baselines(retriever, CATALOGUE, ROWS)["oracle: own title"]
+    ).all()
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.7, 0.0])

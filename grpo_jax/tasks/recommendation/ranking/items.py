@@ -63,9 +63,9 @@ def items_of(titles: Sequence[str], writes: str) -> Items:
 def ranking_columns(
     items: Items, known: Known | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
 ) -> dict[str, Sequence[Any]]:
-    """Where each row's target stands in its ranking, from 1, the history left out, and what is recommended.
+    """Where each row's target stands in its ranking, from 1, and what is recommended.
 
-    A target that is not listed stands at the last place.
+    What a row's column "excluded" holds is left out; a target that is not listed stands at the last place.
 
     Args:
         items: What can be written.
@@ -77,17 +77,18 @@ def ranking_columns(
     listed = items.rows[numbers]
     places, first = [], []
     for row, best in zip(rows, listed, strict=True):
-        target, history = row.columns["target_row"], set(row.columns["history"])
-        others = [item for item in best.tolist() if item == target or item not in history]
+        target, left_out = row.columns["target_row"], set(row.columns["excluded"])
+        others = [item for item in best.tolist() if item == target or item not in left_out]
         places.append(others.index(target) + 1 if target in others else items.count)
-        first.append([item for item in others if item not in history][:RECOMMENDED])
+        first.append([item for item in others if item not in left_out][:RECOMMENDED])
     columns: dict[str, Sequence[Any]] = {LISTED_RANK: places, LISTED_FIRST: first}
     if known is None:
         return columns
-    histories, targets = ([row.columns[name] for row in rows] for name in ("history", "target_row"))
+    names = ("history", "target_row", "excluded")
+    histories, targets, excluded = ([row.columns[name] for row in rows] for name in names)
     fused = fused_scores(listed, scores, known(histories))
-    ranks = rank_of(count_better(fused, np.array(targets), histories)).tolist()
-    return columns | {FUSED_RANK: ranks, FUSED_FIRST: [one.tolist() for one in first_items(fused, histories)]}
+    ranks = rank_of(count_better(fused, np.array(targets), excluded)).tolist()
+    return columns | {FUSED_RANK: ranks, FUSED_FIRST: [one.tolist() for one in first_items(fused, excluded)]}
 
 
 def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Any]) -> np.ndarray:

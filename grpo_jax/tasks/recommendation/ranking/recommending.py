@@ -42,7 +42,9 @@ Recommender = Callable[[Sequence[str], int], list[Recommended]]
 def make_recommender(
     config: Any, policy: Any, write: Callable[[str], str], *, catalogue: str | None = None
 ) -> Recommender:
-    """recommend(titles of a history, oldest first, k) → the k best items, those of the history left out.
+    """recommend(titles of a history, oldest first, k) → the k best items.
+
+    Items of the history are among them only where the run's own rankings have them (`task.exclude_history`).
 
     A policy that ranks the catalogue itself is asked for its best items, with the run's prior; one that writes queries
     for a query, by which the run's encoder ranks the catalogue.
@@ -71,7 +73,8 @@ def make_recommender(
         if not rows:
             raise UserError("history: expected at least one title, got none")
         row = Row(0, template.prompt([items.titles[place] for place in rows], rows), {"history": tuple(rows)})
-        found = [(place, score) for place, score in best(row, k + len(rows)) if place not in set(rows)][:k]
+        left_out = set(rows) if task.exclude_history else set()
+        found = [(place, score) for place, score in best(row, k + len(left_out)) if place not in left_out][:k]
         return [
             Recommended(items.ids[place], items.titles[place], score, *explain(place, rows)) for place, score in found
         ]

@@ -2,8 +2,9 @@
 
 Baselines that count (popularity, item-kNN, Markov) are functions ``score(start, stop) -> [B, I]`` of the examples
 start … stop-1; `rank_and_recommend` turns them into ranks by block, so that no [U, I] array is ever held. Their
-statistics come from training alone: neither the validation nor the test item of a user is known to them (the history
-that is asked with holds the validation item). Baselines of titles ask the policy's own retriever, as the policy does.
+statistics come from what training knows alone (`splits.Split.known`): no validation or test target is known to them
+(the history that is asked with may hold validation targets). Baselines of titles ask the policy's own retriever, as
+the policy does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from scipy import sparse
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
-from grpo_jax.tasks.recommendation.examples import HELD_OUT
 from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, RankCounts, count_better, first_items
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 
@@ -107,7 +107,7 @@ def item_knn(users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, 
     in training and the newest item has age 0.
 
     Args:
-        users: Sequences the similarities come from.
+        users: What training knows.
         items: I.
         rows: The examples that are scored.
         decay: In [0, 1]; 1 counts the whole history alike, 0 the last item alone.
@@ -129,7 +129,7 @@ def item_similarity(users: Sequence[UserSequence], items: int) -> sparse.csr_arr
 
 def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Scores:
     """Items by how often they came right after the last one in training, popularity where that says nothing."""
-    pairs = [pair for user in users for pair in _steps(user.items[:-HELD_OUT])]
+    pairs = [pair for user in users for pair in _steps(user.items)]
     before, after = np.array(pairs, np.int64).reshape(-1, 2).T
     steps = sparse.csr_array((np.ones(len(pairs)), (before, after)), shape=(items, items))
     counts = taken_counts(users, items)
@@ -164,7 +164,7 @@ def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -
 
 def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
     """1 where a user took an item in training, [U, I]."""
-    known = [sorted(set(user.items[:-HELD_OUT])) for user in users]
+    known = [sorted(set(user.items)) for user in users]
     return _weights(known, np.ones(sum(map(len, known))), items)
 
 
@@ -178,7 +178,7 @@ def count_baselines(
     """Popularity, item-kNN and Markov by the name a report gives them.
 
     Args:
-        users: All sequences.
+        users: What training knows.
         items: I.
         rows: U examples that are measured.
         decay: Of the second item-kNN.

@@ -115,7 +115,7 @@ def user_groups(task: Recommendation, dataset: Dataset, rows: Sequence[Row]) -> 
     """Parts of the users that are told apart: by the order of a column, and by how common their target is."""
     from grpo_jax.tasks.recommendation.baselines import taken_counts
 
-    column, counts = task.order_column, taken_counts(dataset.users, len(dataset.catalogue))
+    column, counts = task.order_column, taken_counts(dataset.known, len(dataset.catalogue))
     ordered = direction_groups(rows, dataset.catalogue, column) if column else {}
     return ordered | popularity_groups(rows, counts)
 
@@ -144,7 +144,7 @@ def measure_methods(
     from grpo_jax.tasks.recommendation.baselines import count_baselines, rank_and_recommend, title_baselines
 
     items, ranks, recommended = len(dataset.catalogue), {}, {}
-    scores = count_baselines(dataset.users, items, rows, decay=task.decay)
+    scores = count_baselines(dataset.known, items, rows, decay=task.decay)
     if known is not None:
         histories = [row.columns["history"] for row in rows]
         scores[PRIOR] = lambda start, stop: known(histories[start:stop])

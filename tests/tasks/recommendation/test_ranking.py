@@ -83,7 +83,7 @@ def test_a_ranking_leaves_the_history_out_and_puts_what_is_not_listed_last():
 
 def test_the_prior_is_what_its_equation_says():
     titles = ["red soap", "blue soap", "green brush", "red brush"]
-    users = [UserSequence("a", (0, 1, 2, 3)), UserSequence("b", (0, 1, 3, 2)), UserSequence("c", (1, 2, 3, 0))]
+    users = [UserSequence("a", (0, 1)), UserSequence("b", (0, 1)), UserSequence("c", (1, 2))]
     known = make_prior(PriorSection(history=2.0, together=3.0, decay=0.5), titles, users)([[0, 1]])
     together = make_prior(PriorSection(together=3.0, decay=0.5), titles, users)([[0, 1]])
     # Taken in training: 0 and 1 by a and b, 1 and 2 by c.

@@ -54,7 +54,7 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
     Args:
         section: Weights.
         titles: I.
-        users: Sequences that `together` comes from; their last two items are not looked at.
+        users: Sequences that `together` comes from: what training knows.
     """
     from grpo_jax.tasks.recommendation.baselines import decayed, item_similarity
 

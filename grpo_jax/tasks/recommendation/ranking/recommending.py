@@ -66,7 +66,7 @@ def make_recommender(
         items = read_catalogue(catalogue, blank_titles=task.blank_titles)
     template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
     best = _by_query(config, items, write) if task.writes == "query" else _by_policy(config, policy, items, dataset)
-    explain, row_of = _explanations(items, dataset.users if catalogue is None else ()), _names(items)
+    explain, row_of = _explanations(items, dataset.known if catalogue is None else ()), _names(items)
 
     def recommend(history: Sequence[str], k: int = 10) -> list[Recommended]:
         rows = [row_of(title) for title in history]
@@ -121,7 +121,7 @@ def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> 
     listed = min(task.listed or len(items.texts), len(items.texts))
     rank = make_ranker(policy.functions, listed, pad_id=loaded.pad_id, trie=trie)
     own = catalogue is dataset.catalogue
-    known = make_prior(task.prior, catalogue.titles, dataset.users if own else ()) if task.prior.used else None
+    known = make_prior(task.prior, catalogue.titles, dataset.known if own else ()) if task.prior.used else None
 
     def best(row: Row, count: int) -> list[Any]:
         prompt = _asked(config, policy, row)

@@ -87,8 +87,8 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
 def _first_of(judgement: Judgement) -> Judgement:
     """Of the first completion of each prompt; pictures are of all, and left out."""
     turns = (judgement.turn_rewards, judgement.turn_watched)
-    first_turns = (None if values is None else values[:, :1] for values in turns)
-    return Judgement(judgement.rewards[:, :1], judgement.watched[:, :1], [], *first_turns)
+    rewards, watched = (None if values is None else values[:, :1] for values in turns)
+    return Judgement(judgement.rewards[:, :1], judgement.watched[:, :1], [], rewards, watched)
 
 
 def sample_measures(parts: Parts, rollout: Rollout) -> Statistics:

@@ -110,7 +110,7 @@ def _check_lengths(columns: Mapping[str, np.ndarray]) -> None:
 
 def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], **drawing: Any) -> list[TableRow]:
     """A row for each method's values f64 [U, 16], NaN for users who are missing, and all users and each group."""
-    known = {method: ~np.isnan(measured).any(axis=1) for method, measured in values.items()}
+    known = {method: np.asarray(~np.isnan(measured).any(axis=1)) for method, measured in values.items()}
     everybody = np.ones(len(next(iter(known.values()), ())), bool)
     parts = {ALL: everybody, **groups}
     intervals: dict[tuple[str, str], list[Interval]] = {}

@@ -79,7 +79,7 @@ def _evaluate_run(options: argparse.Namespace) -> None:
         "prompts": len(parts.test_rows),
         **{kind: evaluation.measures for kind, evaluation in found.items()},
         **samples_of(parts, {options.checkpoint: statistics_of(found)}),
-        **({"table": list(findings.records)} if findings.records else {}),
+        **findings.entries,
     }
     written = json.dumps(finite(report), indent=2)
     if options.out is not None:

@@ -38,7 +38,7 @@ from torch.nn import functional
 from grpo_jax.config.command_line import find_config, load_config
 from grpo_jax.tasks.recommendation.baselines import rank_all
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
-from grpo_jax.tasks.recommendation.examples import HELD_OUT
+from grpo_jax.tasks.recommendation.examples import ranking_everything
 from grpo_jax.tasks.recommendation.metrics import ndcg, rank_of
 from grpo_jax.tasks.recommendation.ranking.prior import make_parts, make_prior
 from grpo_jax.tasks.recommendation.ranking.weights import grid, weigh
@@ -149,7 +149,7 @@ def train(dataset: Dataset, options: argparse.Namespace) -> tuple[SASRec, list[d
     """The model of the best epoch on validation users, and what every epoch came to."""
     torch.manual_seed(options.seed)
     rng = np.random.Generator(np.random.PCG64(options.seed))
-    known = [user.items[:-HELD_OUT][-options.length - 1 :] for user in dataset.users]
+    known = [user.items[-options.length - 1 :] for user in dataset.known]
     taught = [items for items in known if len(items) > 1][: options.limit or None]
     shape = {name: getattr(options, name) for name in ("width", "layers", "heads", "length", "dropout", "temperature")}
     model = SASRec(len(dataset.catalogue), **shape)
@@ -177,14 +177,13 @@ def measure(model: SASRec, dataset: Dataset, options: argparse.Namespace) -> tup
     """The ranks f64 [U] of the test users by method, and the prior that was chosen for the last one."""
     rows, watched = dataset.prompts.test[: options.limit or None], dataset.prompts.validation[: options.validation]
     score = scorer(model, rows, options.length)
-    kept = [dataclasses.replace(row, columns={**row.columns, "history": ()}) for row in rows]
-    titles, users = dataset.catalogue.titles, dataset.users
+    titles, users = dataset.catalogue.titles, dataset.known
     own = scorer(model, watched, options.length)
     chosen = weigh(own, make_parts(titles, users), watched, grid(), items=len(titles))[0].prior
     known, histories = make_prior(chosen, titles, users), [row.columns["history"] for row in rows]
     counts = {
         "SASRec": rank_all(score, rows),
-        "SASRec, history ranked too": rank_all(score, kept),
+        "SASRec, history ranked too": rank_all(score, ranking_everything(rows)),
         "SASRec + prior": rank_all(lambda start, stop: score(start, stop) + known(histories[start:stop]), rows),
     }
     return {name: rank_of(count) for name, count in counts.items()}, chosen

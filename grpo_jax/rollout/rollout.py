@@ -5,7 +5,7 @@ The parts come as functions in an `Environment`; nothing here knows a model, a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ class Judgement(NamedTuple):
         pictures: Of each chunk; none of episodes, which hold their own.
         turn_rewards: f32 [P, G, U, N] of each turn, NaN where it does not exist; None where the policy writes once.
         turn_watched: f32 [P, G, U, W], likewise.
+        columns: What the task told of each row's ranking (`tasks.task.Choices`), P values by name; none of texts.
     """
 
     rewards: np.ndarray
@@ -44,6 +45,7 @@ class Judgement(NamedTuple):
     pictures: list[Any]
     turn_rewards: np.ndarray | None = None
     turn_watched: np.ndarray | None = None
+    columns: Mapping[str, Sequence[Any]] = {}
 
     @property
     def judged(self) -> np.ndarray:

@@ -87,8 +87,8 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
 def _first_of(judgement: Judgement) -> Judgement:
     """Of the first completion of each prompt; pictures are of all, and left out."""
     turns = (judgement.turn_rewards, judgement.turn_watched)
-    first_turns = (None if values is None else values[:, :1] for values in turns)
-    return Judgement(judgement.rewards[:, :1], judgement.watched[:, :1], [], *first_turns)
+    rewards, watched = (None if values is None else values[:, :1] for values in turns)
+    return Judgement(judgement.rewards[:, :1], judgement.watched[:, :1], [], rewards, watched)
 
 
 def sample_measures(parts: Parts, rollout: Rollout) -> Statistics:
@@ -127,6 +127,7 @@ def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evalu
     assert choices is not None and rank is not None
     texts: list[str] = []
     told: list[Any] = []
+    every: dict[str, list[Any]] = {}
     for start in range(0, len(rows), _chunk(parts)):
         if parts.stopping():
             raise Stopped
@@ -141,7 +142,10 @@ def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evalu
             dataclasses.replace(row, columns={**row.columns, **{name: values[i] for name, values in columns.items()}})
             for i, row in enumerate(part)
         ]
-    return evaluate_texts(parts, told, texts)
+        for name, values in columns.items():
+            every.setdefault(name, []).extend(values)
+    found = evaluate_texts(parts, told, texts)
+    return found._replace(judgement=found.judgement._replace(columns=every))
 
 
 def evaluate_controls(parts: Parts, variables: Any, rows: Sequence[Any]) -> dict[str, float]:

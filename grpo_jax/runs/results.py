@@ -60,9 +60,7 @@ def finish_language(parts: Parts, state: TrainState, progress: Any, directory: A
     if policy.lora is not None:
         export_adapters(directory.adapter, policy.loaded, state.variables, policy.lora)
     found = find(parts, progress.notes["remembered"], "after", after)
-    summary = summarise(parts, progress, after, seconds)
-    if found.records:
-        summary["table"] = list(found.records)
+    summary: dict[str, Any] = {**summarise(parts, progress, after, seconds), **found.entries}
     further = (turns_table(summary["evaluation"]), samples_table(summary.get("samples", {})))
     tables = [*found.tables, *(table for table in further if table is not None)]
     lines = [*samples_lines(summary.get("samples", {})), *found.lines]

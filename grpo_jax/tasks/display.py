@@ -108,12 +108,17 @@ class Findings(NamedTuple):
     Attributes:
         tables: For report.html and metric writers.
         lines: For the terminal.
-        records: "table" of summary.json; nothing if empty.
+        records: Further entries of summary.json by name, such as "table"; empty ones are left out.
     """
 
     tables: Sequence[Table] = ()
     lines: Sequence[str] = ()
-    records: Sequence[Mapping[str, Any]] = ()
+    records: Mapping[str, Sequence[Mapping[str, Any]]] = {}
+
+    @property
+    def entries(self) -> dict[str, list[Mapping[str, Any]]]:
+        """The records that are not empty."""
+        return {name: list(records) for name, records in self.records.items() if records}
 
 
 _TURN_MEASURE = re.compile(r"(.+)_(turn_\d+|peak|kept|gain)")

@@ -1,9 +1,10 @@
 """What a policy is compared with: simple rankings of the whole catalogue, exact and without a network.
 
 Baselines that count (popularity, item-kNN, Markov) are functions ``score(start, stop) -> [B, I]`` of the examples
-start … stop-1; `rank_all` turns them into ranks by block, so that no [U, I] array is ever held. Their statistics come
-from training alone: neither the validation nor the test item of a user is known to them (the history that is asked
-with holds the validation item). Baselines of titles ask the policy's own retriever, as the policy does.
+start … stop-1; `rank_and_recommend` turns them into ranks by block, so that no [U, I] array is ever held. Their
+statistics come from what training knows alone (`splits.Split.known`): no validation or test target is known to them
+(the history that is asked with may hold validation targets). Baselines of titles ask the policy's own retriever, as
+the policy does.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from scipy import sparse
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
-from grpo_jax.tasks.recommendation.examples import HELD_OUT
-from grpo_jax.tasks.recommendation.metrics import RankCounts, TieRule, count_better, rank_of
+from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, RankCounts, count_better, first_items
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 Scores = Callable[[int, int], np.ndarray]
@@ -49,27 +49,55 @@ class Retriever(Protocol):
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance: float = 1e-6) -> RankCounts:
-    """Counts for each example the items before its target and level with it, its history left out.
+    """Counts for each example the items before its target and level with it, without those excluded.
 
     Args:
         score: The baseline.
-        rows: U examples with the columns "target_row" and "history".
+        rows: U examples with the columns "target_row" and "excluded".
         block: Examples scored at once.
         tolerance: Scores that differ by no more are ties.
     """
-    parts = []
+    return rank_and_recommend(score, rows, first=0, block=block, tolerance=tolerance)[0]
+
+
+def rank_and_recommend(
+    score: Scores, rows: Sequence[Row], *, first: int = RECOMMENDED, block: int = 512, tolerance: float = 1e-6
+) -> tuple[RankCounts, np.ndarray]:
+    """The counts of `rank_all`, and how often each item is among the first ones of an example, i64 [I].
+
+    Args:
+        score: The baseline.
+        rows: U examples, at least one, as in `rank_all`.
+        first: How many items of each example count as recommended; 0 for none.
+        block: Examples scored at once.
+        tolerance: Scores that differ by no more are ties.
+    """
+    parts, recommended = [], np.zeros(0, np.int64)
     for start in range(0, len(rows), block):
         part = rows[start : start + block]
         targets = np.array([row.columns["target_row"] for row in part])
         scores = score(start, start + len(part))
-        parts.append(count_better(scores, targets, [row.columns["history"] for row in part], tolerance=tolerance))
-    return RankCounts(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        left_out = [row.columns["excluded"] for row in part]
+        parts.append(count_better(scores, targets, left_out, tolerance=tolerance))
+        lists = first_items(scores, left_out, k=first) if first else []
+        recommended = counted(lists, scores.shape[1]) + (recommended if start else 0)
+    return RankCounts(*(np.concatenate(column) for column in zip(*parts, strict=True))), recommended
+
+
+def counted(lists: Sequence[Sequence[int] | np.ndarray], items: int) -> np.ndarray:
+    """How often each item stands in the lists, i64 [I]."""
+    return np.bincount(np.fromiter((item for one in lists for item in one), np.int64), minlength=items)
 
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:
     """Every item by how many users took it in training."""
-    counts = np.asarray(_taken(users, items).sum(0), np.float64).ravel()
+    counts = taken_counts(users, items)
     return lambda start, stop: np.broadcast_to(counts, (stop - start, items))
+
+
+def taken_counts(users: Sequence[UserSequence], items: int) -> np.ndarray:
+    """How many users took each item in training, f64 [I]."""
+    return np.asarray(_taken(users, items).sum(0), np.float64).ravel()
 
 
 def item_knn(users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 1.0) -> Scores:
@@ -79,7 +107,7 @@ def item_knn(users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, 
     in training and the newest item has age 0.
 
     Args:
-        users: Sequences the similarities come from.
+        users: What training knows.
         items: I.
         rows: The examples that are scored.
         decay: In [0, 1]; 1 counts the whole history alike, 0 the last item alone.
@@ -101,10 +129,10 @@ def item_similarity(users: Sequence[UserSequence], items: int) -> sparse.csr_arr
 
 def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Scores:
     """Items by how often they came right after the last one in training, popularity where that says nothing."""
-    pairs = [pair for user in users for pair in _steps(user.items[:-HELD_OUT])]
+    pairs = [pair for user in users for pair in _steps(user.items)]
     before, after = np.array(pairs, np.int64).reshape(-1, 2).T
     steps = sparse.csr_array((np.ones(len(pairs)), (before, after)), shape=(items, items))
-    counts = np.asarray(_taken(users, items).sum(0), np.float64).ravel()
+    counts = taken_counts(users, items)
     # Below 1, so that it decides only where counts of steps are equal.
     fallback = counts / (2.0 * max(counts.max(), 1.0))
     last = np.array([row.columns["history"][-1] for row in rows])
@@ -136,7 +164,7 @@ def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -
 
 def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
     """1 where a user took an item in training, [U, I]."""
-    known = [sorted(set(user.items[:-HELD_OUT])) for user in users]
+    known = [sorted(set(user.items)) for user in users]
     return _weights(known, np.ones(sum(map(len, known))), items)
 
 
@@ -145,24 +173,22 @@ def _steps(items: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def count_baselines(
-    users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 0.7, rule: TieRule = "against"
-) -> dict[str, np.ndarray]:
-    """The ranks f64 [U] of popularity, item-kNN and Markov by the name a report gives them.
+    users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 0.7
+) -> dict[str, Scores]:
+    """Popularity, item-kNN and Markov by the name a report gives them.
 
     Args:
-        users: All sequences.
+        users: What training knows.
         items: I.
         rows: U examples that are measured.
         decay: Of the second item-kNN.
-        rule: For ties.
     """
-    scores = {
+    return {
         "popularity": popularity(users, items),
         "item-kNN": item_knn(users, items, rows),
         f"item-kNN, decay {decay:g}": item_knn(users, items, rows, decay=decay),
         "Markov-1 + popularity": markov(users, items, rows),
     }
-    return {name: rank_of(rank_all(score, rows), rule=rule) for name, score in scores.items()}
 
 
 def title_baselines(
@@ -189,14 +215,14 @@ def title_baselines(
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
         histories = [column["history"] for column in columns]
-        targets = [column["target_row"] for column in columns]
+        targets, left_out = ([column[name] for column in columns] for name in ("target_row", "excluded"))
         texts = [[catalogue.titles[item] for item in history] for history in histories]
         weights = [[decay**age for age in reversed(range(len(history)))] for history in histories]
         own = [column["target_title"] for column in columns]
         answers = (
-            retriever.score_ranks([column["last_title"] for column in columns], targets, histories),
-            retriever.score_mixed_ranks(texts, weights, targets, histories),
-            retriever.score_ranks(own, targets, histories),
+            retriever.score_ranks([column["last_title"] for column in columns], targets, left_out),
+            retriever.score_mixed_ranks(texts, weights, targets, left_out),
+            retriever.score_ranks(own, targets, left_out),
         )
         for name, answer in zip(names, answers, strict=True):
             ranks[name].append(np.asarray(answer.rank, np.float64))

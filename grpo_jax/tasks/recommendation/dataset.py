@@ -11,7 +11,13 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
 from grpo_jax.tasks.recommendation.dummy import make_world
-from grpo_jax.tasks.recommendation.examples import HistoryTemplate, by_user, leave_one_out, taught_rows
+from grpo_jax.tasks.recommendation.examples import (
+    HistoryTemplate,
+    by_user,
+    ranking_everything,
+    split_examples,
+    taught_rows,
+)
 from grpo_jax.tasks.recommendation.ranking.ids_file import read_ids
 from grpo_jax.tasks.recommendation.ranking.items import item_word
 from grpo_jax.tasks.recommendation.sequences import (
@@ -21,6 +27,7 @@ from grpo_jax.tasks.recommendation.sequences import (
     read_sequences,
     read_user_prompts,
 )
+from grpo_jax.tasks.recommendation.splits import Split, items_split, last_split, time_split
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.task import Recommendation
@@ -31,7 +38,8 @@ class Dataset(NamedTuple):
 
     Attributes:
         catalogue: Items and titles.
-        users: All sequences.
+        users: All sequences, held-out items too: nothing that learns or counts may look at them.
+        known: What training knows of each user (`splits.Split`).
         prompts: Examples for training, validation and test.
         taught: Examples of a warm start; those of training, or what stands before them.
         notes: In plain words, what a rule left out or changed.
@@ -39,6 +47,7 @@ class Dataset(NamedTuple):
 
     catalogue: Catalogue
     users: tuple[UserSequence, ...]
+    known: tuple[UserSequence, ...]
     prompts: PromptSet
     taught: Sequence[Row]
     notes: tuple[str, ...]
@@ -49,8 +58,8 @@ def load_dataset(task: Recommendation, *, held_out: int | float = 0.2) -> Datase
 
     Args:
         task: Names it.
-        held_out: Share or number of users kept for testing, where prompts are given by user; otherwise each user's
-            last item is the test (`leave_one_out`).
+        held_out: Share or number of users kept for testing, where prompts are given by user; otherwise
+            task.split says what is held out.
 
     Raises:
         UserError: If files are missing or bad (all bad lines at once), or a field of the task is out of range.
@@ -61,17 +70,27 @@ def load_dataset(task: Recommendation, *, held_out: int | float = 0.2) -> Datase
         catalogue = replace(catalogue, names=_names(task, catalogue))
         if task.order_column is not None and task.order_column not in catalogue.columns:
             raise ValueError(f"order_column must be one of {list(catalogue.columns)}, got {task.order_column!r}")
+        split = _split(task, sequences.users, catalogue)
         if task.prompts:
             texts = read_user_prompts(task.prompts, sequences.users)
             prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
             taught: Sequence[Row] = prompts.train
         else:
-            prompts = leave_one_out(sequences.users, catalogue, template, training_targets=task.training_targets)
+            prompts = split_examples(split, catalogue, template, training_targets=task.training_targets)
             apart = task.training_targets == "apart"
-            taught = taught_rows(sequences.users, catalogue, template) if apart else prompts.train
+            taught = taught_rows(split, catalogue, template) if apart else prompts.train
     except ValueError as error:
         raise UserError(f"task: {error}") from error
-    return Dataset(catalogue, sequences.users, prompts, taught, (*sequences.notes, *_notes(catalogue)))
+    if not task.exclude_history:
+        prompts = PromptSet(*map(ranking_everything, prompts))
+    notes = (*sequences.notes, *split.notes, *_notes(catalogue))
+    return Dataset(catalogue, sequences.users, split.known, prompts, taught, notes)
+
+
+def _split(task: Recommendation, users: Sequence[UserSequence], catalogue: Catalogue) -> Split:
+    if task.split == "items":
+        return items_split(users, catalogue.ids, task.held_out_items)
+    return time_split(users, task.time_share) if task.split == "time" else last_split(users)
 
 
 def _load(task: Recommendation) -> tuple[Catalogue, Sequences]:

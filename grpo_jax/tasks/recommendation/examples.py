@@ -1,29 +1,26 @@
 """Examples to learn from and to be measured on: a history as a prompt, and the item that came next.
 
-Two ways to hold users out. *Leave-one-out*, where prompts are built from titles: each user's last item is the test
-target, the one before it the validation target, and what precedes is for training. *By user*, where prompts were
-written by hand, one for each user: a prompt belongs to one history, so some users are for testing alone.
+Where prompts are built from titles, `splits` says what is held out. Where they were written by hand, one for each
+user, users are held out (`by_user`): a prompt belongs to one history, so some users are for testing alone.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row, split_rows
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.sequences import UserSequence
+from grpo_jax.tasks.recommendation.splits import Split, Target, known_targets, last_split
 
 NO_TITLE = "(no title)"
 """What a prompt says of an item whose title is blank."""
 
 TrainingTargets = Literal["every", "last", "apart"]
-HELD_OUT = 2
-"""Items at the end of a sequence that training does not know: the validation and the test target."""
 PLACES = ("{history}", "{last}", "{items}")
 """What a template says of a history; one of them at least."""
 
@@ -79,6 +76,35 @@ def cut_title(title: str, characters: int) -> str:
     return head.rstrip(" ,;:-&(/")
 
 
+def split_examples(
+    split: Split, catalogue: Catalogue, template: HistoryTemplate, *, training_targets: TrainingTargets = "every"
+) -> PromptSet:
+    """Examples of a split's targets.
+
+    Validation and test rows are ordered by a hash of the user's name, so that the first few are a fair sample.
+
+    Args:
+        split: What is known and what is asked.
+        catalogue: Titles.
+        template: Makes prompts.
+        training_targets: "every" known item or each user's "last"; "apart" is the last one too (`taught_rows`).
+
+    Returns:
+        Rows with the columns of `example_columns`. A row's id counts the items of the file up to its target.
+
+    Raises:
+        UserError: If there is nothing to train on.
+        ValueError: If training_targets is another word.
+    """
+    if training_targets not in ("every", "last", "apart"):
+        raise ValueError(f'training_targets must be "every", "last" or "apart", got {training_targets!r}')
+    train = known_targets(split, "every" if training_targets == "every" else "last")
+    if not train:
+        raise UserError("no user has four items, or two that training may know: a history and a target")
+    parts = [[_example(catalogue, template, one) for one in part] for part in (train, split.validation, split.test)]
+    return PromptSet(tuple(parts[0]), tuple(_shuffled(parts[1])), tuple(_shuffled(parts[2])))
+
+
 def leave_one_out(
     users: Sequence[UserSequence],
     catalogue: Catalogue,
@@ -86,61 +112,20 @@ def leave_one_out(
     *,
     training_targets: TrainingTargets = "every",
 ) -> PromptSet:
-    """Examples of each user's items in time order.
-
-    With items x1 … xn: xn is the test target given x1 … xn-1; xn-1 the validation target (from three items on); each
-    of x2 … xn-2 a training target given what stands before it (from four items on), or xn-2 alone with
-    ``training_targets="last"``. No training example knows of a validation or test item.
-
-    Validation and test rows are ordered by a hash of the user's name, so that the first few are a fair sample.
-
-    Args:
-        users: Sequences.
-        catalogue: Titles.
-        template: Makes prompts.
-        training_targets: "every" position or the "last" one; "apart" is the last one too (`taught_rows`).
-
-    Returns:
-        Rows with the columns of `example_columns`. A row's id counts the items of the file up to its target.
-
-    Raises:
-        UserError: If no user has the four items that a training example takes.
-        ValueError: If training_targets is another word.
-    """
-    if training_targets not in ("every", "last", "apart"):
-        raise ValueError(f'training_targets must be "every", "last" or "apart", got {training_targets!r}')
-    train, validation, test = [], [], []
-    for offset, sequence in _with_offsets(users):
-        n = len(sequence.items)
-        example = functools.partial(_example, catalogue, template, offset, sequence)
-        test.append(example(n - 1))
-        if n >= 3:
-            validation.append(example(n - 2))
-        first = 1 if training_targets == "every" else max(n - 3, 1)
-        train += [example(position) for position in range(first, n - 2)]
-    if not train:
-        raise UserError("no user has four items, which a training example takes (history, target, two held out)")
-    return PromptSet(tuple(train), tuple(_shuffled(validation)), tuple(_shuffled(test)))
+    """`split_examples` of each user's last item and the one before it (`splits.last_split`)."""
+    return split_examples(last_split(users), catalogue, template, training_targets=training_targets)
 
 
-def taught_rows(users: Sequence[UserSequence], catalogue: Catalogue, template: HistoryTemplate) -> list[Row]:
-    """What is taught where the last training target is kept for reinforcement: the targets x2 … xn-3 of each user."""
-    return [
-        _example(catalogue, template, offset, sequence, position)
-        for offset, sequence in _with_offsets(users)
-        for position in range(1, len(sequence.items) - HELD_OUT - 1)
-    ]
+def taught_rows(split: Split, catalogue: Catalogue, template: HistoryTemplate) -> list[Row]:
+    """What is taught where each user's last training target is kept for reinforcement: those before it."""
+    return [_example(catalogue, template, target) for target in known_targets(split, "but last")]
 
 
-def _example(
-    catalogue: Catalogue, template: HistoryTemplate, offset: int, sequence: UserSequence, position: int
-) -> Row:
-    history = sequence.items[:position]
-    listed = history[-template.items :]
+def _example(catalogue: Catalogue, template: HistoryTemplate, target: Target) -> Row:
+    listed = target.history[-template.items :]
     names = [catalogue.names[item] for item in listed] if catalogue.names else ()
-    prompt = template.prompt([catalogue.titles[item] for item in listed], names)
-    columns = example_columns(sequence.user, history, sequence.items[position], catalogue)
-    return Row(offset + position, prompt, columns)
+    columns = example_columns(target.user, target.history, target.item, catalogue)
+    return Row(target.id, template.prompt([catalogue.titles[item] for item in listed], names), columns)
 
 
 def by_user(
@@ -161,9 +146,8 @@ def by_user(
         UserError: If nothing would be left to train on.
     """
     rows = []
-    for offset, sequence in _with_offsets(users):
-        columns = example_columns(sequence.user, sequence.items[:-1], sequence.items[-1], catalogue)
-        rows.append(Row(offset + len(sequence.items) - 1, prompts[sequence.user], columns))
+    for user, history, item, number in last_split(users).test:
+        rows.append(Row(number, prompts[user], example_columns(user, history, item, catalogue)))
     train, validation, test = split_rows(rows, held_out=held_out)
     return PromptSet(train, tuple(_shuffled(validation)), tuple(_shuffled(test)))
 
@@ -172,8 +156,8 @@ def example_columns(user: str, history: Sequence[int], target: int, catalogue: C
     """What rewards are told of an example, beside the target's rank.
 
     Returns:
-        "user", "target" (the item's id), "target_title", "last_title"; and as catalogue rows "target_row" and
-        "history" (all of it, oldest first), which the ranking leaves out.
+        "user", "target" (the item's id), "target_title", "last_title"; and as catalogue rows "target_row", "history"
+        (all of it, oldest first), and "excluded", what rankings leave out: the history (but see `ranking_everything`).
     """
     return {
         "user": user,
@@ -182,7 +166,13 @@ def example_columns(user: str, history: Sequence[int], target: int, catalogue: C
         "last_title": catalogue.titles[history[-1]],
         "target_row": target,
         "history": tuple(history),
+        "excluded": tuple(history),
     }
+
+
+def ranking_everything(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The examples with nothing left out of their rankings, so that items of the history compete with the target."""
+    return tuple(replace(row, columns={**row.columns, "excluded": ()}) for row in rows)
 
 
 def title_pairs(rows: Sequence[Row], *, characters: int = 0) -> list[tuple[str, str]]:
@@ -214,14 +204,6 @@ def asking_pairs(rows: Sequence[Row], *, characters: int = 0, seed: int = 0) -> 
         drawn = hashlib.sha256(f"{seed} {row.id}".encode()).digest()[0] % len(forms)
         pairs.append((row.prompt, forms[drawn].strip()))
     return [(prompt, text) for prompt, text in pairs if text]
-
-
-def _with_offsets(users: Sequence[UserSequence]) -> Iterator[tuple[int, UserSequence]]:
-    """Each sequence with the number of items before it: a number for every (user, position) of a file."""
-    offset = 0
-    for sequence in users:
-        yield offset, sequence
-        offset += len(sequence.items)
 
 
 def _shuffled(rows: Sequence[Row]) -> list[Row]:

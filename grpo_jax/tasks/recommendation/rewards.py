@@ -5,7 +5,7 @@ this task are
 
     rank            where the target stands among all items, from 1; NaN where the retriever gave no answer
     probability     of the target in the softmax over all items' similarities to the completion
-    user, target, target_title, last_title, target_row, history     of the example
+    user, target, target_title, last_title, target_row, history, excluded     of the example
 
 A missing rank gives a missing reward, never a 0. A text that is empty or makes no sense is no failure: it resembles
 nothing, ties count against the target, and it earns what the last place earns.

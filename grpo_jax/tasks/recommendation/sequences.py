@@ -12,10 +12,11 @@ from grpo_jax.tasks.recommendation.reading import Problems, read_text
 
 
 class UserSequence(NamedTuple):
-    """One user's items as catalogue rows, oldest first; the last one is what is to be predicted."""
+    """One user's items as catalogue rows, oldest first, and when each was taken, where that is known."""
 
     user: str
     items: tuple[int, ...]
+    times: tuple[float, ...] = ()
 
 
 class Sequences(NamedTuple):
@@ -105,10 +106,10 @@ def _sorted_sequences(
 ) -> Sequences:
     users = []
     for user, times in events.items():
-        counted = [(time, item) for item, time in times.items() if time == time]
-        items = tuple(item for _, item in sorted(counted, key=lambda event: event[0]))  # stable: file order in a tie
-        if len(items) >= minimum_items:
-            users.append(UserSequence(user, items))
+        counted = [(item, time) for item, time in times.items() if time == time]
+        counted.sort(key=lambda event: event[1])  # stable: file order in a tie
+        if len(counted) >= minimum_items:
+            users.append(UserSequence(user, *map(tuple, zip(*counted, strict=True))))
     notes = []
     if below:
         notes.append(f"{below} ratings below {minimum_rating:g} do not count")

@@ -63,11 +63,16 @@ class Recommendation(Task):
         history_items: How many of the newest titles a prompt lists.
         title_characters: Titles in prompts are cut to so many characters; 0 for never.
         separator: What stands between two titles.
+        split: What is held out: each user's "last" item (the one before it for validation), some "items" of which
+            training sees nothing (cold start), or what happened after a moment in "time" (ratings only).
+        held_out_items: Share of the items held out for testing, and as many for validation (split items only).
+        time_share: Share of the interactions before the cut, half of the others for validation (split time only).
         training_targets: Train on "every" position of a history before the held-out items, or on the "last" alone; or
             reinforce the last and teach the others ("apart"), so that no reward is earned by memory.
         blank_titles: An item without a title is an "error", or "keep" it as a text that nothing resembles.
         minimum_rating: Ratings below do not count (ratings only).
         minimum_items: Users with fewer items are left out (ratings only).
+        exclude_history: Rankings leave the history's items out; false ranks them with all others.
         order_column: Column of the catalogue whose order splits the report into rising and falling users; null for
             no such split.
         decay: Weight of each older title in the decayed baselines.
@@ -96,10 +101,14 @@ class Recommendation(Task):
     history_items: int = 4
     title_characters: int = 60
     separator: str = "\n"
+    split: Literal["last", "items", "time"] = "last"
+    held_out_items: float = 0.1
+    time_share: float = 0.9
     training_targets: Literal["every", "last", "apart"] = "every"
     blank_titles: Literal["error", "keep"] = "error"
     minimum_rating: float = 0.0
     minimum_items: int = 4
+    exclude_history: bool = True
     order_column: str | None = None
     decay: float = 0.7
     dummy_users: int = 2000
@@ -136,6 +145,12 @@ class Recommendation(Task):
         needed = f"a file with the titles of the items of {self.source}"
         require(made or bool(self.catalogue), "catalogue", needed, self.catalogue)
         require(0 <= self.decay <= 1, "decay", "a number in [0, 1]", self.decay)
+        require(0 < self.held_out_items < 0.5, "held_out_items", "a share in (0, 0.5)", self.held_out_items)
+        require(0 < self.time_share < 1, "time_share", "a share in (0, 1)", self.time_share)
+        timed = self.split != "time" or self.source.lower().endswith(".csv")
+        require(timed, "split", f"last or items: {self.source} has no times, a CSV of ratings has", self.split)
+        alike = self.split == "last" or not self.prompts
+        require(alike, "split", "last: prompts by hand are held out by user", self.split)
         asks = any(place in self.template for place in PLACES) or bool(self.prompts)
         require(asks, "template", f"one of {', '.join(PLACES)} in it", self.template)
         require(self.listed >= 0, "listed", "a number >= 0", self.listed)
@@ -190,13 +205,13 @@ class Recommendation(Task):
         items = None if self.writes == "query" else items_of(catalogue.names or catalogue.titles)
         digest = own_package("bridges", "retrieval.encoders").titles_digest
         named = {"semantic_ids": digest(catalogue.names)} if self.writes == "ids" else {}
-        known = make_prior(self.prior, catalogue.titles, dataset.users) if self.prior.used else None
+        known = make_prior(self.prior, catalogue.titles, dataset.known) if self.prior.used else None
 
         def ranked(completions: Sequence[str], columns: Mapping[str, Any]) -> dict[str, Any]:
             if items is not None:
                 ranks = completion_ranks(items, completions, columns)
                 return reward_columns(ranks, (ranks == 1).astype(np.float64))
-            answer = retriever.score_ranks(completions, columns["target_row"], columns["history"])
+            answer = retriever.score_ranks(completions, columns["target_row"], columns["excluded"])
             return reward_columns(answer.rank, answer.probability)
 
         return World(

@@ -11,10 +11,14 @@ import yaml
 from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.tasks.recommendation.dummy import make_world
+from grpo_jax.tasks.recommendation.examples import ranking_everything
 from grpo_jax.tasks.recommendation.metrics import count_better, hit, ndcg, rank_of
 from grpo_jax.tasks.recommendation.ranking.items import (
+    FUSED_FIRST,
     FUSED_RANK,
+    LISTED_FIRST,
     LISTED_RANK,
     completion_ranks,
     item_word,
@@ -23,6 +27,7 @@ from grpo_jax.tasks.recommendation.ranking.items import (
 )
 from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, fused_scores, make_parts, make_prior
 from grpo_jax.tasks.recommendation.ranking.weights import grid, weigh
+from grpo_jax.tasks.recommendation.report import policy_ranks
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 from grpo_jax.train import main
 
@@ -51,7 +56,7 @@ RUN = {
 
 
 def row(history, target):
-    return Row(1, "", {"history": tuple(history), "target_row": target})
+    return Row(1, "", {"history": tuple(history), "target_row": target, "excluded": tuple(history)})
 
 
 def test_titles_that_say_the_same_are_one_text_and_blank_ones_none():
@@ -66,7 +71,12 @@ def test_a_ranking_leaves_the_history_out_and_puts_what_is_not_listed_last():
     rows = [row([0, 1], 2), row([0], 5), row([3], 3)]
     numbers = np.array([[0, 1, 4, 2], [0, 1, 2, 3], [0, 3, 1, 2]])
     columns = ranking_columns(items, None, rows, numbers, np.zeros((3, 4)))
-    assert columns == {LISTED_RANK: [2, 6, 2]}  # a target in the history stays
+    assert columns[LISTED_RANK] == [2, 6, 2]  # a target in the history stays, but nobody is told to take it again
+    assert columns[LISTED_FIRST] == [[4, 2], [1, 2, 3], [0, 1, 2]]
+    judgement = Judgement(np.zeros((3, 1, 1)), np.array([[[2.0]], [[6.0]], [[2.0]]]), [], columns=columns)
+    found = policy_ranks("before", {"greedy": judgement, "oracle": judgement})
+    assert found == {"before": {"rank": [2, 6, 2], "recommended": [0, 1, 2, 3, 4], "times": [1, 2, 3, 1, 1]}}
+    assert json.loads(json.dumps(found)) == found  # goes into checkpoints
     assert completion_ranks(items, ["", "", ""], columns).tolist() == [2, 6, 2]
     alone = {"target_row": [2, 5]}
     assert completion_ranks(items, ["item_2", "item_1"], alone).tolist() == [1, 6]
@@ -74,7 +84,7 @@ def test_a_ranking_leaves_the_history_out_and_puts_what_is_not_listed_last():
 
 def test_the_prior_is_what_its_equation_says():
     titles = ["red soap", "blue soap", "green brush", "red brush"]
-    users = [UserSequence("a", (0, 1, 2, 3)), UserSequence("b", (0, 1, 3, 2)), UserSequence("c", (1, 2, 3, 0))]
+    users = [UserSequence("a", (0, 1)), UserSequence("b", (0, 1)), UserSequence("c", (1, 2))]
     known = make_prior(PriorSection(history=2.0, together=3.0, decay=0.5), titles, users)([[0, 1]])
     together = make_prior(PriorSection(together=3.0, decay=0.5), titles, users)([[0, 1]])
     # Taken in training: 0 and 1 by a and b, 1 and 2 by c.
@@ -101,6 +111,17 @@ def test_what_is_not_listed_is_level_with_the_last_that_is():
         np.array([[-1.0, -3]]),
     )
     assert columns[FUSED_RANK] == [1.0]  # the only better one is in the history
+    assert columns[FUSED_FIRST] == [[0, 1, 2]]
+
+
+def test_items_of_the_history_are_ranked_where_nothing_is_excluded():
+    items, prior = items_of(["a b", "c d", "e f", "g h"], "item"), np.array([[0.0, 0.5, 0.0, 4.0]])
+    asked = [row([3], 2)], np.array([[3, 2, 0]]), np.array([[-1.0, -2.0, -3.0]])
+    without = ranking_columns(items, lambda histories: prior, *asked)
+    assert (without[LISTED_RANK], without[FUSED_RANK]) == ([1], [1.0])
+    everything = ranking_columns(items, lambda histories: prior, ranking_everything(asked[0]), *asked[1:])
+    assert (everything[LISTED_RANK], everything[FUSED_RANK]) == ([2], [2.0])
+    assert everything[LISTED_FIRST] == [[3, 2, 0]] and everything[FUSED_FIRST] == [[0, 1, 2, 3]]
 
 
 def test_a_grid_of_priors_earns_what_each_of_them_earns_alone():
@@ -153,17 +174,19 @@ def test_a_group_is_distinct_items_and_rewards_are_those_of_hits(run):
 
 def test_the_table_tells_policy_prior_and_both_apart(run):
     summary = json.loads((run / "summary.json").read_text())
-    names = [line["method"] for line in summary["findings"]] if "findings" in summary else []
-    text = (run / "train.log").read_text()
-    for name in (
-        "titles + item-kNN",
-        "prior alone",
-        "policy, before",
-        "policy, before + prior",
-        "policy, after",
-        "policy, after + prior",
-    ):
-        assert name in text or name in names
+    listed = ["prior alone", *(f"policy, {when}{kind}" for when in ("before", "after") for kind in ("", " + prior"))]
+    measured, text = {line["method"] for line in summary["table"]}, (run / "train.log").read_text()
+    spread = {line["method"]: line for line in summary["recommended"]}
+    for name in listed:
+        assert name in text and name in measured
+        assert 10 / 280 <= spread[name]["coverage@10"] <= 24 * 10 / 280 and 0 < spread[name]["Gini@10"] < 1
+    differences = {line["method"]: line["NDCG@10"]["mean"] for line in summary["differences"]}
+    ndcg10 = {line["method"]: line["NDCG@10"]["mean"] for line in summary["table"] if line["group"] == "all"}
+    for one, other in (("after", "before"), ("after + prior", "before + prior")):
+        name = f"policy, {one} − policy, {other}"
+        assert differences[name] == pytest.approx(ndcg10[f"policy, {one}"] - ndcg10[f"policy, {other}"])
+    added = ndcg10["policy, after + prior"] - ndcg10["prior alone"]
+    assert differences["policy, after + prior − prior alone"] == pytest.approx(added)
     before = summary["evaluation"]["ndcg@10"]["before"]
     assert 0 <= before <= 1 and summary["evaluation"]["ndcg@10"]["oracle"] == 1
 

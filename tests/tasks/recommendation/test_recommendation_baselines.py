@@ -10,8 +10,9 @@ import pytest
 
 from grpo_jax.tasks.recommendation import baselines, metrics, table
 from grpo_jax.tasks.recommendation.catalogue import make_catalogue
-from grpo_jax.tasks.recommendation.examples import HistoryTemplate, leave_one_out
+from grpo_jax.tasks.recommendation.examples import HistoryTemplate, leave_one_out, ranking_everything
 from grpo_jax.tasks.recommendation.sequences import UserSequence
+from grpo_jax.tasks.recommendation.splits import last_split
 
 BEAUTY = Path(__file__).parents[4] / "shared" / "data" / "beauty"
 ITEMS = 25
@@ -32,6 +33,7 @@ CATALOGUE = make_catalogue(
     [f"word{i % 5} thing{i % 7}" for i in range(ITEMS)],
     {"code": [f"B{(i * 7) % ITEMS:03d}" for i in range(ITEMS)]},
 )
+KNOWN = last_split(USERS).known
 ROWS = leave_one_out(USERS, CATALOGUE, HistoryTemplate()).test
 
 
@@ -66,30 +68,45 @@ class WordRetriever:
         return vector / max(np.linalg.norm(vector), 1e-12)
 
 
-def slow_ranks(score):
+def slow_ranks(score, *, everything=False):
     """Ranks from score(history, item), one item at a time; ties against the target."""
     ranks = []
     for row in ROWS:
         history, target = row.columns["history"], row.columns["target_row"]
         own = score(history, target)
-        others = [item for item in range(ITEMS) if item not in history and item != target]
+        others = [item for item in range(ITEMS) if (everything or item not in history) and item != target]
         ranks.append(1 + sum(score(history, item) >= own - 1e-9 for item in others))
     return ranks
 
 
-def known(user):
-    return user.items[:-2]
+def count_ranks(users, items, rows):
+    scores = baselines.count_baselines(users, items, rows)
+    return {name: metrics.rank_of(baselines.rank_all(score, rows)) for name, score in scores.items()}
 
 
 def test_popularity_counts_users_in_training():
-    counts = Counter(item for user in USERS for item in known(user))
-    ranks = metrics.rank_of(baselines.rank_all(baselines.popularity(USERS, ITEMS), ROWS, block=7))
+    counts = Counter(item for user in USERS for item in user.items[:-2])
+    ranks = metrics.rank_of(baselines.rank_all(baselines.popularity(KNOWN, ITEMS), ROWS, block=7))
     assert ranks.tolist() == slow_ranks(lambda history, item: counts[item])
+
+
+def test_the_history_competes_where_nothing_is_excluded():
+    rows, retriever = ranking_everything(ROWS), WordRetriever()
+    counts = Counter(item for user in USERS for item in user.items[:-2])
+    ranks = metrics.rank_of(baselines.rank_all(baselines.popularity(KNOWN, ITEMS), rows))
+    assert ranks.tolist() == slow_ranks(lambda history, item: counts[item], everything=True)
+    vectors = [retriever._vector(title) for title in CATALOGUE.titles]
+    ranks = baselines.title_baselines(retriever, CATALOGUE, rows)
+    last = slow_ranks(lambda history, item: vectors[history[-1]] @ vectors[item], everything=True)
+    assert ranks["last title"].tolist() == last != slow_ranks(lambda h, item: vectors[h[-1]] @ vectors[item])
+    assert (
+        ranks["oracle: own title"] >= baselines.title_baselines(retriever, CATALOGUE, ROWS)["oracle: own title"]
+    ).all()
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.7, 0.0])
 def test_item_knn_sums_cosines_over_the_history(decay):
-    takers = {item: {user.user for user in USERS if item in known(user)} for item in range(ITEMS)}
+    takers = {item: {user.user for user in USERS if item in user.items[:-2]} for item in range(ITEMS)}
 
     def cosine(a, b):
         both = len(takers[a] & takers[b])
@@ -98,18 +115,18 @@ def test_item_knn_sums_cosines_over_the_history(decay):
     def score(history, item):
         return sum(decay**age * cosine(old, item) for age, old in enumerate(reversed(history)))
 
-    ranks = metrics.rank_of(baselines.rank_all(baselines.item_knn(USERS, ITEMS, ROWS, decay=decay), ROWS))
+    ranks = metrics.rank_of(baselines.rank_all(baselines.item_knn(KNOWN, ITEMS, ROWS, decay=decay), ROWS))
     assert ranks.tolist() == slow_ranks(score)
 
 
 def test_markov_counts_steps_and_falls_back_on_popularity():
-    steps = Counter(pair for user in USERS for pair in zip(known(user), known(user)[1:], strict=False))
-    counts = Counter(item for user in USERS for item in known(user))
+    steps = Counter(pair for user in USERS for pair in zip(user.items[:-2], user.items[1:-2], strict=False))
+    counts = Counter(item for user in USERS for item in user.items[:-2])
 
     def score(history, item):
         return steps[history[-1], item] + counts[item] / 1000
 
-    ranks = metrics.rank_of(baselines.rank_all(baselines.markov(USERS, ITEMS, ROWS), ROWS))
+    ranks = metrics.rank_of(baselines.rank_all(baselines.markov(KNOWN, ITEMS, ROWS), ROWS))
     assert ranks.tolist() == slow_ranks(score)
 
 
@@ -130,15 +147,20 @@ def test_title_baselines_ask_with_the_last_title_the_weighted_history_and_the_ow
     with pytest.raises(ValueError, match="decay must be in"):
         baselines.title_baselines(retriever, CATALOGUE, ROWS, decay=1.1)
     with pytest.raises(ValueError, match="decay must be in"):
-        baselines.item_knn(USERS, ITEMS, ROWS, decay=-0.1)
+        baselines.item_knn(KNOWN, ITEMS, ROWS, decay=-0.1)
 
 
-def test_held_out_items_are_no_part_of_the_statistics():
-    """Scores do not change when validation and test items do."""
-    others = [UserSequence(user.user, (*known(user), 0, 1)) for user in USERS]
-    for make in (baselines.popularity, lambda users, n: baselines.item_knn(users, n, ROWS),
-                 lambda users, n: baselines.markov(users, n, ROWS)):  # fmt: skip
-        np.testing.assert_array_equal(make(USERS, ITEMS)(0, 9), make(others, ITEMS)(0, 9))
+@pytest.mark.parametrize("block", [7, 512])
+def test_what_is_recommended_is_the_beginning_of_a_sorted_list(block):
+    """Popularity has many ties: of equal items the first of the catalogue."""
+    score = baselines.popularity(KNOWN, ITEMS)
+    counts, recommended = baselines.rank_and_recommend(score, ROWS, first=4, block=block)
+    assert (counts.better == baselines.rank_all(score, ROWS).better).all()
+    expected = Counter()
+    for row in ROWS:
+        left = [item for item in range(ITEMS) if item not in row.columns["history"]]
+        expected.update(sorted(left, key=lambda item: -score(0, 1)[0, item])[:4])
+    assert recommended.tolist() == [expected[item] for item in range(ITEMS)]
 
 
 # the table
@@ -146,7 +168,7 @@ def test_held_out_items_are_no_part_of_the_statistics():
 
 def test_a_table_holds_every_method_group_and_measure():
     ranks = {
-        **baselines.count_baselines(USERS, ITEMS, ROWS),
+        **count_ranks(KNOWN, ITEMS, ROWS),
         **baselines.title_baselines(WordRetriever(), CATALOGUE, ROWS),
     }
     groups = table.direction_groups(ROWS, CATALOGUE, "code")
@@ -159,20 +181,65 @@ def test_a_table_holds_every_method_group_and_measure():
     row = next(row for row in rows if row.method == "popularity" and row.group == "falling")
     chosen = ranks["popularity"][groups["falling"]]
     assert row.users == len(chosen) and row.missing == 0
-    expected = [(chosen <= 5).mean(), (chosen <= 10).mean(), metrics.ndcg(chosen, k=5).mean(),
-                metrics.ndcg(chosen, k=10).mean(), (1 / chosen).mean()]  # fmt: skip
-    np.testing.assert_allclose([row.measures[name].mean for name in table.MEASURES], expected, rtol=1e-12)
+    gains = {"HR": np.ones_like(chosen), "NDCG": 1 / np.log2(1 + chosen), "MRR": 1 / chosen}
+    expected = {f"{name}@{k}": (gain * (chosen <= k)).mean() for name, gain in gains.items() for k in table.CUTOFFS}
+    means = {name: interval.mean for name, interval in row.measures.items()}
+    assert means == pytest.approx(expected | {"MRR": (1 / chosen).mean()}, rel=1e-12)
     assert all(interval.low <= interval.mean <= interval.high for interval in row.measures.values())
+
+
+def test_targets_are_told_apart_by_how_often_training_has_them():
+    """Items 0 … 4 were taken 3, 4, 10, 50 and 51 times before the two items that are held out, and 9 times there."""
+    taken = dict(enumerate((3, 4, 10, 50, 51)))
+    users = [UserSequence(f"t{item}-{n}", (item, 9, 8)) for item, times in taken.items() for n in range(times)]
+    users += [UserSequence(f"h{item}-{n}", (7, 6, item)) for item in taken for n in range(9)]
+    rows = [row for row in leave_one_out(users + USERS[:1], CATALOGUE, HistoryTemplate()).test
+            if row.columns["user"].startswith("h")]  # fmt: skip
+    groups = table.popularity_groups(rows, baselines.taken_counts(last_split(users).known, ITEMS))
+    targets = np.array([row.columns["target_row"] for row in rows])
+    expected = {"target ≤ 3": [0], "target 4–10": [1, 2], "target 11–50": [3], "target > 50": [4]}
+    assert {name: sorted(set(targets[members])) for name, members in groups.items()} == expected
+    assert sum(members.sum() for members in groups.values()) == len(rows) == 45
+    assert list(table.popularity_groups(rows, np.zeros(ITEMS))) == ["target ≤ 3"]
+
+    rows = table.make_table({"a": targets + 1.0, "none": np.full(45, np.nan)}, groups, samples=10)
+    assert "target" not in table.format_table(rows)
+    head, line, none = table.format_groups(rows).splitlines()
+    assert head.split("  ") == ["NDCG@10 by group", *(f"{name} ({len(of) * 9})" for name, of in expected.items())]
+    means = [np.mean([1 / np.log2(2 + target) for target in of]) for of in expected.values()]
+    assert line.split() == ["a", *(f"{mean:.4f}" for mean in means)] and none.split() == ["none", *"––––"]
+    assert table.format_groups(table.make_table({"a": targets + 1.0}, samples=10)) == ""
 
 
 def test_a_table_is_text_and_json():
     rows = table.make_table({"a <b>": np.array([1.0, 3.0]), "other": np.array([1.0, 1.0])}, samples=20)
     text = table.format_table(rows)
-    assert text.splitlines()[0].split() == ["all:", "2", "users", *table.MEASURES]
+    assert text.splitlines()[0].split() == ["all:", "2", "users", *table.SHOWN]
     assert "0.7500 [0.5000, 1.0000]" in text and text.splitlines()[2].startswith("other")
     records = json.loads(json.dumps(table.table_records(rows)))
     assert records[0]["NDCG@10"] == {"mean": 0.75, "low": 0.5, "high": 1.0}
     assert records[1]["method"] == "other" and records[1]["users"] == 2
+
+
+def test_paired_differences_are_those_of_the_same_users():
+    """A small gain of a quarter of them is clear of zero, though the two methods' own intervals overlap."""
+    worse, better = np.array([1.0, 3.0, 3.0, 50.0] * 10), np.array([1.0, 2.0, 3.0, 50.0] * 10)
+    unranked = np.where(np.arange(40) == 0, np.nan, better)
+    ranks = {"after": better, "before": worse, "some": unranked}
+    first, second, same = table.paired_table(ranks, [("after", "before"), ("some", "before"), ("after", "after")])
+    assert (first.method, first.users, first.missing) == ("after − before", 40, 0)
+    assert (second.users, second.missing) == (39, 1)
+    gain = np.array([0.0, 1 / np.log2(3) - 1 / 2, 0.0, 0.0] * 10)
+    assert first.measures["NDCG@10"].mean == pytest.approx(gain.mean(), rel=1e-12)
+    drawn = metrics.bootstrap(gain[:, None])[0]
+    assert first.measures["NDCG@10"] == pytest.approx(drawn, rel=1e-12) and drawn.clear_of_zero
+    assert second.measures["NDCG@10"].mean == pytest.approx(gain[1:].mean(), rel=1e-12)
+    assert set(same.measures["MRR"]) == {0.0} and not same.measures["MRR"].clear_of_zero
+    before, after = (row.measures["NDCG@10"] for row in table.make_table({"b": worse, "a": better}))
+    assert after.low < before.high
+    line = table.format_table([first], signed=True).splitlines()[1]
+    assert line.startswith("after − before") and f"{gain.mean():+.4f} [" in line and line.count("*") == 3  # not in HR
+    assert "+0.0000 [+0.0000, +0.0000]" in table.format_table([same], signed=True)
 
 
 def test_users_without_a_rank_are_counted_and_in_no_mean():
@@ -219,7 +286,7 @@ def test_figures_on_beauty():
     assert [len(part) for part in data.prompts] == [198_502 - 3 * 22_363, 22_363, 22_363]
     assert data.notes[0].startswith("7 items without a title")
     rows = data.prompts.test
-    ranks = baselines.count_baselines(data.users, len(data.catalogue), rows)
+    ranks = count_ranks(data.known, len(data.catalogue), rows)
     retriever, share = open_retriever(data.catalogue.titles)
     assert share > 0.98
     ranks |= baselines.title_baselines(retriever, data.catalogue, rows)

@@ -166,13 +166,13 @@ RATINGS = """userId,movieId,rating,timestamp
 def test_ratings_are_sorted_by_time_and_ties_keep_the_order_of_the_file(tmp_path):
     path = write(tmp_path, "r.csv", RATINGS)
     sequences = read_ratings(path, LETTERS)
-    assert sequences.users == (UserSequence("7", (0, 3, 1, 2)), UserSequence("9", (1, 0)))
+    assert sequences.users == (UserSequence("7", (0, 3, 1, 2), (10, 10, 20, 30)), UserSequence("9", (1, 0), (4, 5)))
     assert sequences.notes == ("1 users with fewer than 2 items are left out",)
 
 
 def test_low_ratings_do_not_count_and_it_is_said(tmp_path):
     sequences = read_ratings(write(tmp_path, "r.csv", RATINGS), LETTERS, minimum_rating=3.6, minimum_items=3)
-    assert sequences.users == (UserSequence("7", (0, 3, 2)),)
+    assert sequences.users == (UserSequence("7", (0, 3, 2), (10, 10, 30)),)
     assert sequences.notes == (
         "2 ratings below 3.6 do not count",
         "2 users with fewer than 3 items are left out",

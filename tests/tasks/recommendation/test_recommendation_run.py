@@ -96,8 +96,10 @@ def test_the_table_stands_in_console_report_and_summary(folder, summary):
     methods += ["policy, untrained"]
     methods += ["policy, before", "policy, before, sampled", "policy, after", "policy, after, sampled"]
     saved = json.loads((folder / "whole" / "summary.json").read_text())
-    table = {row["method"]: row for row in saved["table"]}
+    table = {row["method"]: row for row in saved["table"] if row["group"] == "all"}
     assert list(table) == methods
+    (rare,) = [row for row in saved["table"] if row["method"] == "popularity" and row["group"] == "target ≤ 3"]
+    assert rare["users"] > 0
     for measure in ("HR@5", "HR@10", "NDCG@5", "NDCG@10", "MRR"):
         means = saved["evaluation"][measure.lower()]
         named = {"oracle": "oracle: own title"}
@@ -113,6 +115,13 @@ def test_the_table_stands_in_console_report_and_summary(folder, summary):
     report, log = (folder / "whole" / "report.html").read_text(), (folder / "whole" / "train.log").read_text()
     for method in methods:
         assert method in report and method in log
+    assert "NDCG@10 by group" in log and "Ranking, target ≤ 3: " in report
+    pairs = [f"policy, after{kind} − policy, before{kind}" for kind in ("", ", sampled")]
+    assert [row["method"] for row in saved["differences"]] == pairs
+    for row, kind in zip(saved["differences"], ("", ", sampled"), strict=True):
+        after, before = (table[f"policy, {when}{kind}"]["NDCG@100"]["mean"] for when in ("after", "before"))
+        assert row["NDCG@100"]["mean"] == pytest.approx(after - before, abs=1e-12)
+        assert row["method"] in report and row["method"] in log
     assert "self-test: 100.0% of titles" in log and "warm start 3/3" in log and "epoch" in log
 
 
@@ -266,7 +275,7 @@ def world(folder):
 
 def test_no_rank_is_no_reward_and_never_a_number(world):
     """Of the first of two texts the retriever said nothing."""
-    rows = [Row(1, "a", {"target_row": 0, "history": (1,)})]
+    rows = [Row(1, "a", {"target_row": 0, "history": (1,), "excluded": (1,)})]
     found = find_rewards([RewardSection("ndcg"), RewardSection("soft")], ["hr@5"], world, ())
     rewards, watched = ({one.name: bind(one, {}) for one in some} for some in (found.maximised, found.watched))
     answer = reward_columns(np.array([np.nan, 3.0]), np.array([np.nan, 0.3], np.float32))
@@ -275,6 +284,18 @@ def test_no_rank_is_no_reward_and_never_a_number(world):
     assert np.isnan(rewards[0, 0]).all() and np.isnan(measures[0, 0]).all()
     np.testing.assert_allclose(rewards[0, 1], [0.5, 0.3], rtol=1e-6)
     np.testing.assert_array_equal(measures[0, 1], [1, 3])  # the rank is always watched, last
+
+
+def test_rewards_rank_the_history_where_the_task_does(folder, world):
+    """A completion that is the last title word for word: first comes the last item itself, unless it is left out."""
+    shown = load_dataset(dataclasses.replace(config_of(folder, "x").task, exclude_history=False)).prompts.test[:8]
+    hidden = world.prompts.test[:8]
+    assert [row.columns["history"] for row in shown] == [row.columns["history"] for row in hidden]
+    ranks = []
+    for rows in (shown, hidden):
+        columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
+        ranks.append(world.columns(columns["last_title"], columns)["rank"])
+    assert all(one > other for one, other in zip(*ranks, strict=True))
 
 
 def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):

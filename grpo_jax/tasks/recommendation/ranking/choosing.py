@@ -57,7 +57,7 @@ def choose_prior(config: Any, policy: Any, *, users: int | None = None) -> Chose
 
     configured = config.task.prior
     points = grid() + [configured] * (configured.used and configured not in grid())
-    earned = weigh(own, make_parts(catalogue.titles, dataset.users), rows, points, items=len(catalogue))
+    earned = weigh(own, make_parts(catalogue.titles, dataset.known), rows, points, items=len(catalogue))
     records = [{**vars(one.prior), "ndcg@10": one.ndcg, "hr@10": one.hit} for one in earned]
     return ChosenPrior(_lines(earned, len(rows), configured), records)
 

@@ -10,11 +10,13 @@ import numpy as np
 
 from grpo_jax.models.new import NOT_A_WORD
 from grpo_jax.rollout.data import Row
-from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
+from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, count_better, first_items, rank_of
 from grpo_jax.tasks.recommendation.ranking.prior import Known, fused_scores
 
 LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
 """The columns in which a row's ranking says where its target stands: by the policy alone, and with the prior."""
+LISTED_FIRST, FUSED_FIRST = "listed_first", "fused_first"
+"""The columns of what is recommended: the first items of these rankings, as rows of the catalogue."""
 
 
 class Items(NamedTuple):
@@ -59,7 +61,9 @@ def items_of(texts: Sequence[str]) -> Items:
 def ranking_columns(
     items: Items, known: Known | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
 ) -> dict[str, Sequence[Any]]:
-    """Where each row's target stands in its ranking, from 1, the history left out; the last place if not listed.
+    """Where each row's target stands in its ranking, from 1, and what is recommended.
+
+    What a row's column "excluded" holds is left out; a target that is not listed stands at the last place.
 
     Args:
         items: What can be written.
@@ -69,16 +73,20 @@ def ranking_columns(
         scores: f32 [P, K].
     """
     listed = items.rows[numbers]
-    places = []
+    places, first = [], []
     for row, best in zip(rows, listed, strict=True):
-        target, history = row.columns["target_row"], set(row.columns["history"])
-        others = [item for item in best.tolist() if item == target or item not in history]
+        target, left_out = row.columns["target_row"], set(row.columns["excluded"])
+        others = [item for item in best.tolist() if item == target or item not in left_out]
         places.append(others.index(target) + 1 if target in others else items.count)
+        first.append([item for item in others if item not in left_out][:RECOMMENDED])
+    columns: dict[str, Sequence[Any]] = {LISTED_RANK: places, LISTED_FIRST: first}
     if known is None:
-        return {LISTED_RANK: places}
-    histories, targets = ([row.columns[name] for row in rows] for name in ("history", "target_row"))
-    fused = count_better(fused_scores(listed, scores, known(histories)), np.array(targets), histories)
-    return {LISTED_RANK: places, FUSED_RANK: rank_of(fused).tolist()}
+        return columns
+    names = ("history", "target_row", "excluded")
+    histories, targets, excluded = ([row.columns[name] for row in rows] for name in names)
+    fused = fused_scores(listed, scores, known(histories))
+    ranks = rank_of(count_better(fused, np.array(targets), excluded)).tolist()
+    return columns | {FUSED_RANK: ranks, FUSED_FIRST: [one.tolist() for one in first_items(fused, excluded)]}
 
 
 def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Any]) -> np.ndarray:

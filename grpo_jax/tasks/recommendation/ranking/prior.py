@@ -57,7 +57,7 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
     Args:
         section: Weights.
         titles: I.
-        users: Sequences that `together` comes from; their last two items are not looked at.
+        users: Sequences that `together` comes from: what training knows.
     """
     parts = make_parts(titles, users)
 

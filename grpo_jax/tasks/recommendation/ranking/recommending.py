@@ -42,7 +42,9 @@ Recommender = Callable[[Sequence[str], int], list[Recommended]]
 def make_recommender(
     config: Any, policy: Any, write: Callable[[str], str], *, catalogue: str | None = None
 ) -> Recommender:
-    """recommend(titles of a history, oldest first, k) → the k best items, those of the history left out.
+    """recommend(titles of a history, oldest first, k) → the k best items.
+
+    Items of the history are among them only where the run's own rankings have them (`task.exclude_history`).
 
     A policy that ranks the catalogue itself is asked for its best items, with the run's prior; one that writes queries
     for a query, by which the run's encoder ranks the catalogue.
@@ -64,16 +66,16 @@ def make_recommender(
         items = read_catalogue(catalogue, blank_titles=task.blank_titles)
     template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
     best = _by_query(config, items, write) if task.writes == "query" else _by_policy(config, policy, items, dataset)
-    explain, row_of = _explanations(items, dataset.users if catalogue is None else ()), _names(items)
+    explain, row_of = _explanations(items, dataset.known if catalogue is None else ()), _names(items)
 
     def recommend(history: Sequence[str], k: int = 10) -> list[Recommended]:
         rows = [row_of(title) for title in history]
         if not rows:
             raise UserError("history: expected at least one title, got none")
         names = [items.names[place] for place in rows] if items.names else ()
-        prompt = template.prompt([items.titles[place] for place in rows], names)
-        row = Row(0, prompt, {"history": tuple(rows)})
-        found = [(place, score) for place, score in best(row, k + len(rows)) if place not in set(rows)][:k]
+        row = Row(0, template.prompt([items.titles[place] for place in rows], names), {"history": tuple(rows)})
+        left_out = set(rows) if task.exclude_history else set()
+        found = [(place, score) for place, score in best(row, k + len(left_out)) if place not in left_out][:k]
         return [
             Recommended(items.ids[place], items.titles[place], score, *explain(place, rows)) for place, score in found
         ]
@@ -134,7 +136,7 @@ def policy_ranking(
 def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> Callable[[Row, int], list[Any]]:
     task, ranked = config.task, policy_ranking(config, policy, catalogue)
     own = catalogue is dataset.catalogue
-    known = make_prior(task.prior, catalogue.titles, dataset.users if own else ()) if task.prior.used else None
+    known = make_prior(task.prior, catalogue.titles, dataset.known if own else ()) if task.prior.used else None
 
     def best(row: Row, count: int) -> list[Any]:
         numbers, scores = ranked([row])

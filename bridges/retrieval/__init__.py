@@ -17,6 +17,7 @@ from bridges.retrieval.errors import (
     RetrievalTimeout,
     ServiceNotFound,
 )
+from bridges.retrieval.queries import History
 from bridges.retrieval.ranking import Ranks, Scale, Ties
 from bridges.retrieval.retriever import Patience, Retriever
 
@@ -24,6 +25,7 @@ __all__ = [
     "ActorLost",
     "ConnectionLost",
     "Fingerprint",
+    "History",
     "NonFiniteScores",
     "Patience",
     "Ranks",

@@ -128,6 +128,8 @@ def test_minilm_on_beauty(tmp_path):
     class Known:
         """All queries are titles: they need not be encoded twice more."""
 
+        emphasis = None
+
         def encode(self, texts):
             return index.vectors[[place[text] for text in texts]]
 

@@ -23,6 +23,7 @@ from grpo_jax.tasks.recommendation.table import (
 if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.dataset import Dataset
     from grpo_jax.tasks.recommendation.ranking.prior import Known
+    from grpo_jax.tasks.recommendation.retrieval import Ask
     from grpo_jax.tasks.recommendation.task import Recommendation
 
 
@@ -48,6 +49,7 @@ def findings(
     rows: Sequence[Row],
     policies: Mapping[str, Any],
     known: Known | None = None,
+    ask: Ask | None = None,
 ) -> Findings:
     """The results as tables, lines and records.
 
@@ -58,8 +60,9 @@ def findings(
         rows: U rows that were measured.
         policies: Ranks [U] by name.
         known: The prior, a baseline too; None without one.
+        ask: As the policy's texts are ranked; None for the retriever's own way.
     """
-    table = results_table(task, dataset, retriever, rows, policies, known)
+    table = results_table(task, dataset, retriever, rows, policies, known, ask)
     return Findings(report_tables(table), ("", *format_table(table).split("\n")), table_records(table))
 
 
@@ -70,6 +73,7 @@ def results_table(
     rows: Sequence[Row],
     policies: Mapping[str, Any],
     known: Known | None = None,
+    ask: Ask | None = None,
 ) -> list[TableRow]:
     """Every baseline and the given policies on the rows, full ranking, ties as retrieval.ties says."""
     # SciPy is needed for nothing else of a run.
@@ -78,7 +82,8 @@ def results_table(
 
     catalogue = dataset.catalogue
     ranks = count_baselines(dataset.users, len(catalogue), rows, decay=task.decay, rule=task.retrieval.ties)
-    ranks |= title_baselines(retriever, catalogue, rows, decay=task.decay)
+    asked = ask if task.writes == "query" and task.prior.used else None
+    ranks |= title_baselines(retriever, catalogue, rows, decay=task.decay, ask=asked)
     if known is not None:
         histories = [row.columns["history"] for row in rows]
         ranks["prior alone"] = rank_of(rank_all(lambda start, stop: known(histories[start:stop]), rows))

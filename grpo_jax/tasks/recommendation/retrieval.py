@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_jax.config.fields import may_change, require
 from grpo_jax.errors import UserError
+from grpo_jax.tasks.recommendation.ranking.prior import PriorSection
+
+Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]]], Any]
+"""B texts, target rows and histories (rows, oldest first) → the targets' ranks, the histories left out."""
 
 
 @dataclass(frozen=True)
@@ -83,3 +87,25 @@ def open_retriever(section: RetrievalSection, titles: Sequence[str], retrieval: 
         if isinstance(error, UserError):
             raise
         raise UserError(f"task.retrieval: {error}") from error
+
+
+def make_ask(retriever: Any, prior: PriorSection, retrieval: Any) -> Ask:
+    """How every text of the task is ranked: with the prior's history as a part of the query, or alone.
+
+    query = unit(text) + a · unit(history), a = `prior.history`: a text that says nothing earns what the history does.
+
+    Args:
+        retriever: Of `open_retriever`.
+        prior: Says how much the history counts, and its decay.
+        retrieval: The module `bridges.retrieval`.
+    """
+
+    def ask(texts: Sequence[str], targets: Sequence[int], histories: Sequence[Sequence[int]]) -> Any:
+        return retriever.score_ranks(texts, targets, histories, prior_history(prior, histories, retrieval))
+
+    return ask
+
+
+def prior_history(prior: PriorSection, histories: Sequence[Sequence[int]], retrieval: Any) -> Any:
+    """The part of queries that the prior knows, a `bridges.retrieval.History`; None where it counts nothing."""
+    return retrieval.History(histories, prior.history, prior.decay) if prior.history else None

@@ -137,7 +137,7 @@ def test_the_table_tells_policy_prior_and_both_apart(run):
         (["--sampling.stop=[x]"], "sampling.stop"),
         (["--task.pairs=lessons"], "pairs"),
         (["--task.template={history} {items}", "--task.writes=title"], "template"),
-        (["--task.writes=query", "--task.template={history}"], "prior"),
+        (["--task.writes=query", "--task.template={history}"], "prior.together: expected 0: a query is made of words"),
         (["--task.prior.decay=2"], "prior.decay"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.examples import HistoryTemplate
 from grpo_jax.tasks.recommendation.ranking.items import items_of, plain
 from grpo_jax.tasks.recommendation.ranking.prior import fused_scores, make_prior
+from grpo_jax.tasks.recommendation.retrieval import open_retriever, prior_history
 
 
 class Recommended(NamedTuple):
@@ -134,10 +136,16 @@ def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> 
 
 
 def _by_query(config: Any, catalogue: Catalogue, write: Callable[[str], str]) -> Callable[[Row, int], list[Any]]:
-    section = config.task.retrieval
+    section, prior = config.task.retrieval, config.task.prior
     retrieval = own_package("bridges", "retrieval")
-    backend = retrieval.local_backend(catalogue.titles, encoder=section.encoder, cache=section.cache)
-    return lambda row, count: backend.nearest(write(row.prompt), count)
+    local = dataclasses.replace(section, backend="local")  # a question needs no service; equal results
+    retriever, _ = open_retriever(local, catalogue.titles, retrieval)
+
+    def best(row: Row, count: int) -> list[Any]:
+        taken = [row.columns["history"]]
+        return retriever.nearest([write(row.prompt)], count, taken, prior_history(prior, taken, retrieval))[0]
+
+    return best
 
 
 def _explanations(catalogue: Catalogue, users: Sequence[Any]) -> Callable[[int, Sequence[int]], tuple[Any, Any]]:

@@ -18,6 +18,35 @@ def shard_bounds(items: int, shard: int, shards: int) -> tuple[int, int]:
     return items * shard // shards, items * (shard + 1) // shards
 
 
+def encoded(encoder: Encoder, queries: Queries) -> Vectors:
+    """Vectors of the queries' distinct texts.
+
+    Raises:
+        NonFiniteScores: If one of them is NaN or infinite.
+    """
+    vectors = stacked([encoder.encode(batch) for batch in queries.texts])
+    check_finite(vectors, [text for batch in queries.texts for text in batch])
+    return vectors
+
+
+def asked(queries: Queries, texts: Vectors, items: Vectors, emphasis: np.ndarray | None) -> Vectors:
+    """unit(text), or unit(unit(text) + a · unit(history)) where the queries have a history: f32 [B, E].
+
+    Args:
+        queries: B.
+        texts: vectors of their distinct texts.
+        items: f32 [N, E], vectors of the whole catalogue.
+        emphasis: the encoder's.
+    """
+    said = directions(queries.mix @ texts)
+    if queries.taken is None:
+        return said
+    taken = queries.taken @ items
+    if emphasis is not None:
+        taken = sparse.csr_matrix(taken.multiply(emphasis))
+    return directions(said + queries.weight * directions(taken))
+
+
 class Shard:
     """A part of an index: what a machine of several holds."""
 
@@ -56,22 +85,12 @@ class Shard:
     def count(self, queries: Queries, vectors: Vectors, scale: Scale) -> Counts:
         """Counts of the part's items, from the vectors of the queries' distinct texts."""
         target_vectors = self._vectors[queries.targets]
-        asked = self._asked(queries, vectors)
-        return self._part.count(asked, queries.targets, target_vectors, queries.exclude, scale)
+        wanted = asked(queries, vectors, self._vectors, self._emphasis)
+        return self._part.count(wanted, queries.targets, target_vectors, queries.exclude, scale)
 
     def nearest(self, queries: Queries, vectors: Vectors, count: int) -> Nearest:
         """The part's best items, from the vectors of the queries' distinct texts."""
-        return self._part.nearest(self._asked(queries, vectors), queries.exclude, count)
-
-    def _asked(self, queries: Queries, vectors: Vectors) -> Vectors:
-        """unit(text), or unit(unit(text) + a · unit(history)) where the queries have a history."""
-        said = directions(queries.mix @ vectors)
-        if queries.taken is None:
-            return said
-        taken = queries.taken @ self._vectors
-        if self._emphasis is not None:
-            taken = sparse.csr_matrix(taken.multiply(self._emphasis))
-        return directions(said + queries.weight * directions(taken))
+        return self._part.nearest(asked(queries, vectors, self._vectors, self._emphasis), queries.exclude, count)
 
 
 class LocalBackend:
@@ -89,24 +108,18 @@ class LocalBackend:
         self.items = index.vectors.shape[0]
         self.fingerprint = index.fingerprint
         self._encoder = encoder
-        self._vectors = index.vectors
         parts = {"emphasis": encoder.emphasis, "shards": shards, "device": device}
         self._shards = [Shard(index, shard=i, **parts) for i in range(shards)]
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """As `retriever.Backend.count`."""
-        vectors = self._encoded(queries)
+        vectors = encoded(self._encoder, queries)
         return merge_counts([shard.count(queries, vectors, scale) for shard in self._shards])
 
     def nearest(self, queries: Queries, count: int) -> Nearest:
         """As `retriever.Backend.nearest`."""
-        vectors = self._encoded(queries)
+        vectors = encoded(self._encoder, queries)
         return merge_nearest([shard.nearest(queries, vectors, count) for shard in self._shards], count)
-
-    def _encoded(self, queries: Queries) -> Vectors:
-        vectors = stacked([self._encoder.encode(batch) for batch in queries.texts])
-        check_finite(vectors, [text for batch in queries.texts for text in batch])
-        return vectors
 
     def reconnect(self) -> None:
         """Nothing can be lost."""

@@ -166,7 +166,7 @@ class SparseShard:
             score = np.asarray(queries[rows].multiply(own).sum(1), np.float64).reshape(-1)
             out = np.concatenate([targets[rows, None], exclude[rows]], axis=1)
             counts = [
-                _count_scores((queries[rows] @ block).toarray(), score, out - self._first - first, scale)
+                count_scores((queries[rows] @ block).toarray(), score, out - self._first - first, scale)
                 for first, block in self._blocks
             ]
             silent = np.diff(queries[rows].indptr) == 0
@@ -183,7 +183,7 @@ class SparseShard:
         return merge_nearest(parts, count)
 
 
-def _count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale: Scale) -> tuple:
+def count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale: Scale) -> tuple:
     """better, level and log_sum [B] of scores [B, M], the columns `out` left out where they lie inside.
 
     `scores` is overwritten.

@@ -131,6 +131,8 @@ def test_dense_vectors_over_ray_and_in_process_agree(running):
     over_ray = Retriever(service.RayBackend("dense", actors, description, timeout=120, owner=True))
 
     class Given:
+        emphasis = None
+
         def encode(self, texts):
             return wanted[[int(text) for text in texts]]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
@@ -68,6 +70,21 @@ def load_dataset(task: Recommendation, *, held_out: int | float = 0.2) -> Datase
     except ValueError as error:
         raise UserError(f"task: {error}") from error
     return Dataset(catalogue, sequences.users, prompts, taught, (*sequences.notes, *_notes(catalogue)))
+
+
+def over_catalogue(task: Recommendation, path: str) -> Recommendation:
+    """The task over another catalogue: all items of its own, and new ones, which are ranked like the old.
+
+    Raises:
+        UserError: The policy cannot name new items, a file is bad, or an item of the task's own is not there.
+    """
+    require(task.writes != "item", "catalogue", "the run's, whose items are the policy's own words", path)
+    require(task.source != "dummy", "catalogue", "the run's: the dummy world has its own", path)
+    old, new = (read_catalogue(file, blank_titles=task.blank_titles) for file in (task.catalogue or "", path))
+    missing = [name for name in old.ids if name not in new.rows]
+    expected = f"all {len(old)} items of {task.catalogue}"
+    require(not missing, "catalogue", expected, f"{path} without {len(missing)} of them, the first {missing[:1]}")
+    return dataclasses.replace(task, catalogue=path)
 
 
 def _load(task: Recommendation) -> tuple[Catalogue, Sequences]:

@@ -17,7 +17,7 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rewards import Maker, Reward
 from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import dummy, metrics
-from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
+from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset, over_catalogue
 from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs
 from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, item_word, items_of, ranking_columns
 from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
@@ -158,8 +158,11 @@ class Recommendation(Task):
         retrieval = own_package("bridges", "retrieval")
         retriever, share = open_retriever(section, catalogue.titles, retrieval)
         where = "in this process" if section.backend == "local" else f"service {section.service!r} over Ray"
+        encoder = (
+            f"{section.encoder} + {section.dense_weight:g} × {section.dense}" if section.dense else section.encoder
+        )
         tested = f"self-test: {share:.1%} of titles asked for retrieve themselves"
-        setup.say("retrieval", f"{section.encoder}, {where}, ties {section.ties}; {tested}")
+        setup.say("retrieval", f"{encoder}, {where}, ties {section.ties}; {tested}")
 
         items = None if self.writes == "query" else items_of(catalogue.titles, self.writes)
         known = make_prior(self.prior, catalogue.titles, dataset.users) if items and self.prior.used else None
@@ -191,6 +194,10 @@ class Recommendation(Task):
             identity=retriever.fingerprint._asdict(),
             choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )
+
+    def over_catalogue(self, path: str) -> Recommendation:
+        """The task with a catalogue that has grown (`dataset.over_catalogue`)."""
+        return over_catalogue(self, path)
 
     def recommender(
         self, config: Any, policy: Any, write: Callable[[str], str], *, catalogue: str | None = None

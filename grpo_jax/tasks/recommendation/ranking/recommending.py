@@ -13,11 +13,12 @@ from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
-from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.examples import HistoryTemplate
 from grpo_jax.tasks.recommendation.ranking.items import items_of, plain
 from grpo_jax.tasks.recommendation.ranking.prior import fused_scores, make_prior
 from grpo_jax.tasks.recommendation.retrieval import open_retriever, prior_history
+from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 
 class Recommended(NamedTuple):
@@ -64,9 +65,10 @@ def make_recommender(
         if task.writes == "item":
             raise UserError(f"catalogue: expected the run's, whose items are the policy's own words; got {catalogue}")
         items = read_catalogue(catalogue, blank_titles=task.blank_titles)
+        dataset = dataset._replace(catalogue=items, users=_carried_over(dataset, items))
     template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
     best = _by_query(config, items, write) if task.writes == "query" else _by_policy(config, policy, items, dataset)
-    explain, row_of = _explanations(items, dataset.users if catalogue is None else ()), _names(items)
+    explain, row_of = _explanations(items, dataset.users), _names(items)
 
     def recommend(history: Sequence[str], k: int = 10) -> list[Recommended]:
         rows = [row_of(title) for title in history]
@@ -79,6 +81,13 @@ def make_recommender(
         ]
 
     return recommend
+
+
+def _carried_over(dataset: Dataset, items: Catalogue) -> tuple[UserSequence, ...]:
+    """The users' sequences of those items that another catalogue has too, by their ids."""
+    row_of = {row: items.rows[name] for name, row in dataset.catalogue.rows.items() if name in items.rows}
+    kept = (tuple(row_of[item] for item in user.items if item in row_of) for user in dataset.users)
+    return tuple(UserSequence(user.user, rows) for user, rows in zip(dataset.users, kept, strict=True))
 
 
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
@@ -109,7 +118,7 @@ def _asked(config: Any, policy: Any, row: Row) -> Any:
     return encode([row])
 
 
-def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> Callable[[Row, int], list[Any]]:
+def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Dataset) -> Callable[[Row, int], list[Any]]:
     from grpo_jax.rollout.texts import policy_choices
     from grpo_jax.sampling.beams import make_ranker
 
@@ -119,8 +128,7 @@ def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> 
     assert trie is not None
     listed = min(task.listed or len(items.texts), len(items.texts))
     rank = make_ranker(policy.functions, listed, pad_id=loaded.pad_id, trie=trie)
-    own = catalogue is dataset.catalogue
-    known = make_prior(task.prior, catalogue.titles, dataset.users if own else ()) if task.prior.used else None
+    known = make_prior(task.prior, catalogue.titles, dataset.users) if task.prior.used else None
 
     def best(row: Row, count: int) -> list[Any]:
         prompt = _asked(config, policy, row)

@@ -82,8 +82,11 @@ def over_catalogue(task: Recommendation, path: str) -> Recommendation:
     require(task.source != "dummy", "catalogue", "the run's: the dummy world has its own", path)
     old, new = (read_catalogue(file, blank_titles=task.blank_titles) for file in (task.catalogue or "", path))
     missing = [name for name in old.ids if name not in new.rows]
-    expected = f"all {len(old)} items of {task.catalogue}"
-    require(not missing, "catalogue", expected, f"{path} without {len(missing)} of them, the first {missing[:1]}")
+    if missing:
+        raise UserError(
+            f"catalogue: expected all {len(old)} items of {task.catalogue}, "
+            f"got {path} without {len(missing)} of them, the first {missing[0]!r}"
+        )
     return dataclasses.replace(task, catalogue=path)
 
 

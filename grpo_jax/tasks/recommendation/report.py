@@ -96,7 +96,7 @@ def report_tables(rows: Sequence[TableRow]) -> list[Table]:
     """The table for report.html, one for each group of users."""
     note = (
         "Full ranking of the catalogue, the history left out; mean and 95 % interval of a bootstrap over users. The "
-        "oracle asks with the target's own title: no text can do better."
+        "oracle asks with the target's own title, as the policy does with what it writes."
     )
     return [
         Table(f"Ranking, {title}", ("method", *MEASURES), cells, note if place == 0 else "")

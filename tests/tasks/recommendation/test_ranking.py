@@ -8,6 +8,7 @@ import pyarrow.parquet as parquet
 import pytest
 import yaml
 
+from grpo_jax.evaluate import main as evaluate_main
 from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.data import Row
@@ -178,5 +179,8 @@ def test_a_trained_run_recommends_and_says_why(run, capsys, tmp_path):
     ],
 )
 def test_what_cannot_be_recommended_is_said(run, words, wrong, capsys):
+    if "--catalogue" in words:
+        assert evaluate_main(["--run", str(run), *words[2:]]) == 2
+        assert wrong in capsys.readouterr().err
     assert recommend_main(["--run", str(run), *words]) == 2
     assert wrong in capsys.readouterr().err

@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, help="Sampled completions of each prompt (default: the run's).")
     parser.add_argument("--temperature", type=float, help="Of the sampled completions (default: the run's).")
     parser.add_argument(
-        "--catalogue", metavar="FILE", help="Rank this file's items: all of the run's, and new ones (recommendation)."
+        "--catalogue", metavar="FILE", help="Rank the items of this file: all of the run's, and new ones."
     )
     parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")

@@ -2,7 +2,7 @@
 
 On the command line:
 
-    python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--out FILE]
+    python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--catalogue FILE] [--out FILE]
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=None, help="Test prompts; 0 for all (default: the run's).")
     parser.add_argument("--samples", type=int, help="Sampled completions of each prompt (default: the run's).")
     parser.add_argument("--temperature", type=float, help="Of the sampled completions (default: the run's).")
+    parser.add_argument(
+        "--catalogue", metavar="FILE", help="Rank the items of this file: all of the run's, and new ones."
+    )
     parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="Write the JSON to a file too.")
@@ -60,6 +63,10 @@ def _evaluate_run(options: argparse.Namespace) -> None:
     sampled = config.evaluation.sampled or "samples" in given or "temperature" in given
     section = dataclasses.replace(config.evaluation, **given, sampled=sampled)
     config = dataclasses.replace(config, evaluation=section)
+    if options.catalogue is not None:
+        if not hasattr(config.task, "over_catalogue"):
+            raise UserError(f"--catalogue: the task of {options.run} ranks no catalogue")
+        config = dataclasses.replace(config, task=config.task.over_catalogue(options.catalogue))
     if options.mesh is not None:
         section = dataclasses.replace(config.policy, mesh=MeshSection(*options.mesh))
         config = dataclasses.replace(config, policy=section)
@@ -70,7 +77,9 @@ def _evaluate_run(options: argparse.Namespace) -> None:
         raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
     variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)
     folder = RunDirectory(options.run).checkpoints
-    require_same_task(Progress.read(meta, folder).identity["task"], parts.world.identity, folder)
+    grown = {"catalogue"} if options.catalogue is not None else set()
+    same = {name: value for name, value in parts.world.identity.items() if name not in grown}
+    require_same_task(Progress.read(meta, folder).identity["task"], same, folder)
     found = measure_all(parts, variables)
     findings = find(parts, {}, options.checkpoint, found)
     report: dict[str, Any] = {

@@ -17,6 +17,7 @@ from bridges.retrieval.errors import (
     RetrievalTimeout,
     ServiceNotFound,
 )
+from bridges.retrieval.queries import History
 from bridges.retrieval.ranking import Ranks, Scale, Ties
 from bridges.retrieval.retriever import Patience, Retriever
 
@@ -24,6 +25,7 @@ __all__ = [
     "ActorLost",
     "ConnectionLost",
     "Fingerprint",
+    "History",
     "NonFiniteScores",
     "Patience",
     "Ranks",
@@ -44,6 +46,8 @@ def open_retriever(
     *,
     backend: str = "local",
     encoder: str = "tfidf",
+    dense: str | None = None,
+    dense_weight: float = 0.0,
     ties: Ties = "against",
     scale: Scale = Scale(),
     patience: Patience = Patience(),
@@ -62,6 +66,8 @@ def open_retriever(
         backend: "local", or "ray" for a service that runs already.
         encoder: "tfidf", a folder of a sentence-transformers model, or its name on the hub. A service was started
             with one of its own: it must be the same.
+        dense: local: a second encoder, whose cosine is added to the first one's; None for one alone.
+        dense_weight: how many times it is added.
         ties: where items that score like the target stand: "against" before it, "average", or "favour".
         scale: temperature of the soft probability; scores closer than the tolerance tie.
         patience: with failures.
@@ -80,10 +86,16 @@ def open_retriever(
         UserError: the encoder, the cache, the service or the catalogue is not as it should be.
         RetrievalError: the service does not answer.
     """
-    if backend == "local":
+    if dense is not None:
+        from bridges.retrieval.hybrid import hybrid_backend
+
+        if backend != "local" or not dense_weight > 0:
+            raise ValueError(f"dense: expected backend local and dense_weight > 0, got {backend!r} and {dense_weight}")
+        made: Any = hybrid_backend(titles, (encoder, dense), dense_weight, cache=cache, device=encoder_device)
+    elif backend == "local":
         from bridges.retrieval.local import local_backend
 
-        made: Any = local_backend(titles, encoder=encoder, cache=cache, encoder_device=encoder_device, device=device)
+        made = local_backend(titles, encoder=encoder, cache=cache, encoder_device=encoder_device, device=device)
     elif backend == "ray":
         from bridges.retrieval.service import connect
 

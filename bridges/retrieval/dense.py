@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridges.retrieval.ranking import QUERIES, Counts, Scale, check_rows, joined
+from bridges.retrieval.ranking import QUERIES, Counts, Nearest, Scale, check_rows, joined, merge_nearest, nearest_of
 
 _BLOCK = 4096  # items at a time: scores of 64 queries then stay in the processor's cache
 _NONE = -1  # fills up lists of excluded rows
@@ -73,6 +73,16 @@ class DenseShard:
             counted = (np.asarray(array, kind)[:count] for array, kind in zip(found, _KINDS, strict=True))
             parts.append(Counts(*counted, silent=~queries[rows].any(1)))
         return joined(parts)
+
+    def nearest(self, queries: np.ndarray, exclude: np.ndarray, count: int) -> Nearest:
+        """This shard's best for queries f32 [B, E], without the rows `exclude` [B, X] of the whole catalogue."""
+        asked, parts = jax.device_put(queries, self._device), []
+        for start in range(0, self._count, self._blocks.shape[1]):
+            block = self._blocks[start // self._blocks.shape[1]]
+            scores = np.array(jnp.matmul(asked, block.T, precision=jax.lax.Precision.HIGHEST))
+            there = scores[:, : self._count - start]
+            parts.append(nearest_of(there, exclude - self._first - start, count, first=self._first + start))
+        return merge_nearest(parts, count)
 
 
 @jax.jit

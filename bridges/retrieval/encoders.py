@@ -27,9 +27,11 @@ class Encoder(Protocol):
 
     Attributes:
         identity: says what it is: equal for encoders that give equal vectors, wherever their files lie.
+        emphasis: f32 [E], by which the sum of a history's vectors is multiplied; None for encoders that have none.
     """
 
     identity: str
+    emphasis: np.ndarray | None
 
     def encode(self, texts: Sequence[str]) -> Vectors:
         """One batch of texts as f32 [B, E], rows of length 1, or 0 where a text says nothing."""
@@ -39,7 +41,8 @@ class Encoder(Protocol):
 class TfidfEncoder:
     """TF-IDF over the words of the titles, by scikit-learn: logarithmic counts, smoothed idf, unit length.
 
-    A text whose words occur in no title is the zero vector.
+    A text whose words occur in no title is the zero vector. A history's words count by their idf once more: of many
+    titles the rare words say more than the common ones, of which a sum has many.
     """
 
     def __init__(self, titles: Sequence[str]):
@@ -55,6 +58,7 @@ class TfidfEncoder:
             self._vectorizer.fit(titles)
         except ValueError as error:
             raise UserError(f"encoder tfidf: the titles have no words ({error})") from error
+        self.emphasis = np.asarray(self._vectorizer.idf_, np.float32)
         self.identity = f"tfidf-{_digest([repr(sorted(self._vectorizer.get_params().items(), key=str))])}"
 
     def encode(self, texts: Sequence[str]) -> sparse.csr_matrix:
@@ -76,6 +80,8 @@ def _require_no_code(folder: Path) -> None:
 
 class SentenceEncoder:
     """A sentence-transformers model; blank texts are the zero vector, which such a model would not give them."""
+
+    emphasis = None
 
     def __init__(self, model: str, *, device: str = "cpu"):
         """Loads a folder, or a model by its name on the hub.
@@ -162,9 +168,8 @@ def stacked(parts: Sequence[Vectors]) -> Vectors:
     return np.concatenate(parts)
 
 
-def mixed(mix: sparse.csr_matrix, vectors: Vectors) -> Vectors:
-    """Unit vectors in the direction of the weighted sums mix · vectors; a sum of zero stays zero."""
-    sums = mix @ vectors
+def directions(sums: Vectors) -> Vectors:
+    """The rows as unit vectors; a row of zeros stays zero."""
     if sparse.issparse(sums):
         lengths = np.sqrt(np.asarray(sums.multiply(sums).sum(1), np.float32).reshape(-1))
         sums.eliminate_zeros()

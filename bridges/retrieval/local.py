@@ -8,9 +8,9 @@ import numpy as np
 from scipy import sparse
 
 from bridges.retrieval.catalogue import Index, open_index
-from bridges.retrieval.encoders import Encoder, Vectors, check_finite, load_encoder, mixed, stacked
-from bridges.retrieval.ranking import Counts, Scale, SparseShard, merge_counts
-from bridges.retrieval.retriever import Queries
+from bridges.retrieval.encoders import Encoder, Vectors, check_finite, directions, load_encoder, stacked
+from bridges.retrieval.queries import Queries
+from bridges.retrieval.ranking import Counts, Nearest, Scale, SparseShard, merge_counts, merge_nearest
 
 
 def shard_bounds(items: int, shard: int, shards: int) -> tuple[int, int]:
@@ -18,16 +18,61 @@ def shard_bounds(items: int, shard: int, shards: int) -> tuple[int, int]:
     return items * shard // shards, items * (shard + 1) // shards
 
 
+def encoded(encoder: Encoder, queries: Queries) -> Vectors:
+    """Vectors of the queries' distinct texts.
+
+    Raises:
+        NonFiniteScores: If one of them is NaN or infinite.
+    """
+    vectors = stacked([encoder.encode(batch) for batch in queries.texts])
+    check_finite(vectors, [text for batch in queries.texts for text in batch])
+    return vectors
+
+
+def asked(queries: Queries, texts: Vectors, items: Vectors, emphasis: np.ndarray | None) -> Vectors:
+    """unit(text), or unit(unit(text) + a · unit(history)) where the queries have a history: f32 [B, E].
+
+    Args:
+        queries: B.
+        texts: vectors of their distinct texts.
+        items: f32 [N, E], vectors of the whole catalogue.
+        emphasis: the encoder's.
+    """
+    said = directions(queries.mix @ texts)
+    if queries.taken is None:
+        return said
+    taken = queries.taken @ items
+    if emphasis is not None:
+        taken = sparse.csr_matrix(taken.multiply(emphasis))
+    return directions(said + queries.weight * directions(taken))
+
+
 class Shard:
     """A part of an index: what a machine of several holds."""
 
-    def __init__(self, index: Index, *, shard: int = 0, shards: int = 1, device: Any = None):
+    def __init__(
+        self,
+        index: Index,
+        *,
+        emphasis: np.ndarray | None = None,
+        shard: int = 0,
+        shards: int = 1,
+        device: Any = None,
+    ):
         """Loads the part's vectors.
+
+        Args:
+            index: of the whole catalogue.
+            emphasis: the encoder's.
+            shard: which part, from 0.
+            shards: number of parts.
+            device: as `LocalBackend`.
 
         Raises:
             NonFiniteScores: If one of them is NaN or infinite.
         """
         self._vectors = index.vectors
+        self._emphasis = emphasis
         first, stop = shard_bounds(index.vectors.shape[0], shard, shards)
         part = index.vectors[first:stop]
         if sparse.issparse(part):
@@ -40,7 +85,12 @@ class Shard:
     def count(self, queries: Queries, vectors: Vectors, scale: Scale) -> Counts:
         """Counts of the part's items, from the vectors of the queries' distinct texts."""
         target_vectors = self._vectors[queries.targets]
-        return self._part.count(mixed(queries.mix, vectors), queries.targets, target_vectors, queries.exclude, scale)
+        wanted = asked(queries, vectors, self._vectors, self._emphasis)
+        return self._part.count(wanted, queries.targets, target_vectors, queries.exclude, scale)
+
+    def nearest(self, queries: Queries, vectors: Vectors, count: int) -> Nearest:
+        """The part's best items, from the vectors of the queries' distinct texts."""
+        return self._part.nearest(asked(queries, vectors, self._vectors, self._emphasis), queries.exclude, count)
 
 
 class LocalBackend:
@@ -58,21 +108,18 @@ class LocalBackend:
         self.items = index.vectors.shape[0]
         self.fingerprint = index.fingerprint
         self._encoder = encoder
-        self._vectors = index.vectors
-        self._shards = [Shard(index, shard=i, shards=shards, device=device) for i in range(shards)]
+        parts = {"emphasis": encoder.emphasis, "shards": shards, "device": device}
+        self._shards = [Shard(index, shard=i, **parts) for i in range(shards)]
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """As `retriever.Backend.count`."""
-        vectors = stacked([self._encoder.encode(batch) for batch in queries.texts])
-        check_finite(vectors, [text for batch in queries.texts for text in batch])
+        vectors = encoded(self._encoder, queries)
         return merge_counts([shard.count(queries, vectors, scale) for shard in self._shards])
 
-    def nearest(self, text: str, count: int) -> list[tuple[int, float]]:
-        """The rows of the items most similar to a text, with their cosines; of equal ones the first row first."""
-        vector = self._encoder.encode([text])
-        found = self._vectors @ vector.T if sparse.issparse(vector) else self._vectors @ vector[0]
-        scores = np.asarray(found.todense() if sparse.issparse(found) else found, np.float64).reshape(-1)
-        return [(int(row), float(scores[row])) for row in np.argsort(-scores, kind="stable")[:count]]
+    def nearest(self, queries: Queries, count: int) -> Nearest:
+        """As `retriever.Backend.nearest`."""
+        vectors = encoded(self._encoder, queries)
+        return merge_nearest([shard.nearest(queries, vectors, count) for shard in self._shards], count)
 
     def reconnect(self) -> None:
         """Nothing can be lost."""

@@ -64,6 +64,35 @@ class Ranks(NamedTuple):
     probability: np.ndarray
 
 
+class Nearest(NamedTuple):
+    """The items that queries resemble most, best first; of equal ones the first row first.
+
+    Attributes:
+        rows: i64 [B, k], of the whole catalogue.
+        scores: f32 [B, k], their similarities; -inf where nothing is left to be listed.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+
+
+def nearest_of(scores: np.ndarray, out: np.ndarray, count: int, *, first: int) -> Nearest:
+    """The best `count` of scores f32 [B, M] of the rows from `first` on, without the columns `out` [B, X].
+
+    `scores` is overwritten.
+    """
+    _leave_out(scores, out)
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    return Nearest(best + first, np.take_along_axis(scores, best, axis=1))
+
+
+def merge_nearest(parts: list[Nearest], count: int) -> Nearest:
+    """The best of the whole catalogue from those of its parts, which are in the order of their rows."""
+    rows, scores = (np.concatenate(column, axis=1) for column in zip(*parts, strict=True))
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    return Nearest(np.take_along_axis(rows, best, axis=1), np.take_along_axis(scores, best, axis=1))
+
+
 def merge_counts(parts: list[Counts]) -> Counts:
     """Counts of the whole catalogue from those of its parts; the target's score is the same in all."""
     return Counts(
@@ -137,21 +166,29 @@ class SparseShard:
             score = np.asarray(queries[rows].multiply(own).sum(1), np.float64).reshape(-1)
             out = np.concatenate([targets[rows, None], exclude[rows]], axis=1)
             counts = [
-                _count_scores((queries[rows] @ block).toarray(), score, out - self._first - first, scale)
+                count_scores((queries[rows] @ block).toarray(), score, out - self._first - first, scale)
                 for first, block in self._blocks
             ]
             silent = np.diff(queries[rows].indptr) == 0
             parts.append(merge_counts([Counts(*found, score, silent) for found in counts]))
         return joined(parts)
 
+    def nearest(self, queries: sparse.csr_matrix, exclude: np.ndarray, count: int) -> Nearest:
+        """This shard's best for queries f32 [B, V], without the rows `exclude` [B, X] of the whole catalogue."""
+        out = exclude - self._first
+        parts = [
+            nearest_of((queries @ block).toarray(), out - start, count, first=self._first + start)
+            for start, block in self._blocks
+        ]
+        return merge_nearest(parts, count)
 
-def _count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale: Scale) -> tuple:
+
+def count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale: Scale) -> tuple:
     """better, level and log_sum [B] of scores [B, M], the columns `out` left out where they lie inside.
 
     `scores` is overwritten.
     """
-    inside = (out >= 0) & (out < scores.shape[1])
-    scores[np.nonzero(inside)[0], out[inside]] = -np.inf
+    _leave_out(scores, out)
     own = target[:, None].astype(scores.dtype)
     better = np.count_nonzero(scores > own + np.float32(scale.tolerance), axis=1)
     level = np.count_nonzero(scores >= own - np.float32(scale.tolerance), axis=1) - better
@@ -162,6 +199,12 @@ def _count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale
     with np.errstate(divide="ignore"):  # a block whose items are all left out has no sum
         log_sum = np.log(scores.sum(1, dtype=np.float64)) + top[:, 0] / scale.temperature
     return better, level, log_sum
+
+
+def _leave_out(scores: np.ndarray, out: np.ndarray) -> None:
+    """-inf in the columns `out` [B, X] of scores [B, M], where they lie inside."""
+    inside = (out >= 0) & (out < scores.shape[1])
+    scores[np.nonzero(inside)[0], out[inside]] = -np.inf
 
 
 def check_rows(finite: np.ndarray, first: int) -> None:

@@ -9,34 +9,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
-from scipy import sparse
 
 from bridges.retrieval.catalogue import Fingerprint
-from bridges.retrieval.encoders import batches
 from bridges.retrieval.errors import NonFiniteScores, RetrievalError
-from bridges.retrieval.ranking import TIES, Counts, Ranks, Scale, Ties, ranks_of
+from bridges.retrieval.queries import History, Queries, make_queries, with_history
+from bridges.retrieval.ranking import TIES, Counts, Nearest, Ranks, Scale, Ties, ranks_of
 from grpo_jax.errors import StopRun, UserError
 
 _log = logging.getLogger(__name__)
-
-
-class Queries(NamedTuple):
-    """What a backend is asked.
-
-    Attributes:
-        texts: distinct, in the batches in which they are to be encoded.
-        mix: f32 [B, U], weights of the U texts in each query.
-        targets: i32 [B], rows.
-        exclude: i32 [B, X], rows that are not ranked, filled up with -1; never the target.
-    """
-
-    texts: list[list[str]]
-    mix: sparse.csr_matrix
-    targets: np.ndarray
-    exclude: np.ndarray
 
 
 class Backend(Protocol):
@@ -52,6 +35,10 @@ class Backend(Protocol):
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """Counts over the whole catalogue; a RetrievalError if there are none."""
+        ...
+
+    def nearest(self, queries: Queries, count: int) -> Nearest:
+        """The best items of the whole catalogue, at most `count`; a RetrievalError if there are none."""
         ...
 
     def reconnect(self) -> None:
@@ -144,13 +131,20 @@ class Retriever:
         """Number of items."""
         return self.backend.items
 
-    def score_ranks(self, texts: Sequence[str], targets: Sequence[int], exclude: Sequence[Sequence[int]]) -> Ranks:
+    def score_ranks(
+        self,
+        texts: Sequence[str],
+        targets: Sequence[int],
+        exclude: Sequence[Sequence[int]],
+        history: History | None = None,
+    ) -> Ranks:
         """The rank of each target when all items are sorted by their similarity to the text.
 
         Args:
-            texts: B queries; an empty one, or one without a known word, puts its target last.
+            texts: B queries; an empty one, or one without a known word, puts its target last where there is no history.
             targets: B rows of the catalogue.
             exclude: for each query, rows that are not ranked (the history); its target is ranked all the same.
+            history: what else a query is made of; None for the text alone.
 
         Returns:
             Ranks; all NaN if the call failed within the budget.
@@ -159,7 +153,7 @@ class Retriever:
             StopRun: more calls failed than the budget allows.
             ValueError: the arguments do not fit each other or the catalogue.
         """
-        return self.score_mixed_ranks([[text] for text in texts], [[1.0]] * len(texts), targets, exclude)
+        return self.score_mixed_ranks([[text] for text in texts], [[1.0]] * len(texts), targets, exclude, history)
 
     def score_mixed_ranks(
         self,
@@ -167,16 +161,18 @@ class Retriever:
         weights: Sequence[Sequence[float]],
         targets: Sequence[int],
         exclude: Sequence[Sequence[int]],
+        history: History | None = None,
     ) -> Ranks:
-        """As `score_ranks`, where a query is the direction of a weighted sum of the vectors of several texts.
+        """As `score_ranks`, where a query's text is the direction of a weighted sum of the vectors of several texts.
 
         Args:
             texts: B lists of texts.
             weights: B lists of finite weights, one for each text.
             targets: B rows.
             exclude: B lists of rows.
+            history: as `score_ranks`.
         """
-        queries = make_queries(texts, weights, targets, exclude, self.items)
+        queries = with_history(make_queries(texts, weights, targets, exclude, self.items), history, self.items)
         count = len(texts)
         if not count:
             return Ranks(np.zeros(0), np.zeros(0, np.float32))
@@ -184,6 +180,32 @@ class Retriever:
         if counts is None:
             return Ranks(np.full(count, np.nan), np.full(count, np.nan, np.float32))
         return ranks_of(counts, ties=self._ties, temperature=self._scale.temperature)
+
+    def nearest(
+        self,
+        texts: Sequence[str],
+        count: int,
+        exclude: Sequence[Sequence[int]],
+        history: History | None = None,
+    ) -> list[list[tuple[int, float]]]:
+        """The rows of the items that each query resembles most, best first, with their cosines.
+
+        Args:
+            texts: B queries.
+            count: of items; fewer come where fewer are left.
+            exclude: for each query, rows that are not listed.
+            history: as `score_ranks`.
+
+        Raises:
+            RetrievalError: the backend does not answer; it is not asked again.
+            ValueError: as `score_ranks`.
+        """
+        if not texts:
+            return []
+        queries = make_queries([[text] for text in texts], [[1.0]] * len(texts), None, exclude, self.items)
+        found = self.backend.nearest(with_history(queries, history, self.items), count)
+        listed = [zip(rows.tolist(), scores.tolist(), strict=True) for rows, scores in zip(*found, strict=True)]
+        return [[(row, score) for row, score in pairs if score > -np.inf] for pairs in listed]
 
     def self_test(self, titles: Sequence[str], *, samples: int = 256, required: float = 0.9) -> float:
         """Asks for titles by their own words, and looks whether they come first.
@@ -259,58 +281,3 @@ class Retriever:
                 f"{patience.budget}); the last time: {type(last).__name__}: {last}"
             ) from last
         return None
-
-
-def make_queries(
-    texts: Sequence[Sequence[str]],
-    weights: Sequence[Sequence[float]],
-    targets: Sequence[int],
-    exclude: Sequence[Sequence[int]],
-    items: int | None = None,
-) -> Queries:
-    """Checks the arguments of `Retriever.score_mixed_ranks` and brings them into a backend's form.
-
-    Args:
-        texts: B lists of texts.
-        weights: B lists of weights.
-        targets: B rows.
-        exclude: B lists of rows.
-        items: size of the catalogue, for the check; None where rows are known to be good.
-
-    Raises:
-        ValueError: names the argument, what was expected and what came.
-    """
-    count = len(texts)
-    for name, argument in (("weights", weights), ("targets", targets), ("exclude", exclude)):
-        if len(argument) != count:
-            raise ValueError(f"{name}: expected one for each of {count} queries, got {len(argument)}")
-    rows = np.asarray(targets)
-    if count and (rows.ndim != 1 or rows.dtype.kind not in "iu"):
-        raise ValueError(f"targets: expected whole numbers [B], got {rows.dtype} {list(rows.shape)}")
-    others = [sorted({int(row) for row in exclude[i]} - {int(rows[i])}) for i in range(count)]
-    largest = max((max([int(rows[i]), *others[i][-1:]]) for i in range(count)), default=0)
-    smallest = min((min([int(rows[i]), *others[i][:1]]) for i in range(count)), default=0)
-    if smallest < 0 or (items is not None and largest >= items):
-        wrong = smallest if smallest < 0 else largest
-        raise ValueError(f"targets and exclude: expected rows of the catalogue (0 to {items}, excluded), got {wrong}")
-    padded = np.full((count, max(map(len, others), default=0)), -1, np.int32)
-    for i, row in enumerate(others):
-        padded[i, : len(row)] = row
-    groups = batches(text for query in texts for text in query) or [[""]]  # an encoder is never asked for nothing
-    return Queries(groups, _mix(groups, texts, weights), rows.astype(np.int32), padded)
-
-
-def _mix(
-    groups: list[list[str]], texts: Sequence[Sequence[str]], weights: Sequence[Sequence[float]]
-) -> sparse.csr_matrix:
-    """weights f32 [B, U] of the distinct texts; a text that a query names twice counts twice."""
-    place = {text: i for i, text in enumerate(text for group in groups for text in group)}
-    for i, (query, values) in enumerate(zip(texts, weights, strict=True)):
-        if isinstance(query, str) or len(query) != len(values):
-            raise ValueError(f"weights: expected one for each text of query {i}, got {len(values)} for {query!r}")
-    flat = np.array([value for values in weights for value in values], np.float32)
-    if not np.isfinite(flat).all():
-        raise ValueError(f"weights: expected finite numbers, got {flat[~np.isfinite(flat)][0]}")
-    lines = np.repeat(np.arange(len(texts)), [len(query) for query in texts])
-    columns = np.array([place[text] for query in texts for text in query], np.int64)
-    return sparse.csr_matrix((flat, (lines, columns)), shape=(len(texts), len(place)))

@@ -24,8 +24,8 @@ from bridges.retrieval.cluster import (
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
 from bridges.retrieval.errors import ActorLost, RetrievalError, ServiceNotFound
 from bridges.retrieval.local import Shard
-from bridges.retrieval.ranking import Counts, Scale, merge_counts
-from bridges.retrieval.retriever import Queries
+from bridges.retrieval.queries import Queries
+from bridges.retrieval.ranking import Counts, Nearest, Scale, merge_counts, merge_nearest
 from grpo_jax.errors import StopRun, UserError
 
 _START_SECONDS = 600.0  # for actors to load encoder and vectors; a large catalogue on a slow disk takes minutes
@@ -68,7 +68,8 @@ class RankShard:
         index = load_index(folder)
         if self._encoder.identity != index.fingerprint.encoder:
             raise UserError(f"encoder {encoder} is not the one that {folder} was made with")
-        self._shard = Shard(index, shard=shard, shards=shards, device=_jax_device(device))
+        device, emphasis = _jax_device(device), self._encoder.emphasis
+        self._shard = Shard(index, emphasis=emphasis, shard=shard, shards=shards, device=device)
         self._description = Description(index.vectors.shape[0], shards, encoder, index.fingerprint)
 
     def describe(self) -> Description:
@@ -88,6 +89,10 @@ class RankShard:
     def count(self, queries: Queries, scale: Scale, *vectors: Vectors) -> Counts:
         """Counts of this part; `vectors` are those of the queries' batches, in their order."""
         return self._shard.count(queries, stacked(vectors), scale)
+
+    def nearest(self, queries: Queries, count: int, *vectors: Vectors) -> Nearest:
+        """The best items of this part."""
+        return self._shard.nearest(queries, stacked(vectors), count)
 
 
 class RayBackend:
@@ -124,14 +129,22 @@ class RayBackend:
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """As `retriever.Backend.count`, within the timeout."""
+        return merge_counts(self._asked("count", queries, scale))
+
+    def nearest(self, queries: Queries, count: int) -> Nearest:
+        """As `retriever.Backend.nearest`, within the timeout."""
+        return merge_nearest(self._asked("nearest", queries, count), count)
+
+    def _asked(self, method: str, queries: Queries, argument: Any) -> list[Any]:
+        """What every shard's method says of the queries."""
         if not self._actors:  # the last look-up failed; handles of a cluster that was left must not be used
             self.reconnect()
         turns = len(self._actors)
         with typed_errors():
             vectors = [self._actors[i % turns].encode.remote(batch) for i, batch in enumerate(queries.texts)]
             asked = queries._replace(texts=[])  # their vectors go instead
-            counts = [actor.count.remote(asked, scale, *vectors) for actor in self._actors]
-        return merge_counts(fetch(counts, self._timeout))
+            answers = [getattr(actor, method).remote(asked, argument, *vectors) for actor in self._actors]
+        return fetch(answers, self._timeout)
 
     def reconnect(self) -> None:
         """Looks cluster and actors up again: the service may have been started again by hand.

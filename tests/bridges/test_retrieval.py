@@ -8,7 +8,8 @@ from scipy import sparse
 
 from bridges import retrieval
 from bridges.retrieval import catalogue, dense, encoders, local, ranking
-from bridges.retrieval.retriever import Retriever, make_queries
+from bridges.retrieval.queries import History, make_queries
+from bridges.retrieval.retriever import Retriever
 from grpo_jax.errors import UserError
 
 TITLES = [
@@ -29,6 +30,7 @@ class GivenVectors:
     """An encoder that knows a vector for each text."""
 
     identity = "given-0"
+    emphasis = None
 
     def __init__(self, vectors):
         self.vectors = vectors
@@ -320,3 +322,77 @@ def test_a_catalogue_of_nan_is_refused():
 def test_a_folder_that_is_no_encoder_is_named(tmp_path):
     with pytest.raises(UserError, match=r"neither modules\.json nor config\.json"):
         encoders.load_encoder(str(tmp_path), TITLES)
+
+
+def by_hand(vectors, texts, history, emphasis):
+    """q = unit(unit(text) + a · unit(e ⊙ Σ decay^age v)), one query at a time, in float64."""
+    asked = []
+    for text, rows in zip(texts, history.rows, strict=True):
+        taken = sum((history.decay**age * vectors[row] for age, row in enumerate(reversed(rows))), np.zeros(len(text)))
+        parts = [part / max(np.linalg.norm(part), 1e-12) for part in (text, emphasis * taken)]
+        whole = parts[0] + history.weight * parts[1]
+        asked.append(whole / max(np.linalg.norm(whole), 1e-12))
+    return np.stack(asked) @ vectors.T
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_history_is_a_part_of_the_query_for_ranks_and_for_the_nearest(kind, shards):
+    rng = np.random.default_rng(4)
+    if kind == "sparse":
+        words = [f"word{i}" for i in range(40) for _ in range(1 + 40 // (i + 1))]  # some are rare
+        titles = [" ".join(rng.choice(words, 4)) for _ in range(300)]
+        texts = ["", *(" ".join(rng.choice(words, 3)) for _ in range(69))]
+        encoder = encoders.TfidfEncoder(titles)
+        index = catalogue.open_index(titles, encoder, None)
+        vectors, wanted = (found.toarray().astype(np.float64) for found in (index.vectors, encoder.encode(texts)))
+        emphasis = 1 + np.log(301 / (1 + (vectors > 0).sum(0)))
+    else:
+        index, encoder, texts, wanted = dense_world(5000, 8, 70)
+        vectors, emphasis = index.vectors.astype(np.float64), np.ones(8)
+    items = len(vectors)
+    targets = rng.integers(0, items, 70)
+    taken = [rng.integers(0, items, rng.integers(0, 6)).tolist() for _ in texts]
+    history = History(taken, 0.7, 0.5)
+    retriever = Retriever(local.LocalBackend(index, encoder, shards=shards))
+    scores = by_hand(vectors, wanted, history, emphasis)
+    out = [set(rows) - {int(target)} for rows, target in zip(taken, targets, strict=True)]
+    rank, probability = slow_ranks(scores, targets, out, "against", 1e-6, 0.05)
+    found = retriever.score_ranks(texts, targets, taken, history)
+    np.testing.assert_array_equal(found.rank, rank)
+    np.testing.assert_allclose(found.probability, probability, rtol=1e-4)
+    listed = retriever.nearest(texts, 5, taken, history)
+    for pairs, own, rows in zip(listed, scores, taken, strict=True):
+        left = [item for item in np.argsort(-own, kind="stable") if item not in rows][:5]
+        np.testing.assert_allclose([score for _, score in pairs], own[left], atol=1e-6)
+        np.testing.assert_allclose([own[row] for row, _ in pairs], own[left], atol=1e-6)
+        assert len({row for row, _ in pairs} - set(rows)) == 5
+    none = retriever.score_ranks(texts, targets, taken, history._replace(weight=0.0))
+    np.testing.assert_array_equal(none.rank, retriever.score_ranks(texts, targets, taken).rank)
+
+
+def test_a_text_that_says_nothing_asks_with_the_history_and_the_targets_title_beats_a_light_one():
+    targets, taken = [6, 8, 4], [[2, 0], [1], [7, 8]]
+    light = History(taken, 1e-3, 0.7)
+    assert tfidf().score_ranks([TITLES[row] for row in targets], targets, taken, light).rank.tolist() == [1, 1, 1]
+    silent = tfidf().score_ranks(["", " ", "xqzzv"], [6] * 3, [[2]] * 3, History([[2]] * 3, 1e-3, 0.7))
+    assert silent.rank.tolist() == [1, 1, 1]  # one rose cream after another
+
+
+def test_the_nearest_are_fewer_where_nothing_is_left_and_the_first_of_equal_ones():
+    found = tfidf().nearest(["red nail polish", "soap"], 3, [[], range(9)])
+    assert [row for row, _ in found[0]] == [0, 3, 1] and found[0][0][1] == pytest.approx(1)
+    assert found[1] == [(9, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("history", "message"),
+    [
+        (History([], 1.0, 0.5), "history.rows: expected one for each of 1 queries, got 0"),
+        (History([[10]], 1.0, 0.5), r"history.rows: expected rows of the catalogue \(0 to 10, excluded\), got 10"),
+        (History([[1]], -1.0, 0.5), "history: expected weight >= 0"),
+    ],
+)
+def test_bad_histories_are_named(history, message):
+    with pytest.raises(ValueError, match=message):
+        tfidf().score_ranks(["soap"], [4], [[]], history)

@@ -18,6 +18,7 @@ ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
 from bridges.retrieval import catalogue, cluster, local, service  # noqa: E402
+from bridges.retrieval.queries import make_queries  # noqa: E402
 from bridges.retrieval.retriever import Retriever  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
@@ -97,6 +98,10 @@ def test_ray_and_in_process_agree(running):
     mixtures = [[QUERIES[i], QUERIES[i - 1]] for i in range(len(QUERIES))], [[1.0, 0.5]] * len(QUERIES)
     found, expected = (r.score_mixed_ranks(*mixtures, TARGETS, EXCLUDE) for r in (over_ray, here))
     np.testing.assert_array_equal(found.rank, expected.rank)
+    history = retrieval.History(EXCLUDE, 2.0, 0.7)
+    found, expected = (r.score_ranks(QUERIES, TARGETS, EXCLUDE, history) for r in (over_ray, here))
+    np.testing.assert_array_equal(found.rank, expected.rank)
+    assert over_ray.nearest(QUERIES, 5, EXCLUDE, history) == here.nearest(QUERIES, 5, EXCLUDE, history)
 
 
 def make_dense(vectors, queries):
@@ -126,6 +131,8 @@ def test_dense_vectors_over_ray_and_in_process_agree(running):
     over_ray = Retriever(service.RayBackend("dense", actors, description, timeout=120, owner=True))
 
     class Given:
+        emphasis = None
+
         def encode(self, texts):
             return wanted[[int(text) for text in texts]]
 
@@ -173,7 +180,7 @@ def test_nan_from_an_actor_is_a_failure(running, misbehave):
 
 
 def test_an_actor_that_raises_is_a_failure(running):
-    queries = retrieval.retriever.make_queries([["a"]], [[1.0]], [0], [[]])
+    queries = make_queries([["a"]], [[1.0]], [0], [[]])
     broken = queries._replace(targets=np.array([9999]))  # the row does not exist: an IndexError over there
     with pytest.raises(retrieval.RetrievalError, match="the service failed: IndexError"):
         running[0].count(broken, retrieval.Scale())
@@ -211,7 +218,7 @@ def test_an_actor_that_stays_dead_stops_the_run(running, misbehave):
     misbehave(sleep=1.0)
     threading.Timer(0.3, ray.kill, [backend._actors[0]], {"no_restart": True}).start()
     with pytest.raises(retrieval.ActorLost, match="died"):
-        backend.count(retrieval.retriever.make_queries([["a"]], [[1.0]], [0], [[]]), retrieval.Scale())
+        backend.count(make_queries([["a"]], [[1.0]], [0], [[]]), retrieval.Scale())
     retriever = Retriever(backend, patience=retrieval.Patience(attempts=2, first_wait=0.1, budget=1))
     assert np.isnan(retriever.score_ranks(["red soap"], [0], [[]]).rank).all()
     with pytest.raises(StopRun, match="ServiceNotFound: RetrievalService not found"):

@@ -16,10 +16,12 @@ pytest.importorskip("sentence_transformers")
 import torch
 from safetensors.torch import load_file
 
+from bridges import retrieval
 from bridges.retrieval import encoders, local
 from bridges.retrieval.catalogue import open_index
 from bridges.retrieval.retriever import Retriever
 from grpo_jax.errors import UserError
+from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
 
 WORDS = ["red", "blue", "rose", "nail", "polish", "hand", "cream", "soap", "brush", "night"]
 TITLES = [f"{a} {b}" for a in WORDS for b in WORDS if a != b]
@@ -92,6 +94,38 @@ def test_ranks_do_not_depend_on_shards_or_the_cache(encoder, tmp_path):
     np.testing.assert_allclose(one.probability, again.probability, rtol=1e-5)
 
 
+def unit_or_zero(vector):
+    return vector / max(np.linalg.norm(vector), 1e-12)
+
+
+def test_a_hybrid_scores_with_the_words_cosine_and_the_weighted_sentences(encoder, folder, tmp_path):
+    """Both made by hand, query by query, in float64; each space has a history's direction of its own."""
+    words = encoders.TfidfEncoder(TITLES)
+    queries, taken = ["red cream", "", "polish nail soap", "unknown words"] * 18, [[5, 80], [], [3], [1, 2, 3]] * 18
+    targets, history = list(range(72)), retrieval.History(taken, 0.5, 0.7)
+    scores = np.zeros((72, len(TITLES)))
+    for one, weight, emphasis in ((words, 1.0, words.emphasis), (encoder, 0.3, 1.0)):
+        made = (encoders.encode_titles(one, TITLES), encoders.encode_titles(one, queries))
+        items, texts = (np.asarray(v.todense() if hasattr(v, "todense") else v, np.float64) for v in made)
+        for line, (text, rows) in enumerate(zip(texts, taken, strict=True)):
+            old = sum((0.7**age * items[row] for age, row in enumerate(reversed(rows))), np.zeros(len(text)))
+            asked = unit_or_zero(unit_or_zero(text) + 0.5 * unit_or_zero(emphasis * old))
+            scores[line] += weight * (items @ asked)
+    options = {"dense": str(folder), "cache": tmp_path}
+    retriever, share = retrieval.open_retriever(TITLES, dense_weight=0.3, **options)
+    assert share == 1.0
+    expected = rank_of(count_better(scores, np.array(targets), taken, tolerance=1e-6))
+    silent = [not query and not rows for query, rows in zip(queries, taken, strict=True)]
+    expected[silent] = len(TITLES)
+    np.testing.assert_array_equal(retriever.score_ranks(queries, targets, taken, history).rank, expected)
+    for pairs, own, rows in zip(retriever.nearest(queries, 4, taken, history), scores, taken, strict=True):
+        left = [score for row, score in enumerate(own) if row not in rows]
+        np.testing.assert_allclose([score for _, score in pairs], sorted(left, reverse=True)[:4], atol=1e-6)
+    other, _ = retrieval.open_retriever(TITLES, dense_weight=0.4, **options)
+    assert other.fingerprint.encoder != retriever.fingerprint.encoder
+    assert words.identity in other.fingerprint.encoder and encoder.identity in other.fingerprint.encoder
+
+
 def test_unknown_models_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no such folder: \./nowhere"):
         encoders.load_encoder("./nowhere", TITLES)
@@ -127,6 +161,8 @@ def test_minilm_on_beauty(tmp_path):
 
     class Known:
         """All queries are titles: they need not be encoded twice more."""
+
+        emphasis = None
 
         def encode(self, texts):
             return index.vectors[[place[text] for text in texts]]

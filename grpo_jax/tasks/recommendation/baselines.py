@@ -19,6 +19,7 @@ from scipy import sparse
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, RankCounts, count_better, first_items
+from grpo_jax.tasks.recommendation.retrieval import Ask
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 Scores = Callable[[int, int], np.ndarray]
@@ -192,17 +193,25 @@ def count_baselines(
 
 
 def title_baselines(
-    retriever: Retriever, catalogue: Catalogue, rows: Sequence[Row], *, decay: float = 0.7, block: int = 1024
+    retriever: Retriever,
+    catalogue: Catalogue,
+    rows: Sequence[Row],
+    *,
+    decay: float = 0.7,
+    ask: Ask | None = None,
+    block: int = 1024,
 ) -> dict[str, np.ndarray]:
     """The ranks f64 [U] that titles earn as queries: the last one, the history's with weights, the target's own.
 
     The last is the ceiling of this retriever. NaN where the retriever failed; ties are counted by its own rule.
 
     Args:
-        retriever: As the policy's completions are ranked.
+        retriever: Ranks the first two.
         catalogue: Titles.
         rows: U examples that are measured.
         decay: A title weighs decay^age; the newest has age 0.
+        ask: As the policy's texts are ranked, where that is not the text alone: the own title is then asked for so,
+            and what saying nothing and the last title earn so are rows of their own.
         block: Examples of one call.
 
     Raises:
@@ -210,20 +219,23 @@ def title_baselines(
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"decay must be in [0, 1], got {decay}")
-    names = ("last title", f"history titles, decay {decay:g}", "oracle: own title")
-    ranks: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    parts: list[dict[str, np.ndarray]] = []
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
         histories = [column["history"] for column in columns]
         targets, left_out = ([column[name] for column in columns] for name in ("target_row", "excluded"))
         texts = [[catalogue.titles[item] for item in history] for history in histories]
         weights = [[decay**age for age in reversed(range(len(history)))] for history in histories]
-        own = [column["target_title"] for column in columns]
-        answers = (
-            retriever.score_ranks([column["last_title"] for column in columns], targets, left_out),
-            retriever.score_mixed_ranks(texts, weights, targets, left_out),
-            retriever.score_ranks(own, targets, left_out),
-        )
-        for name, answer in zip(names, answers, strict=True):
-            ranks[name].append(np.asarray(answer.rank, np.float64))
-    return {name: np.concatenate(parts) for name, parts in ranks.items()}
+        last, own = ([column[name] for column in columns] for name in ("last_title", "target_title"))
+        answers = {
+            "last title": retriever.score_ranks(last, targets, left_out),
+            f"history titles, decay {decay:g}": retriever.score_mixed_ranks(texts, weights, targets, left_out),
+        }
+        if ask is None:
+            answers["oracle: own title"] = retriever.score_ranks(own, targets, left_out)
+        else:
+            answers["prior alone"] = ask([""] * len(columns), targets, histories, left_out)
+            answers["last title + prior"] = ask(last, targets, histories, left_out)
+            answers["oracle: own title"] = ask(own, targets, histories, left_out)
+        parts.append({name: np.asarray(answer.rank, np.float64) for name, answer in answers.items()})
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
@@ -67,7 +68,7 @@ def load_dataset(task: Recommendation, *, held_out: int | float = 0.2) -> Datase
     try:
         template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
         catalogue, sequences = _load(task)
-        catalogue = replace(catalogue, names=_names(task, catalogue))
+        catalogue = dataclasses.replace(catalogue, names=_names(task, catalogue))
         if task.order_column is not None and task.order_column not in catalogue.columns:
             raise ValueError(f"order_column must be one of {list(catalogue.columns)}, got {task.order_column!r}")
         split = _split(task, sequences.users, catalogue)
@@ -91,6 +92,24 @@ def _split(task: Recommendation, users: Sequence[UserSequence], catalogue: Catal
     if task.split == "items":
         return items_split(users, catalogue.ids, task.held_out_items)
     return time_split(users, task.time_share) if task.split == "time" else last_split(users)
+
+
+def over_catalogue(task: Recommendation, path: str) -> Recommendation:
+    """The task over another catalogue: all items of its own, and new ones, which are ranked like the old.
+
+    Raises:
+        UserError: The policy cannot name new items, a file is bad, or an item of the task's own is not there.
+    """
+    require(task.writes not in ("item", "ids"), "catalogue", "the run's, whose items are the policy's own words", path)
+    require(task.source != "dummy", "catalogue", "the run's: the dummy world has its own", path)
+    old, new = (read_catalogue(file, blank_titles=task.blank_titles) for file in (task.catalogue or "", path))
+    missing = [name for name in old.ids if name not in new.rows]
+    if missing:
+        raise UserError(
+            f"catalogue: expected all {len(old)} items of {task.catalogue}, "
+            f"got {path} without {len(missing)} of them, the first {missing[0]!r}"
+        )
+    return dataclasses.replace(task, catalogue=path)
 
 
 def _load(task: Recommendation) -> tuple[Catalogue, Sequences]:

@@ -29,6 +29,7 @@ from grpo_jax.tasks.recommendation.table import (
 if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.dataset import Dataset
     from grpo_jax.tasks.recommendation.ranking.prior import Known
+    from grpo_jax.tasks.recommendation.retrieval import Ask
     from grpo_jax.tasks.recommendation.task import Recommendation
 
 
@@ -82,6 +83,7 @@ def findings(
     rows: Sequence[Row],
     policies: Mapping[str, Any],
     known: Known | None = None,
+    ask: Ask | None = None,
 ) -> Findings:
     """The results as tables, lines and records.
 
@@ -92,8 +94,9 @@ def findings(
         rows: U rows that were measured.
         policies: By name what `policy_ranks` gave.
         known: The prior, a baseline too; None without one.
+        ask: As the policy's texts are ranked; None for the retriever's own way.
     """
-    ranks, recommended = measure_methods(task, dataset, retriever, rows, policies, known)
+    ranks, recommended = measure_methods(task, dataset, retriever, rows, policies, known, ask)
     groups = user_groups(task, dataset, rows)
     table, paired = make_table(ranks, groups), paired_table(ranks, compared(list(ranks)))
     texts = [format_table(table), format_groups(table)]
@@ -138,6 +141,7 @@ def measure_methods(
     rows: Sequence[Row],
     policies: Mapping[str, Any],
     known: Known | None = None,
+    ask: Ask | None = None,
 ) -> Measured:
     """Every baseline and the given policies, full ranking, ties as retrieval.ties says; arguments as in `findings`."""
     # SciPy is needed for nothing else of a run.
@@ -154,7 +158,8 @@ def measure_methods(
     for name, score in scores.items():
         counts, recommended[name] = rank_and_recommend(score, rows)
         ranks[name] = rank_of(counts, rule=task.retrieval.ties)
-    ranks |= title_baselines(retriever, dataset.catalogue, rows, decay=task.decay)
+    asked = ask if task.writes == "query" and task.prior.used else None
+    ranks |= title_baselines(retriever, dataset.catalogue, rows, decay=task.decay, ask=asked)
     for name, found in policies.items():
         ranks[f"policy, {name}"] = np.asarray(found["rank"], np.float64)
         if "recommended" in found:
@@ -182,8 +187,8 @@ def report_tables(rows: Sequence[TableRow], excluded: bool) -> list[Table]:
     left_out = "each user's history left out" if excluded else "items of the user's history among the others"
     note = (
         f"Full ranking of the catalogue, {left_out}; mean and 95 % interval of a bootstrap over users. The "
-        "oracle asks with the target's own title: no text can do better. Targets are told apart by how many users took "
-        "them in training."
+        "oracle asks with the target's own title, as the policy does with what it writes. Targets are told apart by how "
+        "many users took them in training."
     )
     return [
         Table(f"Ranking, {title}", ("method", *MEASURES), cells, note if place == 0 else "")

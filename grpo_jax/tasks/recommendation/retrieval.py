@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_jax.config.fields import may_change, require
 from grpo_jax.errors import UserError
+from grpo_jax.tasks.recommendation.ranking.prior import PriorSection
+
+Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]], Any]
+"""B texts, target rows and histories (rows, oldest first) → the targets' ranks, the histories left out."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,8 @@ class RetrievalSection:
     Args:
         backend: "local" ranks in this process; "ray" asks a service that `python -m bridges.retrieval serve` started.
         encoder: "tfidf", or a folder or hub name of a sentence-transformers model.
+        dense: A sentence-transformers model whose cosine is added to the encoder's (local); null for the encoder alone.
+        dense_weight: How many times it is added; 0 without `dense`.
         ties: Where items that score like the target stand: "against" before it, "average", or "favour" behind it.
         temperature: Of the softmax over similarities that the reward "soft" is read from.
         service: Name of the service (ray).
@@ -33,6 +39,8 @@ class RetrievalSection:
 
     backend: Literal["local", "ray"] = may_change("local")
     encoder: str = may_change("tfidf")
+    dense: str | None = may_change(None)
+    dense_weight: float = may_change(0.0)
     ties: Literal["against", "average", "favour"] = "against"
     temperature: float = 0.05
     service: str = may_change("retrieval")
@@ -47,6 +55,13 @@ class RetrievalSection:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(bool(self.encoder), "retrieval.encoder", "tfidf, a folder or a name", self.encoder)
+        require(self.dense_weight >= 0, "retrieval.dense_weight", "a number >= 0", self.dense_weight)
+        weighed = "a weight above 0 with retrieval.dense, and 0 without"
+        require(
+            (self.dense is not None) == (self.dense_weight > 0), "retrieval.dense_weight", weighed, self.dense_weight
+        )
+        here = self.dense is None or self.backend == "local"
+        require(here, "retrieval.dense", "null: a service has one encoder", self.dense)
         for name in ("temperature", "timeout"):
             require(getattr(self, name) > 0, f"retrieval.{name}", "a number > 0", getattr(self, name))
         require(self.attempts >= 1, "retrieval.attempts", "a number >= 1", self.attempts)
@@ -70,6 +85,8 @@ def open_retriever(section: RetrievalSection, titles: Sequence[str], retrieval: 
             titles,
             backend=section.backend,
             encoder=section.encoder,
+            dense=section.dense,
+            dense_weight=section.dense_weight,
             ties=section.ties,
             scale=retrieval.Scale(temperature=section.temperature),
             patience=retrieval.Patience(attempts=section.attempts, budget=section.budget, window=section.window),
@@ -83,3 +100,30 @@ def open_retriever(section: RetrievalSection, titles: Sequence[str], retrieval: 
         if isinstance(error, UserError):
             raise
         raise UserError(f"task.retrieval: {error}") from error
+
+
+def make_ask(retriever: Any, prior: PriorSection, retrieval: Any) -> Ask:
+    """How every text of the task is ranked: with the prior's history as a part of the query, or alone.
+
+    query = unit(text) + a · unit(history), a = `prior.history`: a text that says nothing earns what the history does.
+
+    Args:
+        retriever: Of `open_retriever`.
+        prior: Says how much the history counts, and its decay.
+        retrieval: The module `bridges.retrieval`.
+    """
+
+    def ask(
+        texts: Sequence[str],
+        targets: Sequence[int],
+        histories: Sequence[Sequence[int]],
+        excluded: Sequence[Sequence[int]],
+    ) -> Any:
+        return retriever.score_ranks(texts, targets, excluded, prior_history(prior, histories, retrieval))
+
+    return ask
+
+
+def prior_history(prior: PriorSection, histories: Sequence[Sequence[int]], retrieval: Any) -> Any:
+    """The part of queries that the prior knows, a `bridges.retrieval.History`; None where it counts nothing."""
+    return retrieval.History(histories, prior.history, prior.decay) if prior.history else None

@@ -18,14 +18,14 @@ from grpo_jax.rollout.rewards import Maker, Reward
 from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import dummy, metrics
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
-from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
+from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset, over_catalogue
 from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs
 from grpo_jax.tasks.recommendation.ranking.choosing import ChosenPrior, choose_prior
 from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, items_of, ranking_columns
 from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
 from grpo_jax.tasks.recommendation.ranking.recommending import Recommender, make_recommender
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
-from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, open_retriever
+from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, make_ask, open_retriever
 from grpo_jax.tasks.recommendation.rewards import (
     BUILT_IN,
     RANK_PENALTY,
@@ -87,7 +87,8 @@ class Recommendation(Task):
             of the rules, "hearsay": titles whose words are right in a quarter of the cases, the last title's in more.
         pair_characters: Taught titles are cut to so many characters; 0 for never.
         retrieval: What ranks the items.
-        prior: What is added to the log-probabilities of a policy that ranks them itself, for a second ranking.
+        prior: What is added to the log-probabilities of a policy that ranks them itself, for a second ranking. Of one
+            that writes queries its `history` is a part of every query: one that says nothing asks with the history.
     """
 
     source: str = "dummy"
@@ -160,8 +161,9 @@ class Recommendation(Task):
         coded = "a file of the items' words, as ranking.semantic_ids writes it, with writes: ids, and null else"
         require(bool(self.semantic_ids) == (self.writes == "ids"), "semantic_ids", coded, self.semantic_ids)
         asking = self.writes == "query" or self.pairs == "next"
-        alone = self.writes != "query" or not self.prior.used
-        require(alone, "prior", "weights of 0: what a query finds has no log-probability", self.prior)
+        alone = self.writes != "query" or not self.prior.together
+        known = "0: a query is made of words, its text's and with prior.history those of the history"
+        require(alone, "prior.together", known, self.prior.together)
         require(asking, "pairs", "next: a policy that ranks itself is taught items", self.pairs)
         require(self.pair_characters >= 0, "pair_characters", "a number >= 0", self.pair_characters)
 
@@ -197,21 +199,26 @@ class Recommendation(Task):
         setup.say("catalogue", f"{self.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
         for note in dataset.notes:
             setup.say("", note)
-        retriever, share = open_retriever(section, catalogue.titles, own_package("bridges", "retrieval"))
+        retrieval = own_package("bridges", "retrieval")
+        retriever, share = open_retriever(section, catalogue.titles, retrieval)
         where = "in this process" if section.backend == "local" else f"service {section.service!r} over Ray"
+        encoder = (
+            f"{section.encoder} + {section.dense_weight:g} × {section.dense}" if section.dense else section.encoder
+        )
         tested = f"self-test: {share:.1%} of titles asked for retrieve themselves"
-        setup.say("retrieval", f"{section.encoder}, {where}, ties {section.ties}; {tested}")
+        setup.say("retrieval", f"{encoder}, {where}, ties {section.ties}; {tested}")
 
         items = None if self.writes == "query" else items_of(catalogue.names or catalogue.titles)
         digest = own_package("bridges", "retrieval.encoders").titles_digest
         named = {"semantic_ids": digest(catalogue.names)} if self.writes == "ids" else {}
-        known = make_prior(self.prior, catalogue.titles, dataset.known) if self.prior.used else None
+        known = make_prior(self.prior, catalogue.titles, dataset.known) if items and self.prior.used else None
+        ask = make_ask(retriever, self.prior, retrieval)
 
         def ranked(completions: Sequence[str], columns: Mapping[str, Any]) -> dict[str, Any]:
             if items is not None:
                 ranks = completion_ranks(items, completions, columns)
                 return reward_columns(ranks, (ranks == 1).astype(np.float64))
-            answer = retriever.score_ranks(completions, columns["target_row"], columns["excluded"])
+            answer = ask(completions, columns["target_row"], columns["history"], columns["excluded"])
             return reward_columns(answer.rank, answer.probability)
 
         return World(
@@ -226,7 +233,7 @@ class Recommendation(Task):
             adapt=where_ranked,
             references=lambda rows: {"oracle": [_oracle(catalogue, row) for row in rows]},
             remember=functools.partial(policy_ranks, fused=known is not None),
-            findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered, known),
+            findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered, known, ask),
             shown={"wanted": "target_title"},
             pairs=lambda: self._pairs(dataset, setup.config.seed),
             words=lambda: policy_words(self, catalogue, limit=setup.config.policy.new.vocabulary),
@@ -234,6 +241,10 @@ class Recommendation(Task):
             identity={**retriever.fingerprint._asdict(), **named},
             choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )
+
+    def over_catalogue(self, path: str) -> Recommendation:
+        """The task with a catalogue that has grown (`dataset.over_catalogue`)."""
+        return over_catalogue(self, path)
 
     def recommender(
         self, config: Any, policy: Any, write: Callable[[str], str], *, catalogue: str | None = None

@@ -8,6 +8,7 @@ import pyarrow.parquet as parquet
 import pytest
 import yaml
 
+from grpo_jax.evaluate import main as evaluate_main
 from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.data import Row
@@ -205,7 +206,7 @@ def test_the_table_tells_policy_prior_and_both_apart(run):
         (["--sampling.stop=[x]"], "sampling.stop"),
         (["--task.pairs=lessons"], "pairs"),
         (["--task.template={history} {items}", "--task.writes=title"], "template"),
-        (["--task.writes=query", "--task.template={history}"], "prior"),
+        (["--task.writes=query", "--task.template={history}"], "prior.together: expected 0: a query is made of words"),
         (["--task.prior.decay=2"], "prior.decay"),
     ],
 )
@@ -267,5 +268,8 @@ def test_a_prior_is_chosen_on_validation_users_by_the_policys_own_ranking(run, c
     ],
 )
 def test_what_cannot_be_recommended_is_said(run, words, wrong, capsys):
+    if "--catalogue" in words:
+        assert evaluate_main(["--run", str(run), *words[2:]]) == 2
+        assert wrong in capsys.readouterr().err
     assert recommend_main(["--run", str(run), *words]) == 2
     assert wrong in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Baselines against slow loops, the table, and the published figures on Amazon Beauty."""
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -161,6 +162,24 @@ def test_what_is_recommended_is_the_beginning_of_a_sorted_list(block):
         left = [item for item in range(ITEMS) if item not in row.columns["history"]]
         expected.update(sorted(left, key=lambda item: -score(0, 1)[0, item])[:4])
     assert recommended.tolist() == [expected[item] for item in range(ITEMS)]
+
+
+def test_where_texts_are_asked_with_a_history_so_are_the_own_title_and_saying_nothing():
+    asked = []
+
+    def ask(texts, targets, histories, excluded):
+        asked.extend(texts)
+        return Ranks(np.arange(1.0, len(texts) + 1), np.zeros(len(texts)))
+
+    retriever = WordRetriever()
+    ranks = baselines.title_baselines(retriever, CATALOGUE, ROWS, ask=ask, block=len(ROWS))
+    names = ["prior alone", "last title + prior", "oracle: own title"]
+    assert list(ranks)[2:] == names and all(ranks[name].tolist() == [*range(1, len(ROWS) + 1)] for name in names)
+    columns = [row.columns for row in ROWS]
+    titles = ([column[name] for column in columns] for name in ("last_title", "target_title"))
+    assert asked == [*[""] * len(ROWS), *itertools.chain(*titles)]
+    plain = baselines.title_baselines(retriever, CATALOGUE, ROWS)
+    assert ranks["last title"].tolist() == plain["last title"].tolist()
 
 
 # the table

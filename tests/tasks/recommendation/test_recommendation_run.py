@@ -40,6 +40,7 @@ TASK = {
     "dummy_users": 40,
     "dummy_items": 280,
     "pairs": "hearsay",
+    "prior": {"history": 0.5, "decay": 0.6},
     "retrieval": {"attempts": 1, "budget": 0},
 }
 TIMES = ("seconds/", "tokens_per_second")
@@ -92,7 +93,8 @@ def test_a_policy_that_writes_queries_has_no_prior_to_choose(folder, summary, ca
 
 def test_the_table_stands_in_console_report_and_summary(folder, summary):
     methods = ["popularity", "item-kNN", "item-kNN, decay 0.7", "Markov-1 + popularity", "last title"]
-    methods += ["history titles, decay 0.7", "oracle: own title", "titles + item-kNN"]
+    methods += ["history titles, decay 0.7", "prior alone", "last title + prior", "oracle: own title"]
+    methods += ["titles + item-kNN"]
     methods += ["policy, untrained"]
     methods += ["policy, before", "policy, before, sampled", "policy, after", "policy, after, sampled"]
     saved = json.loads((folder / "whole" / "summary.json").read_text())
@@ -126,7 +128,10 @@ def test_the_table_stands_in_console_report_and_summary(folder, summary):
 
 
 def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
-    """Every completion of the first step ranked again: scikit-learn's vectors, a sort, no tie spared."""
+    """Every completion of the first step ranked again: scikit-learn's vectors, a sort, no tie spared.
+
+    The query is the text's direction, and half as much the history's, decayed and each word times its idf.
+    """
     import pyarrow.parquet
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -139,7 +144,10 @@ def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
     assert len(written) == 16
     for line in written:
         columns = asked[line["prompt"]]
-        scores = vectors @ vectorizer.transform([line["text"]]).toarray()[0]
+        ages = enumerate(reversed(columns["history"]))
+        taken = vectorizer.idf_ * sum(0.6**age * vectors[row] for age, row in ages)
+        text = vectorizer.transform([line["text"]]).toarray()[0]
+        scores = vectors @ (text + 0.5 * taken / np.linalg.norm(taken))
         target = columns["target_row"]
         others = [row for row in range(len(titles)) if row != target and row not in columns["history"]]
         rank = 1 + sum(scores[row] >= scores[target] - 1e-6 for row in others)

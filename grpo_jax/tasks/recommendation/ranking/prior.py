@@ -27,10 +27,11 @@ Parts = Callable[[Sequence[Sequence[int]], float], tuple[Part, Part]]
 
 @dataclass(frozen=True)
 class PriorSection:
-    """What is added to the policy's log-probabilities; all 0 for the policy alone.
+    """What is known without the policy, and how much it counts beside what the policy says; all 0 for that alone.
 
     Args:
-        history: a, the weight of how much a title resembles the history's.
+        history: a, the weight of how much a title resembles the history's. Where texts are ranked, of the history in
+            the query: unit(text) + a · unit(history).
         together: b, the weight of how often an item was taken with those of the history.
         decay: Weight of each older item of the history.
     """

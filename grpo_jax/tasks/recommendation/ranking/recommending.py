@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,10 +13,12 @@ from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
-from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.examples import HistoryTemplate
 from grpo_jax.tasks.recommendation.ranking.items import items_of, plain
 from grpo_jax.tasks.recommendation.ranking.prior import fused_scores, make_prior
+from grpo_jax.tasks.recommendation.retrieval import open_retriever, prior_history
+from grpo_jax.tasks.recommendation.sequences import UserSequence
 
 
 class Recommended(NamedTuple):
@@ -64,9 +67,10 @@ def make_recommender(
         if items.names:
             raise UserError(f"catalogue: expected the run's, whose items are the policy's own words; got {catalogue}")
         items = read_catalogue(catalogue, blank_titles=task.blank_titles)
+        dataset = dataset._replace(catalogue=items, known=_carried_over(dataset, items))
     template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
     best = _by_query(config, items, write) if task.writes == "query" else _by_policy(config, policy, items, dataset)
-    explain, row_of = _explanations(items, dataset.known if catalogue is None else ()), _names(items)
+    explain, row_of = _explanations(items, dataset.known), _names(items)
 
     def recommend(history: Sequence[str], k: int = 10) -> list[Recommended]:
         rows = [row_of(title) for title in history]
@@ -81,6 +85,13 @@ def make_recommender(
         ]
 
     return recommend
+
+
+def _carried_over(dataset: Dataset, items: Catalogue) -> tuple[UserSequence, ...]:
+    """The users' sequences of those items that another catalogue has too, by their ids."""
+    row_of = {row: items.rows[name] for name, row in dataset.catalogue.rows.items() if name in items.rows}
+    kept = (tuple(row_of[item] for item in user.items if item in row_of) for user in dataset.known)
+    return tuple(UserSequence(user.user, rows) for user, rows in zip(dataset.known, kept, strict=True))
 
 
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
@@ -135,8 +146,7 @@ def policy_ranking(
 
 def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> Callable[[Row, int], list[Any]]:
     task, ranked = config.task, policy_ranking(config, policy, catalogue)
-    own = catalogue is dataset.catalogue
-    known = make_prior(task.prior, catalogue.titles, dataset.known if own else ()) if task.prior.used else None
+    known = make_prior(task.prior, catalogue.titles, dataset.known) if task.prior.used else None
 
     def best(row: Row, count: int) -> list[Any]:
         numbers, scores = ranked([row])
@@ -150,10 +160,16 @@ def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> 
 
 
 def _by_query(config: Any, catalogue: Catalogue, write: Callable[[str], str]) -> Callable[[Row, int], list[Any]]:
-    section = config.task.retrieval
+    section, prior = config.task.retrieval, config.task.prior
     retrieval = own_package("bridges", "retrieval")
-    backend = retrieval.local_backend(catalogue.titles, encoder=section.encoder, cache=section.cache)
-    return lambda row, count: backend.nearest(write(row.prompt), count)
+    local = dataclasses.replace(section, backend="local")  # a question needs no service; equal results
+    retriever, _ = open_retriever(local, catalogue.titles, retrieval)
+
+    def best(row: Row, count: int) -> list[Any]:
+        taken = [row.columns["history"]]
+        return retriever.nearest([write(row.prompt)], count, taken, prior_history(prior, taken, retrieval))[0]
+
+    return best
 
 
 def _explanations(catalogue: Catalogue, users: Sequence[Any]) -> Callable[[int, Sequence[int]], tuple[Any, Any]]:

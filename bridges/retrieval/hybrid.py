@@ -1,0 +1,116 @@
+"""Two encoders at once: score = cos of the one + w · cos of the other, exactly, in this process.
+
+TF-IDF tells titles apart by their words, a sentence encoder knows words that mean the same. Each keeps its own index
+(and its own folder of the cache); a query and its history are made in each space apart, so that neither's lengths
+weigh in the other's.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import sparse
+
+from bridges.retrieval.catalogue import Fingerprint, Index, open_index
+from bridges.retrieval.encoders import Encoder, Vectors, load_encoder
+from bridges.retrieval.local import asked, encoded
+from bridges.retrieval.queries import Queries
+from bridges.retrieval.ranking import (
+    QUERIES,
+    Counts,
+    Nearest,
+    Scale,
+    count_scores,
+    joined,
+    nearest_of,
+)
+
+
+class Space(NamedTuple):
+    """An encoder, and the catalogue as its vectors."""
+
+    encoder: Encoder
+    index: Index
+
+    def similarities(self, queries: Queries, vectors: Vectors) -> np.ndarray:
+        """f32 [B, N], the cosines of queries and items, from the vectors of the queries' distinct texts."""
+        found: Any = asked(queries, vectors, self.index.vectors, self.encoder.emphasis) @ self.index.vectors.T
+        return found.toarray() if sparse.issparse(found) else np.asarray(found)
+
+
+class HybridBackend:
+    """Both spaces in this process; see `retriever.Backend`."""
+
+    def __init__(self, first: Space, second: Space, weight: float):
+        """Takes two spaces over the same titles.
+
+        Args:
+            first: whose cosine counts once.
+            second: whose cosine counts `weight` times.
+            weight: w > 0.
+        """
+        self.items = first.index.vectors.shape[0]
+        one, other = first.index.fingerprint, second.index.fingerprint
+        self.fingerprint = Fingerprint(one.catalogue, f"{one.encoder} + {weight:g} × {other.encoder}")
+        self._spaces, self._weight = (first, second), np.float32(weight)
+
+    def count(self, queries: Queries, scale: Scale) -> Counts:
+        """As `retriever.Backend.count`."""
+        return joined([_counts(part, scores, scale) for part, scores in self._scored(queries)])
+
+    def nearest(self, queries: Queries, count: int) -> Nearest:
+        """As `retriever.Backend.nearest`."""
+        found = [nearest_of(scores, part.exclude, count, first=0) for part, scores in self._scored(queries)]
+        return Nearest(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+    def _scored(self, queries: Queries) -> Iterator[tuple[Queries, np.ndarray]]:
+        """Some queries at a time, with their scores f32 [B, N] of all items."""
+        (first, one), (second, other) = ((space, encoded(space.encoder, queries)) for space in self._spaces)
+        for part in _parts(queries):
+            similar = second.similarities(part, other)
+            yield part, first.similarities(part, one) + self._weight * similar
+
+    def reconnect(self) -> None:
+        """Nothing can be lost."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def hybrid_backend(
+    titles: Sequence[str], encoders: Sequence[str], weight: float, *, cache: str | Path | None = None, device: str
+) -> HybridBackend:
+    """Loads both encoders, and makes or loads the catalogue's vectors of each.
+
+    Args:
+        titles: of all items, in the order of their rows.
+        encoders: two, as `load_encoder`.
+        weight: of the second.
+        cache: folder that keeps vectors between runs, or None.
+        device: "cpu" or "gpu:N", for sentence-transformers.
+
+    Raises:
+        UserError: as `load_encoder` and `open_index`.
+    """
+    loaded = [load_encoder(name, titles, device=device) for name in encoders]
+    first, second = (Space(encoder, open_index(titles, encoder, cache)) for encoder in loaded)
+    return HybridBackend(first, second, weight)
+
+
+def _counts(queries: Queries, scores: np.ndarray, scale: Scale) -> Counts:
+    silent = ~scores.any(1)
+    own = scores[np.arange(len(scores)), queries.targets].astype(np.float64)
+    out = np.concatenate([queries.targets[:, None], queries.exclude], axis=1)
+    return Counts(*count_scores(scores, own, out, scale), own, silent)
+
+
+def _parts(queries: Queries) -> list[Queries]:
+    """The queries, so many at a time as their scores of all items are held at once."""
+    parts = []
+    for start in range(0, len(queries.targets), QUERIES):
+        rows = slice(start, start + QUERIES)
+        taken = None if queries.taken is None else queries.taken[rows]
+        part = {"mix": queries.mix[rows], "targets": queries.targets[rows], "exclude": queries.exclude[rows]}
+        parts.append(queries._replace(**part, taken=taken))
+    return parts

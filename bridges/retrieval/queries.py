@@ -1,0 +1,129 @@
+"""What a backend is asked: texts in batches, weights, targets, histories; checked once, before anything is encoded."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import sparse
+
+from bridges.retrieval.encoders import batches
+
+_NONE = -1  # no row
+
+
+class History(NamedTuple):
+    """What was taken before, as a part of queries: q = unit(unit(text) + a · unit(e ⊙ Σ_i decay^age(i) v_i)).
+
+    v_i are the vectors of the items' titles and e the encoder's emphasis: TF-IDF's is each word's idf, once more.
+    A text that says nothing then asks with the history alone.
+
+    Attributes:
+        rows: B lists of rows of the catalogue, oldest first; the newest has age 0.
+        weight: a, at least 0.
+        decay: in [0, 1].
+    """
+
+    rows: Sequence[Sequence[int]]
+    weight: float
+    decay: float
+
+
+class Queries(NamedTuple):
+    """What a backend is asked.
+
+    Attributes:
+        texts: distinct, in the batches in which they are to be encoded.
+        mix: f32 [B, U], weights of the U texts in each query.
+        targets: i32 [B], rows; -1 where no item's rank is asked for.
+        exclude: i32 [B, X], rows that are not ranked, filled up with -1; never the target.
+        taken: f32 [B, N], weights of the items in each query's history; None without histories.
+        weight: of the history beside the text.
+    """
+
+    texts: list[list[str]]
+    mix: sparse.csr_matrix
+    targets: np.ndarray
+    exclude: np.ndarray
+    taken: sparse.csr_matrix | None = None
+    weight: float = 0.0
+
+
+def make_queries(
+    texts: Sequence[Sequence[str]],
+    weights: Sequence[Sequence[float]],
+    targets: Sequence[int] | None,
+    exclude: Sequence[Sequence[int]],
+    items: int | None = None,
+) -> Queries:
+    """Checks the arguments of `Retriever.score_mixed_ranks` and brings them into a backend's form.
+
+    Args:
+        texts: B lists of texts.
+        weights: B lists of weights.
+        targets: B rows; None where no item's rank is asked for.
+        exclude: B lists of rows.
+        items: size of the catalogue, for the check; None where rows are known to be good.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    count = len(texts)
+    for name, argument in (("weights", weights), ("targets", targets), ("exclude", exclude)):
+        if argument is not None and len(argument) != count:
+            raise ValueError(f"{name}: expected one for each of {count} queries, got {len(argument)}")
+    rows = np.full(count, _NONE) if targets is None else np.asarray(targets)
+    if count and (rows.ndim != 1 or rows.dtype.kind not in "iu"):
+        raise ValueError(f"targets: expected whole numbers [B], got {rows.dtype} {list(rows.shape)}")
+    others = [sorted({int(row) for row in out} - {int(own)}) for out, own in zip(exclude, rows, strict=True)]
+    named = [*(row for out in others for row in out), *(() if targets is None else rows.tolist())]
+    wrong = [row for row in named if row < 0 or (items is not None and row >= items)]
+    if wrong:
+        raise ValueError(
+            f"targets and exclude: expected rows of the catalogue (0 to {items}, excluded), got {wrong[0]}"
+        )
+    padded = np.full((count, max(map(len, others), default=0)), _NONE, np.int32)
+    for i, row in enumerate(others):
+        padded[i, : len(row)] = row
+    groups = batches(text for query in texts for text in query) or [[""]]  # an encoder is never asked for nothing
+    return Queries(groups, _mix(groups, texts, weights), rows.astype(np.int32), padded)
+
+
+def with_history(queries: Queries, history: History | None, items: int) -> Queries:
+    """The queries with what was taken before.
+
+    Raises:
+        ValueError: names the field of the history, what was expected and what came.
+    """
+    if history is None:
+        return queries
+    count = len(queries.targets)
+    if len(history.rows) != count:
+        raise ValueError(f"history.rows: expected one for each of {count} queries, got {len(history.rows)}")
+    if not (0 <= history.weight < np.inf and 0 <= history.decay <= 1):
+        raise ValueError(f"history: expected weight >= 0 and decay in [0, 1], got {history.weight}, {history.decay}")
+    rows = np.array([row for one in history.rows for row in one], np.int64)
+    wrong = rows[(rows < 0) | (rows >= items)]
+    if len(wrong):
+        raise ValueError(f"history.rows: expected rows of the catalogue (0 to {items}, excluded), got {wrong[0]}")
+    lengths = [len(one) for one in history.rows]
+    ages = np.concatenate([np.arange(length)[::-1] for length in lengths] or [[]])
+    values = np.power(history.decay, ages).astype(np.float32)
+    lines = np.repeat(np.arange(count), lengths)
+    taken = sparse.csr_matrix((values, (lines, rows)), shape=(count, items))
+    return queries._replace(taken=taken, weight=float(history.weight))
+
+
+def _mix(
+    groups: list[list[str]], texts: Sequence[Sequence[str]], weights: Sequence[Sequence[float]]
+) -> sparse.csr_matrix:
+    """weights f32 [B, U] of the distinct texts; a text that a query names twice counts twice."""
+    place = {text: i for i, text in enumerate(text for group in groups for text in group)}
+    for i, (query, values) in enumerate(zip(texts, weights, strict=True)):
+        if isinstance(query, str) or len(query) != len(values):
+            raise ValueError(f"weights: expected one for each text of query {i}, got {len(values)} for {query!r}")
+    flat = np.array([value for values in weights for value in values], np.float32)
+    if not np.isfinite(flat).all():
+        raise ValueError(f"weights: expected finite numbers, got {flat[~np.isfinite(flat)][0]}")
+    lines = np.repeat(np.arange(len(texts)), [len(query) for query in texts])
+    columns = np.array([place[text] for query in texts for text in query], np.int64)
+    return sparse.csr_matrix((flat, (lines, columns)), shape=(len(texts), len(place)))

@@ -137,11 +137,15 @@ def follow(trie: Trie, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
     nodes, tokens = jnp.asarray(nodes), jnp.asarray(tokens)
     here = jnp.maximum(nodes, 0)
     low, end = trie.first[here], trie.first[here + 1]
-    high = end
-    for _ in range(int(trie.first.shape[0]).bit_length()):  # the first edge whose token is not smaller
+
+    def halve(_, bounds):
+        low, high = bounds
         middle = (low + high) // 2
         smaller = (trie.token[middle] < tokens) & (low < high)
-        low, high = jnp.where(smaller, middle + 1, low), jnp.where(smaller | (low >= high), high, middle)
+        return jnp.where(smaller, middle + 1, low), jnp.where(smaller | (low >= high), high, middle)
+
+    # The first edge whose token is not smaller. A loop, since a chain of so many gathers takes XLA minutes to compile.
+    low, _ = jax.lax.fori_loop(0, int(trie.first.shape[0]).bit_length(), halve, (low, end))
     found = (low < end) & (trie.token[low] == tokens) & (nodes >= 0)
     return jnp.where(found, low + 1, -1).astype(jnp.int32)
 

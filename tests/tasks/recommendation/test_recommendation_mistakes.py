@@ -27,7 +27,7 @@ ONE_LINE_EACH = "".join(f"u{n % 5} {name}\n" for n, name in enumerate(IDS))
         (ITEMS.replace("P", "P "), USERS, "…: write its ids without white space, which separates items ('P 000')"),
         (ITEMS, "u0 soap of kind\nu1 kind of soap\n", "…: lines must hold the ids of items, not their titles"),
         (ITEMS.replace("P", "Q9"), USERS, "…: take the catalogue of these items, with their ids in its first column"),
-        (ITEMS, USERS.replace(" ", ","), "30 lines hold no item, such as 'u0,P000,P001,P002,P003,P004,P005': a line is"),
+        (ITEMS, USERS.replace(" ", ","), "30 lines hold no item, such as 'u0,P000,P001,P002,P003,P004,P005': a line"),
         (ITEMS, ONE_LINE_EACH, "40 lines hold one item, such as 'u0 P000': a line is user_id item1 … itemN, with white "
          "space between them; one line for each user, not for each item"),
         (ITEMS, "".join(f"u{n} P001\n" for n in range(9)), "; leave out users of one item"),

@@ -80,7 +80,8 @@ def title_vectors(titles: Sequence[str]) -> Any:
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
 
-    vectorizer = TfidfVectorizer(sublinear_tf=True)
+    # Words of one character too, as the retriever's encoder.
+    vectorizer = TfidfVectorizer(sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")
     counted = vectorizer.fit_transform(titles)
     return sparse.csr_array(normalize(counted @ sparse.diags_array(vectorizer.idf_)), dtype=np.float32)
 

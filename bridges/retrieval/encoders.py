@@ -41,7 +41,8 @@ class Encoder(Protocol):
 class TfidfEncoder:
     """TF-IDF over the words of the titles, by scikit-learn: logarithmic counts, smoothed idf, unit length.
 
-    A word is a run of letters and digits, be it one: "soap no 1" and "soap no 2" are different. A text whose words occur in no title is the zero vector.
+    A word is a run of letters and digits, be it one: "soap no 1" and "soap no 2" are different. A text whose words
+    occur in no title is the zero vector.
     """
 
     def __init__(self, titles: Sequence[str]):

@@ -295,7 +295,7 @@ def test_titles_that_differ_in_a_word_of_one_character_are_told_apart():
 def test_the_self_test_says_what_titles_earn_that_ask_for_themselves(ties, found):
     titles = [*(f"soap no {n}" for n in range(8)), "Rose Cream", "rose cream!", "soap", "soap"]
     retriever, _ = retrieval.open_retriever(titles, self_test=0, ties=ties)
-    share = retriever.self_test(titles[:10] + ["soap", "soap"], required=0, samples=12)
+    share = retriever.self_test(titles, required=0, samples=12)
     first = retriever.score_ranks(titles[:10], range(10), [()] * 10).rank == 1
     assert first.mean() == pytest.approx(found)
     assert share == pytest.approx((10 * found + 2) / 12)  # two of the very same title are not told apart, nor counted

@@ -40,7 +40,7 @@ class Recommendation(Task):
 
     Args:
         source: "dummy" for a generated world, a sequential.txt (a line per user: user item … item target), or a CSV
-            of ratings with userId, movieId, rating and timestamp.
+            of ratings with userId, movieId, rating and timestamp; "" where it is still to be given.
         catalogue: Items and titles (.tsv, .csv or .json); none for the dummy world.
         prompts: JSON of {user: prompt} to use in place of the template; users are then split, one example each.
         writes: What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its
@@ -119,7 +119,7 @@ class Recommendation(Task):
         require(not made or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
         require(not made or not self.prompts, "prompts", "null: the dummy world has its own", self.prompts)
         needed = f"a file with the titles of the items of {self.source}"
-        require(made or bool(self.catalogue), "catalogue", needed, self.catalogue)
+        require(self.source in ("", "dummy") or bool(self.catalogue), "catalogue", needed, self.catalogue)
         require(0 <= self.decay <= 1, "decay", "a number in [0, 1]", self.decay)
         asks = any(place in self.template for place in PLACES) or bool(self.prompts)
         require(asks, "template", f"one of {', '.join(PLACES)} in it", self.template)

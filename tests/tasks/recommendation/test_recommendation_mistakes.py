@@ -45,7 +45,7 @@ def test_a_file_that_is_wrong_as_a_whole_is_one_hint(items, users, said, tmp_pat
     for name, content in {"items.tsv": items, "sequential.txt": users}.items():
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     words = [f"--task.source={tmp_path / 'sequential.txt'}", f"--task.catalogue={tmp_path / 'items.tsv'}"]
-    assert main(["--config=recommendation_quick", f"--run_dir={tmp_path / 'run'}", "--task.pairs=next", *words]) == 2
+    assert main(["--config=recommendation_quick", f"--run_dir={tmp_path / 'run'}", *words]) == 2
     written = capsys.readouterr().err
     assert written.startswith("error: ") and written.count("\n") == 1 and said in written
     assert len(written) < 420 + 2 * len(str(tmp_path))

@@ -20,6 +20,8 @@ from grpo_jax.errors import UserError
 Vectors = np.ndarray | sparse.csr_matrix
 
 BATCH = 64
+WORD = r"(?u)\b\w+\b"
+"""A word of a title; by default scikit-learn drops those of one character."""
 
 
 class Encoder(Protocol):
@@ -41,19 +43,20 @@ class Encoder(Protocol):
 class TfidfEncoder:
     """TF-IDF over the words of the titles, by scikit-learn: logarithmic counts, smoothed idf, unit length.
 
-    A text whose words occur in no title is the zero vector. A history's words count by their idf once more: of many
-    titles the rare words say more than the common ones, of which a sum has many.
+    A word is a run of letters and digits, be it one: "soap no 1" and "soap no 2" are different. A text whose words
+    occur in no title is the zero vector. A history's words count by their idf once more: of many titles the rare words
+    say more than the common ones, of which a sum has many.
     """
 
     def __init__(self, titles: Sequence[str]):
         """Learns words and their weights.
 
         Raises:
-            UserError: If the titles hold no word (two letters or digits in a row).
+            UserError: If the titles hold no word (a letter or digit).
         """
         from sklearn.feature_extraction.text import TfidfVectorizer
 
-        self._vectorizer = TfidfVectorizer(sublinear_tf=True, dtype=np.float32)
+        self._vectorizer = TfidfVectorizer(sublinear_tf=True, dtype=np.float32, token_pattern=WORD)
         try:
             self._vectorizer.fit(titles)
         except ValueError as error:

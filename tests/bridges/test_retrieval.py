@@ -286,6 +286,23 @@ def test_the_fingerprint_knows_titles_and_encoder(tmp_path):
         retrieval.require_same({}, now)
 
 
+def test_titles_that_differ_in_a_word_of_one_character_are_told_apart():
+    titles = [f"soap no {n} of the {letter} line" for n in range(9) for letter in "abc"]
+    retriever, share = retrieval.open_retriever(titles)
+    assert share == 1.0
+    assert retriever.score_ranks(titles, range(27), [()] * 27).rank.tolist() == [1.0] * 27
+
+
+@pytest.mark.parametrize(("ties", "found"), [("against", 8 / 10), ("average", 8 / 10), ("favour", 1.0)])
+def test_the_self_test_says_what_titles_earn_that_ask_for_themselves(ties, found):
+    titles = [*(f"soap no {n}" for n in range(8)), "Rose Cream", "rose cream!", "soap", "soap"]
+    retriever, _ = retrieval.open_retriever(titles, self_test=0, ties=ties)
+    share = retriever.self_test(titles, required=0, samples=12)
+    first = retriever.score_ranks(titles[:10], range(10), [()] * 10).rank == 1
+    assert first.mean() == pytest.approx(found)
+    assert share == pytest.approx((10 * found + 2) / 12)  # two of the very same title are not told apart, nor counted
+
+
 def test_the_self_test_reports_and_refuses():
     retriever, share = retrieval.open_retriever(TITLES)
     assert share == 1.0  # twins do not outrank each other, blank titles are not asked for
@@ -302,7 +319,7 @@ def test_the_self_test_reports_and_refuses():
 
 def test_useless_catalogues_are_refused():
     with pytest.raises(UserError, match="no words"):
-        retrieval.open_retriever(["a", "!"])
+        retrieval.open_retriever(["?", "!"])
     with pytest.raises(UserError, match="no items"):
         catalogue.open_index([], GivenVectors({}), None)
 

@@ -53,7 +53,10 @@ _SMALL = {"report_to": [], "evaluation": {"prompts": 8, "validation_prompts": 4,
 _OTHERS: dict[str, dict[str, Any]] = {
     "recommendation": {
         "config": "recommendation_quick",
+        "task": {"writes": "query"},
         "warm_start": {"steps": 6, "batch": 4},
+        "sampling": {"group": "samples", "max_new_tokens": 5},
+        "data": {"max_prompt_tokens": 32},
         "training": {"max_steps": STEPS, "save_every": 2},
         **_SMALL,
     },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,13 +82,15 @@ def read_catalogue(path: str | Path, *, blank_titles: BlankTitles = "error") -> 
         raise ValueError(f'blank_titles must be "error" or "keep", got {blank_titles!r}')
     kind = Path(path).suffix.lower()
     if kind not in (".tsv", ".csv", ".json"):
-        raise UserError(f"{path}: a catalogue is a .tsv, .csv or .json file")
+        formats = "a catalogue is a .tsv, .csv or .json file: a table with the columns id and title, or {id: title}"
+        raise UserError(f"{path}: {formats}")
     text = read_text(path, "a catalogue of item ids and titles (.tsv, .csv or .json)")
     problems = Problems(path)
     records = _json_records(text, problems) if kind == ".json" else _table_records(text, kind, problems)
     ids: dict[str, int | None] = {}
     titles: list[str] = []
     columns: dict[str, list[str]] = {}
+    repeated = 0
     for line, identifier, title, others in records:
         if not identifier:
             problems.add(line, "the item's id is blank")
@@ -96,6 +98,7 @@ def read_catalogue(path: str | Path, *, blank_titles: BlankTitles = "error") -> 
         if identifier in ids:
             first = f" (first on line {ids[identifier]})" if ids[identifier] is not None else ""
             problems.add(line, f"item {identifier} occurs twice{first}")
+            repeated += 1
             continue
         if not title.strip() and blank_titles == "error":
             problems.add(line, f"item {identifier} has no title (blank_titles: keep allows it)")
@@ -103,9 +106,12 @@ def read_catalogue(path: str | Path, *, blank_titles: BlankTitles = "error") -> 
         titles.append(title)
         for name, value in others.items():
             columns.setdefault(name, []).append(value)
-    problems.check()
+    few = f"the first column must be the item's id, and has {len(ids)} different values in {len(ids) + repeated} lines"
+    problems.check(few if repeated > len(ids) else "")
     if not ids:
-        raise UserError(f"{path} has no items")
+        raise UserError(
+            f"{path} has no items: expected a line that names the columns id and title, and one for each item"
+        )
     full = {name: values for name, values in columns.items() if len(values) == len(ids)}
     return make_catalogue(list(ids), titles, full)
 
@@ -115,6 +121,9 @@ _Record = tuple[int | None, str, str, dict[str, str]]  # line, id, title, other 
 
 def _table_records(text: str, kind: str, problems: Problems) -> Iterator[_Record]:
     for line, row in _table(text, kind, problems, needs=("title",)):
+        if next(iter(row)) == "title":
+            problems.add(1, "the first column is the title, expected the item's id: put the column of ids first")
+            return
         identifier = next(iter(row.values())).strip()
         others = {name: value for name, value in list(row.items())[1:] if name != "title"}
         yield line, identifier, row["title"], others
@@ -143,7 +152,8 @@ def _table(text: str, kind: str, problems: Problems, *, needs: tuple[str, ...]) 
                 header = [field.strip() for field in fields]
                 missing = [name for name in needs if name not in header]
                 if missing:
-                    problems.add(reader.line_num, f"the header has no column {missing[0]!r}, it says {header}")
+                    said = f"the header has no column {missing[0]!r}, it says {header}"
+                    problems.add(reader.line_num, f"{said}: {_header_hint(header, needs, kind)}")
                     return
                 continue
             if len(fields) != len(header):
@@ -152,6 +162,18 @@ def _table(text: str, kind: str, problems: Problems, *, needs: tuple[str, ...]) 
             yield reader.line_num, dict(zip(header, fields, strict=True))
     except csv.Error as error:
         problems.add(reader.line_num, f"not {kind[1:].upper()} ({error})")
+
+
+def _header_hint(header: Sequence[str], needs: Sequence[str], kind: str) -> str:
+    """What to do about a header in which a column is missing."""
+    marks = {".tsv": "tabs", ".csv": "commas"}
+    if len(header) == 1 and any(mark in header[0] for mark in ",;\t|"):
+        return f"columns of a {kind} have {marks[kind]} between them"
+    near = [name for name in header if name.lower() in map(str.lower, needs)]
+    if near and not set(near) & set(needs):
+        return f"call {near[0]!r} {next(need for need in needs if need.lower() == near[0].lower())!r}"
+    first = "" if "userId" in needs else " the item's id, which comes first, and"
+    return f"the first line must name the columns,{first} {', '.join(needs)}"
 
 
 class _Pairs(list):

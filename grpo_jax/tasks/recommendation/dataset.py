@@ -123,6 +123,9 @@ def _load(task: Recommendation) -> tuple[Catalogue, Sequences]:
             seed=task.dummy_seed,
         )
         return world.catalogue, world.sequences
+    if not task.source:
+        both = "--task.source sequential.txt --task.catalogue items.tsv"
+        raise UserError(f"task.source: expected your sequences or ratings, and their catalogue: {both}; got nothing")
     kind = Path(task.source).suffix.lower()
     if kind not in (".txt", ".csv"):
         raise UserError(f"task.source: expected dummy, a .txt of sequences or a .csv of ratings, got {kind!r}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_jax.errors import UserError
 
-_SHOWN = 20
+_SHOWN = 6
 
 
 class Problems:
@@ -26,13 +26,15 @@ class Problems:
         """Notes a reason; `line` counts from 1, None is the file as a whole."""
         self.found.append(f"{self.path}: {reason}" if line is None else f"{self.path}:{line}: {reason}")
 
-    def check(self) -> None:
-        """Raises a UserError with all that was noted, if anything was."""
+    def check(self, instead: str = "") -> None:
+        """Raises a UserError with what was noted, if anything was; `instead` is the one reason for it all."""
+        if self.found and instead:
+            raise UserError(f"{self.path}: {instead}")
         raise_all(self.found)
 
 
 def raise_all(found: Sequence[str]) -> None:
-    """One UserError for all problems (the first twenty are shown); none for none."""
+    """One UserError for all problems (the first six are shown); none for none."""
     if not found:
         return
     shown = list(found[:_SHOWN])
@@ -57,4 +59,4 @@ def read_text(path: str | Path, what: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}:{line}: not UTF-8 text") from None
+        raise UserError(f"{path}:{line}: not UTF-8 text: save it as UTF-8") from None

@@ -187,8 +187,8 @@ def report_tables(rows: Sequence[TableRow], excluded: bool) -> list[Table]:
     left_out = "each user's history left out" if excluded else "items of the user's history among the others"
     note = (
         f"Full ranking of the catalogue, {left_out}; mean and 95 % interval of a bootstrap over users. The "
-        "oracle asks with the target's own title, as the policy does with what it writes. Targets are told apart by how "
-        "many users took them in training."
+        "oracle asks with the target's own title, as the policy does with what it writes. Targets are told apart by "
+        "how many users took them in training."
     )
     return [
         Table(f"Ranking, {title}", ("method", *MEASURES), cells, note if place == 0 else "")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, one_line
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, json_pairs, read_table
 from grpo_jax.tasks.recommendation.reading import Problems, read_text
 
@@ -33,14 +34,20 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
 
     Raises:
         UserError: If the file is missing or empty or has bad lines: no history (fewer than two items), an item that
-            is not in the catalogue, a user who had a line before. All of them are named at once.
+            is not in the catalogue, a user who had a line before. All of them are named at once; where most of the
+            file is bad, the likely reason is said instead.
     """
     text = read_text(path, "a line per user: user_id item1 … itemN target")
     problems, lines, users = Problems(path), {}, []
+    named: set[str] = set()
+    short: list[str] = []  # lines of one item, or none
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         user, *items = line.split()
+        named.update(items)
+        if len(items) < 2:
+            short.append(line.strip())
         if user in lines:
             problems.add(number, f"user {user} occurs twice (first on line {lines[user]})")
             continue
@@ -48,16 +55,69 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
         unknown = [item for item in items if item not in catalogue.rows]
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            problems.add(number, f"user {user}: item {unknown[0]}{more} not in the catalogue")
+            header = " (a header? this file has none)" if number == 1 and len(unknown) == len(items) else ""
+            problems.add(number, f"user {user}: item {unknown[0]}{more} not in the catalogue{header}")
         elif len(items) < 2:
             had = f"only item {items[0]}" if items else "nothing"
             problems.add(number, f"user {user} has no history: a line needs at least two items, it has {had}")
         else:
             users.append(UserSequence(user, tuple(catalogue.rows[item] for item in items)))
-    problems.check()
+    problems.check(_short_lines(short, len(lines), len(users)) or foreign_items(named, catalogue))
     if not users:
-        raise UserError(f"{path} has no users")
+        raise UserError(f"{path} has no users: expected a line for each, user_id item1 … itemN target")
     return Sequences(tuple(users))
+
+
+def _short_lines(short: Sequence[str], users: int, good: int) -> str:
+    """The reason why most lines hold no history; "" where they do."""
+    if len(short) <= max(good, 1):
+        return ""
+    example, wanted = one_line(repr(short[0]), 60), "a line is user_id item1 … itemN, with white space between them"
+    if not short[0].split()[1:]:
+        return f"{len(short)} lines hold no item, such as {example}: {wanted}"
+    advice = "one line for each user, not for each item" if users < len(short) else "leave out users of one item"
+    return f"{len(short)} lines hold one item, such as {example}: {wanted}; {advice}"
+
+
+def foreign_items(named: Collection[str], catalogue: Catalogue) -> str:
+    """The likely reason why more than half of the items that a file names are not in the catalogue; else "".
+
+    Args:
+        named: Items, each once.
+        catalogue: Where they should be.
+    """
+    unknown = sorted(item for item in named if item not in catalogue.rows)
+    if 2 * len(unknown) <= len(named):
+        return ""
+    examples = " and ".join(one_line(repr(item), 40) for item in unknown[:2])
+    others = " and ".join(one_line(repr(item), 40) for item in catalogue.ids[:2])
+    counted = f"{len(unknown)} of {len(named)} items are not in the catalogue, such as {examples}; its ids are {others}"
+    return f"{counted}, …: {_why_foreign(unknown, catalogue)}"
+
+
+def _why_foreign(unknown: Sequence[str], catalogue: Catalogue) -> str:
+    def most(known: Collection[str]) -> bool:
+        return 2 * sum(item in known for item in unknown) > len(unknown)
+
+    for name, values in catalogue.columns.items():
+        if most(set(values)):
+            return f"they stand in its column {name!r}, which must be the first"
+    spaced = next((name for name in catalogue.ids if len(name.split()) > 1), None)
+    if spaced is not None:
+        return f"write its ids without white space, which separates items ({spaced!r})"
+    bare = {_bare(name): name for name in catalogue.ids}
+    alike = [item for item in unknown if _bare(item) in bare]
+    if 2 * len(alike) > len(unknown):
+        return f"write ids alike in both files: {alike[0]!r} here, {bare[_bare(alike[0])]!r} there"
+    if most({word for title in catalogue.titles for word in title.split()}):
+        return "lines must hold the ids of items, not their titles"
+    return "take the catalogue of these items, with their ids in its first column"
+
+
+def _bare(name: str) -> str:
+    """An id's number without leading zeros, or its letters: what is left where it is written in another way."""
+    digits = re.sub(r"\D", "", name)
+    return digits.lstrip("0") or digits[:1] or re.sub(r"\W", "", name).lower()
 
 
 def read_ratings(
@@ -80,8 +140,10 @@ def read_ratings(
     rows, problems = read_table(path, text, ("userId", "movieId", "rating", "timestamp"))
     events: dict[str, dict[int, float]] = {}
     below = 0
+    named: set[str] = set()
     for line, row in rows:
         user, item = row["userId"].strip(), row["movieId"].strip()
+        named.add(item)
         try:
             rating, time = float(row["rating"]), float(row["timestamp"])
         except ValueError:
@@ -97,7 +159,7 @@ def read_ratings(
             # Kept although it may not count: rating it again would still be a mistake of the file.
             events[user][catalogue.rows[item]] = time if rating >= minimum_rating else float("nan")
             below += rating < minimum_rating
-    problems.check()
+    problems.check(foreign_items(named, catalogue))
     return _sorted_sequences(path, events, below, minimum_rating, minimum_items)
 
 

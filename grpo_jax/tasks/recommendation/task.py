@@ -49,7 +49,7 @@ class Recommendation(Task):
 
     Args:
         source: "dummy" for a generated world, a sequential.txt (a line per user: user item … item target), or a CSV
-            of ratings with userId, movieId, rating and timestamp.
+            of ratings with userId, movieId, rating and timestamp; "" where it is still to be given.
         catalogue: Items and titles (.tsv, .csv or .json); none for the dummy world.
         prompts: JSON of {user: prompt} to use in place of the template; users are then split, one example each.
         writes: What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its
@@ -144,7 +144,7 @@ class Recommendation(Task):
         require(not made or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
         require(not made or not self.prompts, "prompts", "null: the dummy world has its own", self.prompts)
         needed = f"a file with the titles of the items of {self.source}"
-        require(made or bool(self.catalogue), "catalogue", needed, self.catalogue)
+        require(self.source in ("", "dummy") or bool(self.catalogue), "catalogue", needed, self.catalogue)
         require(0 <= self.decay <= 1, "decay", "a number in [0, 1]", self.decay)
         require(0 < self.held_out_items < 0.5, "held_out_items", "a share in (0, 0.5)", self.held_out_items)
         require(0 < self.time_share < 1, "time_share", "a share in (0, 1)", self.time_share)

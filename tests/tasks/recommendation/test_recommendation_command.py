@@ -8,6 +8,10 @@ import pytest
 from grpo_jax.train import main
 
 TINY = {
+    "task.writes": "query",
+    "sampling.group": "samples",
+    "sampling.max_new_tokens": 5,
+    "data.max_prompt_tokens": 32,
     "task.dummy_users": 40,
     "task.dummy_items": 280,
     "policy.new.width": 16,
@@ -71,7 +75,7 @@ def files(tmp_path):
     return {"task.source": tmp_path / "sequential.txt", "task.catalogue": tmp_path / "items.tsv"}
 
 
-NEXT = {"task.pairs": "next", "training.prompts_per_batch": 2, "warm_start.batch": 2}
+FEW = {"training.prompts_per_batch": 2, "warm_start.batch": 2}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ NEXT = {"task.pairs": "next", "training.prompts_per_batch": 2, "warm_start.batch
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_clear_line(changes, message, files, tmp_path, capsys):
-    assert main(command(tmp_path / "run", **{**files, **NEXT, **changes})) == 2
+    assert main(command(tmp_path / "run", **{**files, **FEW, **changes})) == 2
     written = capsys.readouterr().err
     assert written.startswith("error: ") and message in written
     assert written.count("\n") == 1 and "Traceback" not in written
@@ -127,7 +131,7 @@ def test_a_mistake_is_one_clear_line(changes, message, files, tmp_path, capsys):
 )
 def test_a_bad_file_is_named_with_its_line(name, text, message, files, tmp_path, capsys):
     (tmp_path / name).write_text(text)
-    assert main(command(tmp_path / "run", **{**files, **NEXT})) == 2
+    assert main(command(tmp_path / "run", **{**files, **FEW})) == 2
     written = capsys.readouterr().err
     assert written.startswith("error: ") and message in written and "Traceback" not in written
     assert not os.path.exists(tmp_path / "run" / "metrics.jsonl")

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.config.command_line import parse
 from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.task import Recommendation
 
-ROOT = Path(__file__).parents[3]
-FOLDER = ROOT.parent / "shared" / "data" / "ml-latest-small"
+FOLDER = Path(__file__).parents[3].parent / "shared" / "data" / "ml-latest-small"
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"needs {FOLDER}")
 
@@ -19,10 +18,12 @@ def table(name):
         return list(csv.DictReader(file))
 
 
-def test_the_shipped_config_reads_histories_in_the_order_of_time(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    config = parse(["--config", "recommendation_movielens"])
-    dataset = load_dataset(config.task)
+def test_ratings_as_published_are_histories_in_the_order_of_time():
+    source, catalogue = (str(FOLDER / name) for name in ("ratings.csv", "movies.csv"))
+    task = Recommendation(
+        source=source, catalogue=catalogue, minimum_rating=4, minimum_items=5, title_characters=50, separator=" | "
+    )
+    dataset = load_dataset(task)
     titles = {row["movieId"]: row["title"] for row in table("movies.csv")}
     rated: dict[str, list] = {}
     for row in table("ratings.csv"):

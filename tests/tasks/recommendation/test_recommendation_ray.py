@@ -23,6 +23,10 @@ pytestmark = [
 TRAINING = 16  # completions of one batch; evaluations have others
 OPTIONS = {
     "report_to": "[]",
+    "task.writes": "query",
+    "sampling.group": "samples",
+    "sampling.max_new_tokens": 5,
+    "data.max_prompt_tokens": 32,
     "task.dummy_users": 40,
     "task.dummy_items": 280,
     "policy.new.width": 16,

@@ -137,7 +137,7 @@ def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
 
     dataset = load_dataset(config_of(folder, "whole").task)
     titles = list(dataset.catalogue.titles)
-    vectorizer = TfidfVectorizer(sublinear_tf=True)
+    vectorizer = TfidfVectorizer(sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")
     vectors = vectorizer.fit_transform(titles).toarray()
     asked = {row.prompt: row.columns for row in dataset.prompts.train}
     written = pyarrow.parquet.read_table(folder / "whole" / "completions" / "step_000001.parquet").to_pylist()

@@ -108,13 +108,14 @@ def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> Parts:
 def title_vectors(titles: Sequence[str]) -> Any:
     """TF-IDF vectors of the titles with each word's idf once more, a sparse f32 [I, words] of unit rows.
 
-    Titles without a word (two letters or digits in a row) are rows of 0.
+    Titles without a word (letters or digits) are rows of 0.
     """
     from scipy import sparse
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
 
-    vectorizer = TfidfVectorizer(sublinear_tf=True)
+    # Words of one character too, as the retriever's encoder.
+    vectorizer = TfidfVectorizer(sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")
     try:
         counted = vectorizer.fit_transform(titles)
     except ValueError:  # not one of them has a word

@@ -105,7 +105,8 @@ def _width(level: Level) -> int:
 
 def _stage(levels: list[Level], start: int, end: int, numbers: int) -> Stage:
     here, before = levels[start:end], levels[start - 1 : end - 1]
-    nodes = max(len(level.inner) for level in levels[start - 1 : end])
+    # The nodes before the first level are among them: its own find their paths there.
+    nodes = max(len(level.inner) for level in levels[max(start - 2, 0) : end])
     edges = max(len(level.token) for level in here)
 
     def filled(rows: list[np.ndarray], width: int, value: int) -> np.ndarray:

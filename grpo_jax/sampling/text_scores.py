@@ -19,7 +19,7 @@ from jax import lax
 from grpo_jax.core.logprobs import capped
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.cache import Cache
-from grpo_jax.sampling.writing import move
+from grpo_jax.sampling.writing import Array, move
 
 
 class Level(NamedTuple):
@@ -105,7 +105,8 @@ def _width(level: Level) -> int:
 
 def _stage(levels: list[Level], start: int, end: int, numbers: int) -> Stage:
     here, before = levels[start:end], levels[start - 1 : end - 1]
-    nodes = max(len(level.inner) for level in levels[start - 1 : end])
+    # The nodes before the first level are among them: its own find their paths there.
+    nodes = max(len(level.inner) for level in levels[max(start - 2, 0) : end])
     edges = max(len(level.token) for level in here)
 
     def filled(rows: list[np.ndarray], width: int, value: int) -> np.ndarray:
@@ -178,7 +179,7 @@ def make_scores(policy, levels: list[Level], *, temperature: float = 1.0) -> Cal
     return score
 
 
-def _of_node(logits: jax.Array, parent: jax.Array, nodes: int) -> jax.Array:
+def _of_node(logits: jax.Array, parent: Array, nodes: int) -> jax.Array:
     """Log-probabilities of edges [P, E] among those of their node."""
     rows = logits.T
     largest = jax.ops.segment_max(rows, parent, nodes)
@@ -199,7 +200,7 @@ def _moved(policy, cache: Cache, prompts: int, stage: Stage) -> Cache:
     return move(cache._replace(keys=keys, values=values), policy.init_cache(prompts, stage.nodes, stage.depth))
 
 
-def _of_parents(cache: Cache, parents: jax.Array) -> Cache:
+def _of_parents(cache: Cache, parents: Array) -> Cache:
     """A place for each node of the next level, with what its parent's path holds: [P, K, N, ..] by int [N]."""
     keys, values = (tuple(part[:, :, parents] for part in parts) for parts in (cache.keys, cache.values))
     return cache._replace(keys=keys, values=values)

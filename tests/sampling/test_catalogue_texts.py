@@ -11,7 +11,7 @@ from support.tiny_decoders import LLAMA
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.trie import NARROW, children, make_trie, walk, widest_below
 from grpo_jax.models.decoder import init_variables, make_policy
-from grpo_jax.sampling import ranking
+from grpo_jax.sampling import ranking, text_scores
 from grpo_jax.sampling.beams import make_beam_sampler
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.sampling.sampler import make_sampler
@@ -230,13 +230,18 @@ def test_a_ranking_names_the_texts_that_the_beams_write(model, trie):
     np.testing.assert_allclose(listed.scores, np.asarray(found.logprobs).sum(-1), rtol=1e-5)
 
 
-def test_beams_find_what_is_below_a_wide_node_too(model, monkeypatch):
-    """Against the exact scores, with the prompts taken one by one."""
+@pytest.mark.parametrize("stages", [1, 2])
+def test_beams_find_what_is_below_a_wide_node_too(model, stages, monkeypatch):
+    """Against the exact scores, with the prompts taken one by one, and levels in one loop or each in one of its own."""
     policy, variables = model
     texts = [*TEXTS, *[(9, token, EOS) for token in range(10, 50)]]
+    texts += [(60, *pair, EOS) for pair in itertools.product((2, 3, 4), (2, 3))]
     trie = make_trie(texts, vocab_size=LLAMA.vocab_size)
     assert widest_below(trie) > NARROW >= widest_below(make_trie(TEXTS, vocab_size=LLAMA.vocab_size))
     monkeypatch.setattr(ranking, "_MOST_NUMBERS", 1)
+    if stages == 2:
+        monkeypatch.setattr(text_scores, "_width", lambda level: len(level.token))
+    assert len(levels_of(trie)) == 3 and len(text_scores.stages_of(levels_of(trie), 0)) == stages
     every, best = (
         make_ranker(policy, count, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK) for count in (0, len(texts))
     )

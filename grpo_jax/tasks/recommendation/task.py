@@ -55,7 +55,8 @@ class Recommendation(Task):
         writes: What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its
             "title", by a word that is the "item"'s alone or by semantic "ids": then the policy ranks the catalogue
             itself.
-        semantic_ids: With writes ids, the file of each item's words (ranking.semantic_ids writes it).
+        semantic_ids: With writes ids, the file of each item's words, which `python -m
+            grpo_jax.tasks.recommendation.ranking.semantic_ids` writes.
         listed: Of a policy that ranks itself, how many items a ranking lists; 0 for all, scored exactly.
         item_start: What the items' own words begin as in a new policy: vectors of their "titles", so that like titles
             are near each other and rare items known; or "random".
@@ -158,7 +159,7 @@ class Recommendation(Task):
         named = self.writes in ("item", "ids") or "{items}" not in self.template
         without = "no {items} in it: items have words of their own with writes: item or ids"
         require(named, "template", without, self.template)
-        coded = "a file of the items' words, as ranking.semantic_ids writes it, with writes: ids, and null else"
+        coded = "with writes: ids a file of python -m grpo_jax.tasks.recommendation.ranking.semantic_ids, else null"
         require(bool(self.semantic_ids) == (self.writes == "ids"), "semantic_ids", coded, self.semantic_ids)
         asking = self.writes == "query" or self.pairs == "next"
         alone = self.writes != "query" or not self.prior.together

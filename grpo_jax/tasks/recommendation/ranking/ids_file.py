@@ -61,7 +61,7 @@ def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
         UserError: There is no such file, or it has bad lines: an item that the catalogue has not, one twice, words that
             say nothing or are another item's; or an item of the catalogue is not in it.
     """
-    text = read_text(path, "the words of each item, as ranking.semantic_ids writes them")
+    text = read_text(path, "what python -m grpo_jax.tasks.recommendation.ranking.semantic_ids writes")
     if text.startswith("#"):  # its line stays, blank, so that those below keep their numbers
         text = text[text.find("\n") :] if "\n" in text else ""
     rows, problems = read_table(path, text, needs=("words",), kind=".tsv")

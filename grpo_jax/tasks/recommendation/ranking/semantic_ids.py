@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cpu", help="Of such a model: cpu or gpu:N (default: %(default)s).")
     parser.add_argument(
-        "--levels", type=int, default=3, help="Words of an item, before the one that tells alike ones apart (3)."
+        "--levels", type=int, default=3, help="Words of an item before the last, which counts (default: %(default)s)."
     )
     parser.add_argument("--size", type=int, default=256, help="Words of a level at most (default: %(default)s).")
     parser.add_argument("--seed", type=int, default=0, help="Of the clusters (default: %(default)s).")

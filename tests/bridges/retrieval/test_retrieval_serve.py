@@ -27,7 +27,7 @@ TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream", 
 
 
 SERVE = [sys.executable, "-m", "bridges.retrieval", "serve"]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOREIGN = """
 import sys, ray
 from ray._private.state import state

@@ -286,13 +286,6 @@ def test_the_fingerprint_knows_titles_and_encoder(tmp_path):
         retrieval.require_same({}, now)
 
 
-def test_titles_that_differ_in_a_word_of_one_character_are_told_apart():
-    titles = [f"soap no {n} of the {letter} line" for n in range(9) for letter in "abc"]
-    retriever, share = retrieval.open_retriever(titles)
-    assert share == 1.0
-    assert retriever.score_ranks(titles, range(27), [()] * 27).rank.tolist() == [1.0] * 27
-
-
 @pytest.mark.parametrize(("ties", "found"), [("against", 8 / 10), ("average", 8 / 10), ("favour", 1.0)])
 def test_the_self_test_says_what_titles_earn_that_ask_for_themselves(ties, found):
     titles = [*(f"soap no {n}" for n in range(8)), "Rose Cream", "rose cream!", "soap", "soap"]
@@ -334,11 +327,6 @@ def test_a_catalogue_of_nan_is_refused():
         local.LocalBackend(index, encoder)
     with pytest.raises(retrieval.NonFiniteScores, match="'b'"):
         encoders.check_finite(sparse.csr_matrix(np.array([[0, 1], [np.nan, 0]], np.float32)), ["a", "b"])
-
-
-def test_a_folder_that_is_no_encoder_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"neither modules\.json nor config\.json"):
-        encoders.load_encoder(str(tmp_path), TITLES)
 
 
 def by_hand(vectors, texts, history, emphasis):

@@ -134,7 +134,7 @@ def test_unknown_models_are_named(tmp_path):
         encoders.load_encoder(str(tmp_path), TITLES)
 
 
-BEAUTY = Path(__file__).parents[3] / "shared" / "data" / "beauty"
+BEAUTY = Path(__file__).parents[4] / "shared" / "data" / "beauty"
 
 
 def _lines(name):

@@ -1,12 +1,16 @@
-"""Failing calls: attempts, pauses, missing ranks, the budget, and the stop; backends here are plain objects."""
+"""Failing calls: attempts, pauses, missing ranks, the budget, and the stop; backends here are plain objects.
+
+Also encoders that tell titles apart, or are none.
+"""
 
 import numpy as np
 import pytest
 
 from bridges import retrieval
+from bridges.retrieval import encoders
 from bridges.retrieval.local import local_backend
 from bridges.retrieval.retriever import Retriever
-from grpo_jax.errors import StopRun
+from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.rewards import collect_rewards
 
 TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream"]
@@ -127,3 +131,15 @@ def test_other_errors_pass_at_once():
 def test_patience_checks_its_ranges(options):
     with pytest.raises(ValueError, match="patience: expected"):
         retrieval.Patience(**options)
+
+
+def test_titles_that_differ_in_a_word_of_one_character_are_told_apart():
+    titles = [f"soap no {n} of the {letter} line" for n in range(9) for letter in "abc"]
+    retriever, share = retrieval.open_retriever(titles)
+    assert share == 1.0
+    assert retriever.score_ranks(titles, range(27), [()] * 27).rank.tolist() == [1.0] * 27
+
+
+def test_a_folder_that_is_no_encoder_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"neither modules\.json nor config\.json"):
+        encoders.load_encoder(str(tmp_path), TITLES)

@@ -55,7 +55,7 @@ def items_of(texts: Sequence[str]) -> Items:
         if plain(text):
             by_text.setdefault(plain(text), row)
     rows = np.array(sorted(by_text.values()))
-    return Items([texts[row] for row in rows], rows, len(texts), by_text)
+    return Items([texts[row] for row in rows.tolist()], rows, len(texts), by_text)
 
 
 def ranking_columns(

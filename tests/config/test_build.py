@@ -193,6 +193,7 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
         "Http": {"url", "headers_from", "batch_size", "concurrency", "timeout", "attempts"},
         "Text": {"isolated"},
         "RetrievalSection": {
+            *("dense", "dense_weight"),
             *("backend", "encoder", "service", "address", "timeout", "attempts", "budget", "window", "cache", "device"),
         },
         "CartPoleConfig": run,

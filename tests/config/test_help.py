@@ -40,7 +40,7 @@ def test_the_first_screen_and_every_section_fit(task, capsys):
     listed = re.findall(r"^  ([a-z][\w.]*) ", first[first.index("\nSections") : first.index("\nMore")], re.MULTILINE)
     for section in listed:
         shown = printed(capsys, "--task", task, "--help", section)
-        assert shown.startswith(section) and fits(shown, 80), section
+        assert shown.startswith(section) and fits(shown, 90), section
     assert {"run", "task", "training"} < set(listed) and (task == "cartpole") == ("policy.lora" not in listed)
 
 

@@ -69,13 +69,16 @@ class RetrievalSection:
         require(self.window > self.budget, "retrieval.window", f"more than budget = {self.budget}", self.window)
 
 
-def open_retriever(section: RetrievalSection, titles: Sequence[str], retrieval: Any) -> tuple[Any, float]:
+def open_retriever(
+    section: RetrievalSection, titles: Sequence[str], retrieval: Any, *, required: float = 0.9
+) -> tuple[Any, float]:
     """A retriever over the titles that has tested itself, and the share of titles that retrieve themselves.
 
     Args:
         section: Which one.
         titles: Of the catalogue.
         retrieval: The module `bridges.retrieval`.
+        required: The least share.
 
     Raises:
         UserError: The service is not there or holds another catalogue, or titles do not retrieve themselves.
@@ -95,6 +98,7 @@ def open_retriever(section: RetrievalSection, titles: Sequence[str], retrieval: 
             service=section.service,
             address=section.address,
             timeout=section.timeout,
+            self_test=required,
         )
     except retrieval.RetrievalError as error:
         if isinstance(error, UserError):

@@ -201,7 +201,9 @@ class Recommendation(Task):
         for note in dataset.notes:
             setup.say("", note)
         retrieval = own_package("bridges", "retrieval")
-        retriever, share = open_retriever(section, catalogue.titles, retrieval)
+        retriever, share = open_retriever(
+            section, catalogue.titles, retrieval, required=0.9 if self.writes == "query" else 0.0
+        )
         where = "in this process" if section.backend == "local" else f"service {section.service!r} over Ray"
         encoder = (
             f"{section.encoder} + {section.dense_weight:g} × {section.dense}" if section.dense else section.encoder

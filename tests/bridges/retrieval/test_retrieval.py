@@ -222,20 +222,6 @@ def test_bad_settings_are_named():
         retrieval.open_retriever(TITLES, backend="cloud")
 
 
-def test_batches_depend_on_the_set_of_texts_alone():
-    texts = [f"text {i}" for i in range(150)]
-    groups = encoders.batches(texts)
-    assert encoders.batches(texts[::-1] + texts[:20]) == groups
-    assert [len(group) for group in groups] == [64, 64, 22]
-
-
-def test_titles_are_encoded_in_their_order():
-    titles = ["bb bb", "a1 a1 a1 a1", "cc", "bb bb"]
-    encoder = encoders.TfidfEncoder(titles)
-    found = encoders.encode_titles(encoder, titles).toarray()
-    np.testing.assert_allclose(found, encoder.encode(titles).toarray())
-
-
 def test_the_cache_gives_the_same_ranks(tmp_path, monkeypatch):
     first = tfidf(cache=tmp_path)
     (folder,) = tmp_path.iterdir()

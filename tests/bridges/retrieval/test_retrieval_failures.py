@@ -143,3 +143,17 @@ def test_titles_that_differ_in_a_word_of_one_character_are_told_apart():
 def test_a_folder_that_is_no_encoder_is_named(tmp_path):
     with pytest.raises(UserError, match=r"neither modules\.json nor config\.json"):
         encoders.load_encoder(str(tmp_path), TITLES)
+
+
+def test_batches_depend_on_the_set_of_texts_alone():
+    texts = [f"text {i}" for i in range(150)]
+    groups = encoders.batches(texts)
+    assert encoders.batches(texts[::-1] + texts[:20]) == groups
+    assert [len(group) for group in groups] == [64, 64, 22]
+
+
+def test_titles_are_encoded_in_their_order():
+    titles = ["bb bb", "a1 a1 a1 a1", "cc", "bb bb"]
+    encoder = encoders.TfidfEncoder(titles)
+    found = encoders.encode_titles(encoder, titles).toarray()
+    np.testing.assert_allclose(found, encoder.encode(titles).toarray())

@@ -31,7 +31,7 @@ pytestmark = [
 
 WORDS = ["red", "blue", "rose", "nail", "polish", "hand", "cream", "soap", "brush", "night", "shaving", "palette"]
 RNG = np.random.default_rng(0)
-TITLES = [" ".join(RNG.choice(WORDS, 4)) for _ in range(200)]
+TITLES = [" ".join(RNG.choice(WORDS, 4)) + f" no {row}" for row in range(200)]
 QUERIES = [" ".join(RNG.choice(WORDS, 2)) for _ in range(100)] + ["", "xyzzy"]
 TARGETS = RNG.integers(0, 200, len(QUERIES))
 EXCLUDE = [RNG.integers(0, 200, 4).tolist() for _ in QUERIES]

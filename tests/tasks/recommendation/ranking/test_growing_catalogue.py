@@ -25,7 +25,7 @@ OPTIONS = {
     "evaluation.every": 0,
 }
 WRITES = {
-    "query": {"task.prior.history": 50},
+    "query": {"task.writes": "query", "task.prior.history": 50, "sampling.group": "samples"},
     "title": {"task.writes": "title", "task.listed": 0, "task.prior.history": 500, "sampling.group": "distinct"},
 }
 

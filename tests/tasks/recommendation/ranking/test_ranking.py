@@ -97,7 +97,7 @@ def test_the_prior_is_what_its_equation_says():
 
 
 def test_titles_without_a_word_resemble_nothing():
-    assert make_prior(PriorSection(history=1.0), ["a", "b c", "!"], [])([[0, 1]]).tolist() == [[0.0, 0.0, 0.0]]
+    assert make_prior(PriorSection(history=1.0), ["?", "! …", ""], [])([[0, 1]]).tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_what_is_not_listed_is_level_with_the_last_that_is():
@@ -116,7 +116,7 @@ def test_what_is_not_listed_is_level_with_the_last_that_is():
 
 
 def test_items_of_the_history_are_ranked_where_nothing_is_excluded():
-    items, prior = items_of(["a b", "c d", "e f", "g h"], "item"), np.array([[0.0, 0.5, 0.0, 4.0]])
+    items, prior = items_of(["a b", "c d", "e f", "g h"]), np.array([[0.0, 0.5, 0.0, 4.0]])
     asked = [row([3], 2)], np.array([[3, 2, 0]]), np.array([[-1.0, -2.0, -3.0]])
     without = ranking_columns(items, lambda histories: prior, *asked)
     assert (without[LISTED_RANK], without[FUSED_RANK]) == ([1], [1.0])

@@ -52,7 +52,7 @@ def make_forward(
     """
 
     options: dict[str, Any] = {"temperature": temperature, "softcap": getattr(policy, "softcap", None)}
-    below = None if trie is None else widest_below(trie)
+    below = 0 if trie is None else widest_below(trie)
 
     def forward(variables: dict[str, Tree], batch: Batch) -> Forward:
         packing, shown = batch.packing, {}

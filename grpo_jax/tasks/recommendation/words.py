@@ -49,6 +49,6 @@ def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
 
     words = title_vectors(titles)
     reduced = TruncatedSVD(min(width, min(words.shape) - 1), random_state=0).fit_transform(words)
-    vectors = normalize(reduced - reduced.mean(0)).astype(np.float32)
+    vectors = np.asarray(normalize(reduced - reduced.mean(0)), np.float32)
     vectors = np.pad(vectors, ((0, 0), (0, width - vectors.shape[1])))
     return {item_word(row): vector for row, vector in enumerate(vectors)}

@@ -54,8 +54,8 @@ def items_of(texts: Sequence[str]) -> Items:
     for row, text in enumerate(texts):
         if plain(text):
             by_text.setdefault(plain(text), row)
-    rows = np.array(sorted(by_text.values()))
-    return Items([texts[row] for row in rows.tolist()], rows, len(texts), by_text)
+    kept = sorted(by_text.values())
+    return Items([texts[row] for row in kept], np.array(kept), len(texts), by_text)
 
 
 def ranking_columns(

@@ -161,6 +161,8 @@ class Recommendation(Task):
         require(named, "template", without, self.template)
         coded = "with writes: ids a file of python -m grpo_jax.tasks.recommendation.ranking.semantic_ids, else null"
         require(bool(self.semantic_ids) == (self.writes == "ids"), "semantic_ids", coded, self.semantic_ids)
+        begun = self.writes == "item" or self.item_start == "titles"
+        require(begun, "item_start", "titles, its default: items have words of their own with writes: item", "random")
         asking = self.writes == "query" or self.pairs == "next"
         alone = self.writes != "query" or not self.prior.together
         known = "0: a query is made of words, its text's and with prior.history those of the history"

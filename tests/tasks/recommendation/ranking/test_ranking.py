@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 from grpo_jax.evaluate import main as evaluate_main
 from grpo_jax.recommend import load_recommender
@@ -30,6 +31,7 @@ from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, fused_scor
 from grpo_jax.tasks.recommendation.ranking.weights import grid, weigh
 from grpo_jax.tasks.recommendation.report import policy_ranks
 from grpo_jax.tasks.recommendation.sequences import UserSequence
+from grpo_jax.tasks.recommendation.words import item_vectors
 from grpo_jax.train import main
 
 TITLES = ["Red soap", "Blue soap", "", "Green brush", "red Soap!"]
@@ -173,6 +175,23 @@ def test_a_group_is_distinct_items_and_rewards_are_those_of_hits(run):
         assert all(line["reward/ndcg"] in (1.0, pytest.approx(lowest)) for line in table)
 
 
+def test_words_of_items_begin_where_their_titles_lie(run):
+    """Nearer to items that share words; and the run's policy began so."""
+    titles = make_world(users=2, items=280, length=4).catalogue.titles
+    vectors = item_vectors(titles, 32)
+    table = np.stack([vectors[item_word(row)] for row in range(len(titles))])
+    np.testing.assert_allclose(np.linalg.norm(table, axis=1), 1, rtol=1e-5)
+    shared = np.array([[len({*one.split()} & {*other.split()}) for other in titles] for one in titles])
+    pairs = np.triu_indices(len(titles), 1)
+    assert np.corrcoef(shared[pairs], (table @ table.T)[pairs])[0, 1] > 0.7
+
+    tokenizer = json.loads((run / "policy_start" / "tokenizer.json").read_text())
+    width = yaml.safe_load((run / "config.yaml").read_text())["policy"]["new"]["width"]
+    start = load_file(run / "policy_start" / "model.safetensors")["model.embed_tokens.weight"]
+    for word, vector in item_vectors(titles, width).items():
+        np.testing.assert_allclose(start[tokenizer["model"]["vocab"][word]], vector, atol=1e-6)
+
+
 def test_the_table_tells_policy_prior_and_both_apart(run):
     summary = json.loads((run / "summary.json").read_text())
     listed = ["prior alone", *(f"policy, {when}{kind}" for when in ("before", "after") for kind in ("", " + prior"))]
@@ -208,6 +227,7 @@ def test_the_table_tells_policy_prior_and_both_apart(run):
         (["--task.template={history} {items}", "--task.writes=title"], "template"),
         (["--task.writes=query", "--task.template={history}"], "prior.together: expected 0: a query is made of words"),
         (["--task.prior.decay=2"], "prior.decay"),
+        (["--task.item_start=random", "--task.writes=title", "--task.template={history}"], "item_start"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(words, wrong, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Episodes of a tiny policy from sampler to gradient: one stream, in which every number is that of long prompts."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def high(completions, episodes, completion_ids):
     return [words(text)[0] / 60 + len(episode.turns) for text, episode in zip(completions, episodes, strict=True)]
 
 
-def environment(respond=told, *, lenient=False, rewards=None, turns=TURNS, say=say, **more):
+def make_environment(respond=told, *, lenient=False, rewards=None, turns=TURNS, say=say, **more):
     score = make_score(rewards or {"length": length, "high": high}, {}, missing=lenient)
     return Environment(
         encode=encode,
@@ -87,11 +88,14 @@ def sampler(allowed=None, **more):
     return make_episode_sampler(tiny("llama").policy, params, eos_ids=ENDS, pad_id=PAD, allowed_tokens=allowed, **more)
 
 
-SAMPLER = sampler()
+@functools.cache
+def usual():
+    return sampler()
 
 
-def play(environment=environment(), *, sampler=SAMPLER, iteration=0):
-    return collect(environment, sampler, tiny("llama").variables, ROWS, key=KEY, iteration=iteration, chunk_prompts=2)
+def play(environment=None, *, sample=None, iteration=0):
+    environment, sample = environment or make_environment(), sample or usual()
+    return collect(environment, sample, tiny("llama").variables, ROWS, key=KEY, iteration=iteration, chunk_prompts=2)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +158,7 @@ def test_a_stream_is_the_episode_without_holes(rollout):
 def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark():
     """It was not written, and the chat template has it; the turn is none that was cut off all the same."""
     pieces = [f" {token}".encode() for token in range(64)]
-    rollout = play(sampler=sampler(stops=stop_table([" 1", " 2"], pieces, pieces)))
+    rollout = play(sample=sampler(stops=stop_table([" 1", " 2"], pieces, pieces)))
     stopped = 0
     for p, g in np.ndindex(4, GROUP):
         episode, expected = rollout.episodes[p][g], []
@@ -251,7 +255,7 @@ def test_one_update_reads_old_reference_and_importance_over_all_turns(rollout):
     allowed = np.ones(64, bool)
     allowed[20:48] = False  # what the environment says
     section = AlgorithmSection(kl_coef=0.1, importance_cap=2.0, entropy_share=0.5, turn_advantage="return")
-    seen = play(sampler=sampler(allowed))
+    seen = play(sample=sampler(allowed))
     assert np.isin(seen.samples.tokens[seen.samples.present & ~seen.samples.mask], np.arange(20, 48)).any()
     batch, _ = batch_of(seen, section)
     optimizer = optax.sgd(0.1)
@@ -309,9 +313,9 @@ def limited(answer, ended, grids):
 def test_an_environment_that_fails_stops_the_run_by_name_or_leaves_no_reward(kind):
     respond, message = BAD[kind]
     with pytest.raises(StageError, match=message) as error:
-        play(environment(respond, say=limited))
+        play(make_environment(respond, say=limited))
     assert error.value.stage == "respond"
-    came = play(environment(respond, lenient=True, say=limited))
+    came = play(make_environment(respond, lenient=True, say=limited))
     assert np.isnan(came.judgement.judged).all() and np.isnan(came.judgement.rewards).all()
     assert all(len(episode.turns) == 1 for group in came.episodes for episode in group)
     batch, _ = batch_of(came, AlgorithmSection())
@@ -326,7 +330,7 @@ def test_one_answer_that_fails_is_one_completions_loss():
             for place, (row, one) in enumerate(zip(rows, answers, strict=True))
         ]
 
-    came = play(environment(some, lenient=True, turns=2))
+    came = play(make_environment(some, lenient=True, turns=2))
     missing = np.isnan(came.judgement.rewards).all(-1)
     assert missing.sum() == 1 and missing[1, 2] and np.isnan(came.judgement.judged[1, 2]).all()
 
@@ -344,7 +348,7 @@ def test_only_what_goes_on_is_asked_and_judged():
         scored.append((len(completions), prompts.count("c")))
         return [float(len(episode.turns)) for episode in episodes]
 
-    came = play(environment(respond, rewards={"count": count}))
+    came = play(make_environment(respond, rewards={"count": count}))
     assert sorted(asked, key=str) == [(4, {2}), (8, {1}), (8, {1}), (8, {2})]
     assert sorted(scored) == [(4, 0), (4, 0), (8, 0), (8, 0), (8, 0), (8, 4)]
     np.testing.assert_array_equal(came.judgement.judged[[0, 1, 3], ..., 0], np.broadcast_to([1, 2, 3], (3, GROUP, 3)))
@@ -353,7 +357,7 @@ def test_only_what_goes_on_is_asked_and_judged():
 
 def test_a_run_of_episodes_that_all_end_is_over():
     calls = []
-    came = play(environment(lambda rows, episodes: calls.append(1) or [None] * len(rows)))
+    came = play(make_environment(lambda rows, episodes: calls.append(1) or [None] * len(rows)))
     assert calls == [1, 1] and (came.samples.turn == 0).all() and not np.isnan(came.judgement.rewards).any()
     np.testing.assert_array_equal(came.samples.present, came.samples.mask)
 

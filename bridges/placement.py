@@ -7,6 +7,7 @@ CPU. Cards are numbered as torch and JAX see them, that is after `CUDA_VISIBLE_D
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -118,6 +119,23 @@ def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
     if policy_cards(placement):
         return [cards[card] for card in policy_cards(placement) if card in cards] or jax.local_devices()
     return jax.local_devices(backend="cpu") if cards else jax.local_devices()
+
+
+def cards_left() -> list[str] | None:
+    """Cards that this process does not use itself, as `CUDA_VISIBLE_DEVICES` names them; None where there are none.
+
+    Used are those that JAX shows it, and those where torch holds something.
+    """
+    count = _count_cards()
+    if not count:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(count)] if visible is None else [name for name in visible.split(",") if name.strip()]
+    used = {d.local_hardware_id for d in jax.local_devices() if d.platform == "gpu"} if _jax_has_started() else set()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        used |= {card for card in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(card)}
+    return [name for card, name in enumerate(names) if card not in used]
 
 
 def _named(part: str, value: str, usable: int, gpu_count: int) -> list[str]:

@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
+from grpo_jax.config.beside import beside_of, object_of
 from grpo_jax.config.fields import CLASSES, MAY_CHANGE, require
 from grpo_jax.config.named import KEY, class_name, find_class
 from grpo_jax.config.reading import read_yaml, require_text
@@ -157,20 +158,28 @@ def _checked(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
     if places is None:
         return _typed(hint, value, name)
     if get_origin(hint) is not dict:
-        return _named_values(places, value, name)
+        return _named_values(field, value, name)
     value = _typed(dict[str, Any], value, name)
-    return {key: _named_values(places, entry, join(name, key)) for key, entry in value.items()}
+    return {key: _named_values(field, entry, join(name, key)) for key, entry in value.items()}
 
 
-def _named_values(places: Sequence[str], value: Any, name: str) -> dict[str, Any]:
+def _named_values(field: dataclasses.Field, value: Any, name: str) -> dict[str, Any]:
+    places = field.metadata[CLASSES]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {KEY: class_name(type(value), places), **to_dict(value)}
+        return _plain(value, field.metadata)
     value = {KEY: value} if isinstance(value, str) else value
     if not isinstance(value, Mapping) or KEY not in value:
         raise UserError(f"{name}.{KEY}: expected the name of a class, package.module:Class or file.py:Class")
     kind = find_class(value[KEY], places, name)
     others = {key: entry for key, entry in value.items() if key != KEY}
-    return {KEY: value[KEY], **complete(kind, others, name)}
+    shared = beside_of(field.metadata)
+    if shared is None:
+        return {KEY: value[KEY], **complete(kind, others, name)}
+    known = [*(one.name for one in _of(kind)), *shared.fields]
+    for key in others:
+        require_known(str(key), known, name)
+    own, more = shared.split(others, kind, name)
+    return {KEY: value[KEY], **complete(kind, own, name), **(complete(shared.section, more, name) if more else {})}
 
 
 def _made(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
@@ -179,14 +188,18 @@ def _made(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
     if places is None:
         return _object(hint, value, name)
     if get_origin(hint) is not dict:
-        return _named_object(places, value, name)
-    return {key: _named_object(places, entry, join(name, key)) for key, entry in value.items()}
+        return _named_object(field, value, name)
+    return {key: _named_object(field, entry, join(name, key)) for key, entry in value.items()}
 
 
-def _named_object(places: Sequence[str], value: Mapping[str, Any], name: str) -> Any:
+def _named_object(field: dataclasses.Field, value: Mapping[str, Any], name: str) -> Any:
     others = {key: entry for key, entry in value.items() if key != KEY}
+    kind = find_class(value[KEY], field.metadata[CLASSES], name)
+    shared = beside_of(field.metadata)
+    own, more = (others, {}) if shared is None else shared.split(others, kind, name)
     try:
-        return build(find_class(value[KEY], places, name), others, name)
+        made = build(kind, own, name)
+        return shared.holder(made, build(shared.section, more, name)) if shared and more else made
     except UserError as error:  # the class names its own fields; what it is called here it does not know
         raise error if str(error).startswith(name) else UserError(f"{name}.{error}") from error
 
@@ -303,7 +316,10 @@ def _plain(value: Any, metadata: Mapping[str, Any]) -> Any:
     if places is not None and isinstance(value, Mapping):
         return {key: _plain(entry, metadata) for key, entry in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {**({KEY: class_name(type(value), places)} if places is not None else {}), **to_dict(value)}
+        if places is None:
+            return to_dict(value)
+        held, section = object_of(value, metadata)
+        return {KEY: class_name(type(held), places), **to_dict(held), **({} if section is None else to_dict(section))}
     if isinstance(value, Mapping):
         return {str(key): _plain(entry, {}) for key, entry in value.items()}
     return [_plain(entry, {}) for entry in value] if isinstance(value, list | tuple) else value
@@ -330,8 +346,8 @@ def _identity(config: Any, prefix: str) -> list[tuple[str, Any]]:
         value, name = getattr(config, field.name), join(prefix, field.name)
         places = field.metadata.get(CLASSES)
         entries = value.items() if places is not None and isinstance(value, Mapping) else [("", value)]
-        for key, entry in entries:
-            inner = join(name, key)
+        for key, held in entries:
+            inner, (entry, _) = join(name, key), object_of(held, field.metadata)
             if dataclasses.is_dataclass(entry):
                 found += [(f"{inner}.{KEY}", class_name(type(entry), places))] if places is not None else []
                 found += _identity(entry, inner)

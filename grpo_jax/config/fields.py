@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_jax.errors import UserError, shown
 
-MAY_CHANGE, CLASSES = "may_change", "classes"
+MAY_CHANGE, CLASSES, BESIDE = "may_change", "classes", "beside"
 
 COUNT, LENGTH, WIDTH = 2**31 - 1, 2**24, 2**20
 """The most that is counted, steps and the like; that stands side by side, tokens and rows; that a matrix is wide."""
@@ -41,15 +41,19 @@ def may_change(default: Any = dataclasses.MISSING, *, default_factory: Callable[
     return _field(default, default_factory, {MAY_CHANGE: True})
 
 
-def named(*places: str, default_factory: Callable[[], Any] | None = None, may_change: bool = False) -> Any:
+def named(
+    *places: str, default_factory: Callable[[], Any] | None = None, may_change: bool = False, beside: str = ""
+) -> Any:
     """A field that holds objects of a class named in the config (`named.find_class`), or a mapping of such.
 
     Args:
         places: Modules of the built-in ones, such as "package.scorers.{}".
         default_factory: Of the field.
         may_change: As `may_change` says.
+        beside: Import path of a dataclass of two fields, an object and a section: the section's fields may stand beside
+            those of an object of any class, which is then held in one of it.
     """
-    return _field(dataclasses.MISSING, default_factory, {CLASSES: places, MAY_CHANGE: may_change})
+    return _field(dataclasses.MISSING, default_factory, {CLASSES: places, MAY_CHANGE: may_change, BESIDE: beside})
 
 
 def _field(default: Any, default_factory: Callable[[], Any] | None, metadata: dict[str, Any]) -> Any:

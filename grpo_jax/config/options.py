@@ -11,6 +11,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from grpo_jax.config.beside import beside_of
 from grpo_jax.config.build import is_section, join
 from grpo_jax.config.fields import CLASSES
 from grpo_jax.config.named import KEY, built_in_names, find_class
@@ -79,7 +80,8 @@ def _sections(
                 places = field.metadata[CLASSES]
                 option = Option(where, str, entry[KEY], line, tuple(built_in_names(places)))
                 found = find_class(entry[KEY], places, where)
-                named += _sections(found, entry, where, found.__doc__ or "", [option])
+                section = _sections(found, entry, where, found.__doc__ or "", [option])
+                named += [section[0]._replace(options=(*section[0].options, *_beside(field, where, entry))), *section[1:]]
         elif is_section(hint):
             below += _sections(hint, value, dotted, line)
         elif get_origin(hint) is list and is_section(get_args(hint)[0]):
@@ -87,6 +89,18 @@ def _sections(
         else:
             own.append(Option(dotted, hint, value, line))
     return [Section(name.removesuffix("[]") or RUN, first_sentence(about), tuple(own)), *named, *below]
+
+
+def _beside(field: dataclasses.Field, name: str, values: Mapping[str, Any]) -> list[Option]:
+    """What may stand beside the fields of an object of any class."""
+    shared = beside_of(field.metadata)
+    if shared is None:
+        return []
+    hints, lines = get_type_hints(shared.section), help_lines(shared.section)
+    return [
+        Option(join(name, key), hints[key], values.get(key, _default(one)), lines.get(key, ""))
+        for key, one in shared.fields.items()
+    ]
 
 
 def _entries(name: str, value: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -26,6 +26,8 @@ TASKS = ("grpo_jax.tasks.{}.task",)
 """Where the tasks lie that ship with the package."""
 JUDGES = ("bridges.renderers.{}", "bridges.scorers.{}")
 """Where the judges lie that ship with the package."""
+POOLED = "bridges.pool.section:Pooled"
+"""A judge with where it runs, where that is not the run's process."""
 POLICY = "policy"
 """What `devices` calls the policy."""
 
@@ -52,7 +54,8 @@ class Config:
         on_judge_error: "stop" saves and ends the run; "missing" gives that completion no reward.
         judge_timeout: Seconds one chunk may spend in a judge; 0 for no limit.
         judges: What judges texts and pictures, each by a name that rewards and devices refer to: the kind of a judge
-            of the package, package.module:Class or file.py:Class, with its own fields beside it.
+            of the package, package.module:Class or file.py:Class, with its own fields beside it, and those of a pool of
+            Ray actors that it is to run in (docs/judges.md).
         policy: The policy that is trained.
         data: Prompts.
         sampling: How completions are drawn.
@@ -85,7 +88,7 @@ class Config:
     hub_private: bool = may_change(False)
     on_judge_error: Literal["stop", "missing"] = may_change("stop")
     judge_timeout: float = may_change(1800.0)
-    judges: dict[str, Any] = named(*JUDGES, default_factory=dict)
+    judges: dict[str, Any] = named(*JUDGES, default_factory=dict, beside=POOLED)
     policy: PolicySection = field(default_factory=PolicySection)
     data: DataSection = field(default_factory=DataSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)

@@ -1,0 +1,322 @@
+"""A Ray cluster: how this process starts one or joins one, and leaves it; what Ray's own errors mean."""
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from bridges.pool.errors import PoolLost
+from grpo_jax.errors import UserError
+
+NAMESPACE = "grpo_jax"
+LOOPBACK = "127.0.0.1"
+_PROBE_SECONDS = 10.0
+
+
+class NotJoined(UserError):
+    """There is no cluster at an address, or it does not take this process."""
+
+
+class TokenRefused(NotJoined):
+    """The cluster asks for a token that this process has not."""
+
+
+def cluster_address() -> str:
+    """Host and port of the cluster that this process has joined: what `join` takes."""
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
+def cluster_session() -> str:
+    """Name of the session of the cluster that this process has joined: no other cluster has it."""
+    import ray
+
+    return ray.get_runtime_context().get_session_name()
+
+
+def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> None:
+    """Starts a cluster on this machine for this process, with a token; nothing if the process belongs to one already.
+
+    Args:
+        host: address by which it is reached. Of a loopback address nothing outside this machine reaches any part of it;
+            with another Ray listens on every interface.
+        object_store: bytes; None for Ray's own choice.
+
+    Raises:
+        UserError: Ray is not installed, does not start, or `host` is not of this machine.
+    """
+    ray = import_ray(token=True)
+    if ray.is_initialized():
+        return
+    _require_own(host)
+    # training waits for the answers, and Ray's workers would run at the lowest priority of the machine
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    options = {"include_dashboard": False, "object_store_memory": object_store, "_node_ip_address": host}
+    _stay_on_loopback(_is_loopback(host))
+    try:
+        _init(address="local", **options)  # and not the cluster that RAY_ADDRESS names
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise UserError(f"Ray does not start on {host}: {first_line(error)}") from error
+    if _is_loopback(host) and not _is_loopback(listening := cluster_address()):
+        ray.shutdown()
+        raise UserError(f"this version of Ray listens on {listening} in place of {host}; install ray 2.60 or newer")
+
+
+def join(address: str) -> None:
+    """Connects this process to a cluster; nothing if it belongs to one already. Ray's handlers of signals are undone.
+
+    Args:
+        address: host and port.
+
+    Raises:
+        NotJoined: there is no cluster there, or it refuses.
+        UserError: Ray is not installed.
+    """
+    ray = import_ray(token=_has_token())
+    if ray.is_initialized():
+        return
+    if not answers(address):
+        raise NotJoined(f"no Ray cluster answers at {address}")
+    _stay_on_loopback(_is_loopback(address))
+    try:
+        _init(address=address)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        if _is_about_a_token(error):
+            raise TokenRefused(
+                f"the Ray cluster at {address} asks for a token and this process has none or another: set RAY_AUTH_MODE"
+                "=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to that of the cluster (by default ~/.ray/auth_token)"
+            ) from error
+        raise NotJoined(f"the Ray cluster at {address} cannot be joined: {first_line(error)}") from error
+
+
+def leave_where_gone() -> None:
+    """Leaves a cluster that answers no more; nothing where it lives or none was joined."""
+    import ray
+
+    if ray.is_initialized() and not answers(cluster_address()):
+        ray.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------- pools on one cluster
+
+
+class _Here:
+    """What all pools of this process share: Ray knows one cluster at a time.
+
+    Attributes:
+        users: pools that have entered.
+        address: that they named.
+        ours: whether the first of them started or joined it, so that the last leaves it.
+    """
+
+    lock = threading.Lock()
+    users = 0
+    address: str | None = None
+    ours = False
+
+
+def enter(address: str | None) -> None:
+    """Takes part in a cluster for one pool: the first starts or joins it.
+
+    Args:
+        address: host and port; None for one that is started on this machine, or that this process belongs to already.
+
+    Raises:
+        UserError: Ray or the cluster is not there, or other pools of this process are on another one.
+    """
+    ray = import_ray(token=address is None or _has_token())
+    with _Here.lock:
+        if _Here.users and address != _Here.address:
+            raise UserError(f"address: expected that of the run's other pools, {_Here.address}, got {address}")
+        if not _Here.users:
+            _Here.ours, _Here.address = not ray.is_initialized(), address
+            if address is None:
+                start_cluster()
+            else:
+                join(address)
+        _Here.users += 1
+
+
+def leave() -> None:
+    """Ends the part of one pool: the last ends or leaves the cluster that the first came to."""
+    import ray
+
+    with _Here.lock:
+        _Here.users -= 1
+        if not _Here.users and _Here.ours:
+            with own_signals(), quietly():
+                ray.shutdown()
+
+
+def is_gone() -> bool:
+    """Whether the cluster of this process answers no more."""
+    import ray
+
+    try:
+        return not ray.is_initialized() or not answers(cluster_address())
+    except Exception:  # of a connection that is being taken down
+        return True
+
+
+def put(value: Any) -> Any:
+    """A reference to a value in the object store.
+
+    Raises:
+        PoolLost: the cluster is gone.
+    """
+    import ray
+
+    with lost_is_told():
+        return ray.put(value)
+
+
+def fetched(references: Sequence[Any]) -> list[Any]:
+    """Values from the object store.
+
+    Raises:
+        PoolLost: the cluster is gone, or the machine that held one of them.
+    """
+    import ray
+
+    with lost_is_told():
+        return ray.get(list(references))
+
+
+@contextmanager
+def lost_is_told() -> Iterator[None]:
+    """Ray's errors of what is gone as `PoolLost`."""
+    from ray import exceptions
+
+    try:
+        yield
+    except (exceptions.RayError, ConnectionError) as error:
+        raise PoolLost(f"the Ray cluster, or a machine of it, is gone: {first_line(error)}") from error
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """What fails inside need not be told: it is done with something that may be gone."""
+    with suppress(Exception):
+        yield
+
+
+# ----------------------------------------------------------------------------------------------------------- how Ray is
+
+
+def import_ray(*, token: bool) -> Any:
+    """Ray, which reads its settings when it is imported; with `token` it shows and asks for one."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray ends a process whose cluster has been gone for a minute; a training run must live to save
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "1000000")
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # seconds of trying to join what answers
+    if token and "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError('Ray is not installed; run pip install "grpo_jax[ray]"') from error
+    return ray
+
+
+def _require_own(host: str) -> None:
+    """Ray itself would try for minutes to listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(f"--host {host} is no address of this machine ({error.strerror}); see `hostname -I`") from error
+
+
+def _init(**options: Any) -> None:
+    import ray
+
+    with own_signals(), _quiet():
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
+
+
+def _stay_on_loopback(stay: bool) -> None:
+    """Ray's one switch for it, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER; else it takes 127.0.0.1 for the machine's address."""
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = not stay
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0] if address.count(":") == 1 else address.partition("]:")[0].removeprefix("[")
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+def _has_token() -> bool:
+    named = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    return any(name in os.environ for name in named) or Path("~/.ray/auth_token").expanduser().is_file()
+
+
+def _is_about_a_token(error: BaseException | None) -> bool:
+    while error is not None:
+        if type(error).__name__ == "AuthenticationError" or "InvalidAuthToken" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def answers(address: str) -> bool:
+    """Whether something listens there: Ray itself would try for minutes. True where only Ray can tell."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return True
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps back what Ray's C++ writes to standard error; shown where the block succeeds, else the error says it."""
+    with tempfile.TemporaryFile() as kept:
+        terminal = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+        kept.seek(0)
+        with suppress(OSError):
+            os.write(2, kept.read())
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Handlers as they were: the training loop saves on SIGTERM, Ray would leave at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not set from Python
+                signal.signal(number, handler)
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line that it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def last_line(error: BaseException) -> str:
+    """The same with the last line, in which Ray says why an actor died."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

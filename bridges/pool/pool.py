@@ -1,0 +1,346 @@
+"""One queue of batches before the actors of a pool.
+
+Each actor has a few batches on their way to it. Nobody watches over the pool: whoever waits for an answer meanwhile
+takes what came, for whomever it is, and hands out what is waiting. A batch whose actor died, or was too late with it and
+was ended, goes to another; its first answer counts, and what comes of it later is not looked at.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bridges.pool import cluster
+from bridges.pool.errors import BatchLost, PoolLost
+
+_PROBE_EVERY = 5.0  # seconds between two looks whether the cluster is there while nothing comes
+_PROBES = 2  # in a row that nobody answered: it is gone
+
+
+class Request(NamedTuple):
+    """What an actor is asked, as `actor.JudgeActor.answer` takes it: a batch.
+
+    Attributes:
+        method: name; "" for calling the judge.
+        arguments: in their order.
+        keywords: by name.
+        pieces: arguments that are rows of stored arrays.
+        stored: references to those arrays.
+    """
+
+    method: str
+    arguments: Sequence[Any]
+    keywords: Mapping[str, Any]
+    pieces: Mapping[Any, Any]
+    stored: Sequence[Any]
+
+
+class Limits(NamedTuple):
+    """As the fields of `section.PoolSection`."""
+
+    in_flight: int = 2
+    attempts: int = 3
+    timeout: float = 600.0
+
+
+class _Call:
+    """Requests that are waited for together: their answers, how many are still to come, and what went wrong."""
+
+    def __init__(self, count: int):
+        self.answers: list[Any] = [None] * count
+        self.left, self.error = count, None
+
+    @property
+    def open(self) -> bool:
+        return self.left > 0 and self.error is None
+
+
+class _Batch:
+    """A request on its way.
+
+    Attributes:
+        call: that it is part of, with its place among the answers.
+        attempts: actors that were lost over it.
+        ticket: of the way it is on now; answers with another one are not looked at.
+    """
+
+    def __init__(self, call: _Call, place: int, request: Request):
+        self.call, self.place, self.request = call, place, request
+        self.attempts, self.ticket, self.references = 0, None, ()
+
+
+class Seat:
+    """An actor.
+
+    Attributes:
+        handle: Ray's.
+        state: "starting", "ready" or "gone".
+        doing: its batches in their order; the first is the one that it is at.
+        since: when it began that one.
+    """
+
+    def __init__(self, handle: Any):
+        """It is starting."""
+        self.handle, self.state, self.since = handle, "starting", 0.0
+        self.doing: deque[_Batch] = deque()
+
+
+class Pool:
+    """Actors and the batches that wait for them; of any number of threads."""
+
+    def __init__(self, name: str, handles: Sequence[Any], limits: Limits):
+        """Takes actors that may still be starting.
+
+        Args:
+            name: for errors.
+            handles: of `actor.JudgeActor`, as Ray gives them.
+            limits: of patience.
+        """
+        self.name, self._limits = name, limits
+        self.seats = [Seat(handle) for handle in handles]
+        self.descriptions: list[Any] = []
+        self._queue: deque[_Batch] = deque()
+        self._lock, self._bell = threading.Lock(), threading.Condition()
+        self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._rung, self._closed, self._reason = 0, "", "no actor was started"
+        self._heard, self._unheard = time.monotonic(), 0
+        for seat in self.seats:
+            self._greet(seat)
+
+    def wait_until_ready(self, seconds: float) -> list[Any]:
+        """What the actors that are there say of their judge (`describe`), once all are or the time is over.
+
+        Raises:
+            PoolLost: none came.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            tick = self._rung
+            with self._lock:
+                self._settle()
+                self._look_around()
+                if not any(seat.state == "starting" for seat in self.seats) or self._closed:
+                    break
+            self._listen(tick, min(1.0, max(deadline - time.monotonic(), 0.0)))
+        if not self.descriptions:
+            raise PoolLost(f"{self.name}: {self._closed or f'no actor has started within {seconds:g} s (`ray status`)'}")
+        return self.descriptions
+
+    def ask(self, requests: Sequence[Request]) -> list[tuple[Any, Any]]:
+        """The answers to some requests, in their order: each a head and a reference to what is kept (`answer`).
+
+        Raises:
+            PoolLost: no actor is left, or the cluster is gone.
+            BatchLost: a batch cost as many actors as the limits allow.
+            Exception: what the judge raised, which `failure_of` makes of its answer.
+        """
+        call = _Call(len(requests))
+        with self._lock:
+            self._queue.extend(_Batch(call, place, request) for place, request in enumerate(requests))
+        try:
+            while True:
+                tick = self._rung
+                with self._lock:
+                    self._settle()
+                    self._look_around()
+                    self._hand_out()
+                    if self._closed and call.open:
+                        raise PoolLost(f"{self.name}: {self._closed}")
+                if not call.open:
+                    break
+                self._listen(tick, self._patience())
+        finally:
+            with self._lock:
+                self._queue = deque(batch for batch in self._queue if batch.call is not call)
+        if call.error is not None:
+            raise call.error
+        return call.answers
+
+    def close(self) -> None:
+        """Ends the actors; who waits for them gets PoolLost."""
+        import ray
+
+        self._closed = self._closed or "it was closed"
+        self._ring()
+        for seat in self.seats:
+            seat.state = "gone"
+            with cluster.quietly():
+                ray.kill(seat.handle)
+
+    # ----------------------------------------------------------------------------------- all below: the lock is held
+
+    def _settle(self) -> None:
+        """Takes what has arrived."""
+        while True:
+            try:
+                take = self._arrived.get_nowait()
+            except queue.Empty:
+                return
+            self._heard, self._unheard = time.monotonic(), 0
+            take()
+            self._ring()  # it may be what another thread waits for
+
+    def _hand_out(self) -> None:
+        """Gives waiting batches to those actors that have the fewest."""
+        while self._queue:
+            free = [s for s in self.seats if s.state == "ready" and len(s.doing) < self._limits.in_flight]
+            if not free:
+                return
+            batch = self._queue.popleft()
+            if batch.call.open:
+                self._send(batch, min(free, key=lambda seat: len(seat.doing)))
+
+    def _send(self, batch: _Batch, seat: Seat) -> None:
+        asked, ticket = batch.request, object()
+        batch.ticket = ticket
+        fields = asked.method, list(asked.arguments), dict(asked.keywords), dict(asked.pieces)
+        if not seat.doing:
+            seat.since = time.monotonic()
+        seat.doing.append(batch)
+        try:
+            head, kept = seat.handle.answer.options(num_returns=2).remote(*fields, *asked.stored)
+        except Exception as error:  # of a connection that is gone, or of an argument that cannot be pickled
+            self._unsent(batch, seat, error)
+            return
+        batch.references = (head, kept)
+        self._tell_when_done(head, lambda came, failure: self._answered(seat, batch, ticket, came, failure))
+
+    def _unsent(self, batch: _Batch, seat: Seat, error: Exception) -> None:
+        seat.doing.remove(batch)
+        batch.call.error = batch.call.error or error
+        if cluster.is_gone():
+            self._lose_all(f"the Ray cluster is gone: {cluster.first_line(error)}")
+
+    def _tell_when_done(self, reference: Any, take: Callable[[Any, Any], None]) -> None:
+        """Has `take(value, failure)` called by who waits, once Ray knows either. Ray's own thread only rings."""
+
+        def done(future: Any) -> None:
+            failure = future.exception()
+            came = None if failure is not None else future.result()
+            self._arrived.put(lambda: take(came, failure))
+            self._ring()
+
+        reference.future().add_done_callback(done)
+
+    def _answered(self, seat: Seat, batch: _Batch, ticket: object, came: Any, failure: Any) -> None:
+        if batch.ticket is not ticket:  # it went elsewhere meanwhile
+            return
+        if failure is not None and not is_unreadable(failure):
+            self._lost(seat, failure)
+            return
+        seat.doing.remove(batch)
+        if failure is not None:
+            batch.call.error = batch.call.error or failure
+            return
+        seat.since, kept = time.monotonic(), batch.references[1]
+        batch.ticket, batch.references = None, ()
+        call = batch.call
+        if came[0] == "raised":
+            call.error = call.error or failure_of(came[1])
+        else:
+            call.answers[batch.place] = came, kept
+            call.left -= 1
+
+    def _lost(self, seat: Seat, failure: Any) -> None:
+        """An actor died: the batch that it was at has cost it, all of its batches go to others."""
+        reason = cluster.last_line(failure)
+        batches = list(seat.doing)
+        seat.doing.clear()
+        if batches:
+            batches[0].attempts += 1
+        for batch in reversed(batches):
+            batch.ticket, batch.references = None, ()
+            if batch.attempts >= self._limits.attempts:
+                spent = f"{batch.attempts} actors died over a batch, or were too late with it; the last: {reason}"
+                batch.call.error = batch.call.error or BatchLost(f"{self.name}: {spent}")
+            elif batch.call.open:
+                self._queue.appendleft(batch)
+        if seat.state == "ready":
+            self._reason, seat.state = reason, "starting"
+            self._greet(seat)
+
+    def _greet(self, seat: Seat) -> None:
+        """Asks an actor that is starting, or started again, to say when it is there."""
+        try:
+            reference = seat.handle.describe.options(max_task_retries=-1).remote()
+        except Exception as error:
+            self._gone(seat, cluster.first_line(error))
+            return
+        self._tell_when_done(reference, lambda came, failure: self._came(seat, came, failure))
+
+    def _came(self, seat: Seat, came: Any, failure: Any) -> None:
+        if seat.state == "gone":
+            return
+        if failure is not None:
+            self._gone(seat, cluster.last_line(failure))
+            return
+        self.descriptions.append(came)
+        if came[0] == "raised":
+            self._gone(seat, f"{came[1][1]}: {came[1][2]}")
+        else:
+            seat.state, seat.since = "ready", time.monotonic()
+
+    def _gone(self, seat: Seat, reason: str) -> None:
+        seat.state, self._reason = "gone", reason
+        if all(seat.state == "gone" for seat in self.seats):
+            self._lose_all(f"no actor is left; the last: {reason}")
+
+    def _lose_all(self, reason: str) -> None:
+        self._closed = self._closed or reason
+        self._ring()
+
+    def _look_around(self) -> None:
+        """Ends actors that are late with a batch, and finds out whether the cluster is there where nothing comes."""
+        import ray
+
+        now = time.monotonic()
+        for seat in self.seats if self._limits.timeout else ():
+            if seat.state == "ready" and seat.doing and now - seat.since > self._limits.timeout:
+                with cluster.quietly():
+                    ray.kill(seat.handle, no_restart=False)
+                self._lost(seat, TimeoutError(f"no answer within {self._limits.timeout:g} s"))
+        if now - self._heard > _PROBE_EVERY and not self._closed:
+            self._heard, self._unheard = now, self._unheard + 1 if cluster.is_gone() else 0
+            if self._unheard >= _PROBES:
+                self._lose_all("the Ray cluster is gone: nothing answers there any more")
+
+    # -------------------------------------------------------------------------------------------------- without the lock
+
+    def _patience(self) -> float:
+        """Seconds until somebody must look around."""
+        return min(1.0, self._limits.timeout / 4 or 1.0)
+
+    def _ring(self) -> None:
+        with self._bell:
+            self._rung += 1
+            self._bell.notify_all()
+
+    def _listen(self, tick: int, seconds: float) -> None:
+        with self._bell:
+            self._bell.wait_for(lambda: self._rung != tick, seconds)
+
+
+def is_unreadable(failure: BaseException) -> bool:
+    """Whether the actor lives, and could not make out what it was asked: a package that it lacks, say."""
+    from ray import exceptions
+
+    return isinstance(failure, exceptions.RayTaskError)
+
+
+def failure_of(told: tuple[bytes | None, str, str, str]) -> BaseException:
+    """The exception that a judge raised in an actor; where this process has not its class, one of the same name."""
+    packed, name, message, text = told
+    error = None
+    if packed is not None:
+        from ray import cloudpickle
+
+        with cluster.quietly():
+            error = cloudpickle.loads(packed)
+    if not isinstance(error, BaseException):
+        error = type(name, (RuntimeError,), {})(message)
+    error.add_note(f"In the actor:\n{text}")
+    return error

@@ -1,0 +1,223 @@
+"""What stands in for a judge whose copies are the actors of a pool: it is asked as the judge itself would be."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bridges.placement import cards_left
+from bridges.pool import actor, batches, cluster
+from bridges.pool.errors import PoolLost
+from bridges.pool.pool import Limits, Pool, failure_of
+from bridges.pool.section import PoolSection
+from grpo_jax.errors import UserError
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+ROWS = 32
+"""Of a batch where neither the pool nor its judge says."""
+_START_SECONDS = 600.0  # to load the judges; large weights on a slow disk, or a cluster that grows, take minutes
+
+
+class PooledJudge:
+    """Asks a pool. It has the plain attributes of the judge that the actors loaded, and its methods.
+
+    Arguments of one length are taken apart into batches of rows, whose answers are put together in their order: a judge
+    must judge each row by itself. Tensors of more than one axis that it answers stay in Ray's object store
+    (`stored.Stored`).
+
+    Attributes:
+        device: where its answers are.
+        summary: a line for the opening of a run.
+        placed: where it runs, in words.
+    """
+
+    device = "cpu"
+
+    def __init__(self, pool: Pool, description: tuple[dict, list, Any], *, size: int, close: Callable[[], None]):
+        """Takes a pool whose actors have loaded a judge, what they say of it, and the rows of a batch."""
+        attributes, methods, _ = description
+        vars(self).update({name: value for name, value in attributes.items() if name not in ("device", "close")})
+        self._pool, self._methods, self._size, self._close = pool, frozenset(methods), size, close
+        self.placed = f"{len(pool.seats)} actors of a Ray cluster"
+        self.summary = f"{attributes.get('summary', pool.name)}; {self.placed}, {size} rows at a time"
+
+    def __getattr__(self, name: str) -> Any:
+        """A method of the judge."""
+        methods = vars(self).get("_methods", ())
+        if name not in methods:
+            known = ", ".join(sorted(methods))
+            raise AttributeError(f"{name} is in the actors of a pool, which are asked by methods alone: {known}")
+        return self._draw if name == "draw" else functools.partial(self._ask, name)
+
+    def close(self) -> None:
+        """Ends the actors; the last pool of a process ends the cluster that the first one started."""
+        self._close()
+
+    def _ask(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
+        requests = batches.requests_of(method, arguments, keywords, self._size)
+        who = f"{self._pool.name}.{method}".rstrip(".")
+        return batches.joined(self._pool.ask(requests), requests, who)
+
+    def _draw(self, texts: Sequence[str], seeds: Sequence[int], **keywords: Any) -> Any:
+        """Equal pairs of text and seed are one picture: it is drawn once, whichever actor would have drawn the others."""
+        pairs = list(zip(texts, seeds, strict=True))
+        different = {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
+        drawn = self._ask("draw", [text for text, _ in different], [seed for _, seed in different], **keywords)
+        return drawn if len(different) == len(pairs) else drawn[[different[pair] for pair in pairs]]
+
+
+class PooledReward(PooledJudge):
+    """The same of a judge that can be called."""
+
+    def __init__(self, pool: Pool, description: tuple[dict, list, Any], **options: Any):
+        """As `PooledJudge`; its signature is the judge's, by which a reward says what it is to be given."""
+        super().__init__(pool, description, **options)
+        made = [_parameter(*entry) for entry in description[2]]
+        self.__signature__ = inspect.Signature(made)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """The judge itself."""
+        return self._ask("", *arguments, **keywords)
+
+
+def _parameter(name: str, kind: str, optional: bool) -> inspect.Parameter:
+    default = None if optional else inspect.Parameter.empty
+    return inspect.Parameter(name, getattr(inspect.Parameter, kind), default=default)
+
+
+def load_pooled(judge: Any, section: PoolSection) -> PooledJudge:
+    """Starts the actors of a pool and waits until they have loaded the judge.
+
+    Args:
+        judge: as its file has it.
+        section: of the pool.
+
+    Raises:
+        UserError: Ray or the cluster is not there or has not room enough, or no actor started.
+        Exception: what loading the judge raised in an actor.
+    """
+    with _other_cards(section.address):
+        cluster.enter(section.address)
+    pool = None
+    try:
+        _require_room(section)
+        pool = Pool(type(judge).__name__, _start(judge, section), _limits(section))
+        said = pool.wait_until_ready(_START_SECONDS)
+        raised = [told for kind, told in said if kind == "raised"]
+        if raised:
+            raise failure_of(raised[0])
+        description = said[0][1]
+    except BaseException as error:
+        _end(pool)
+        if isinstance(error, PoolLost):  # nothing has begun that could be saved
+            raise UserError(f"the pool did not start: {error}") from error
+        raise
+    kind = PooledJudge if description[2] is None else PooledReward
+    ended = functools.cache(lambda: _end(pool))
+    return kind(pool, description, size=_rows(judge, section, description[0]), close=ended)
+
+
+@contextmanager
+def _other_cards(address: str | None) -> Iterator[None]:
+    """A cluster that is started inside has the cards that this process does not use itself."""
+    left = cards_left() if address is None else None
+    before = os.environ.get(_VISIBLE)
+    if left is None:
+        yield
+        return
+    os.environ[_VISIBLE] = ",".join(left)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VISIBLE]
+        else:
+            os.environ[_VISIBLE] = before
+
+
+def _end(pool: Pool | None) -> None:
+    if pool is not None:
+        pool.close()
+    cluster.leave()
+
+
+def _limits(section: PoolSection) -> Limits:
+    return Limits(section.in_flight, section.batch_attempts, section.batch_timeout)
+
+
+def _rows(judge: Any, section: PoolSection, attributes: Mapping[str, Any]) -> int:
+    own = getattr(judge, "batch_size", None) or attributes.get("batch_size")
+    return section.batch or (own if isinstance(own, int) and own > 0 else ROWS)
+
+
+def _start(judge: Any, section: PoolSection) -> list[Any]:
+    """The actors' handles."""
+    import ray
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(actor)  # an interpreter of the judge's own need not have this package
+    try:
+        packed = _packed(judge)
+        settings = {
+            "folder": os.getcwd(),
+            "check": bool(section.runtime_env or section.address),
+            "deterministic": _deterministic(),
+        }
+        given = {"num_cpus": 1.0 if section.address else 0.0, "num_gpus": 0.0, **section.resources}
+        known = {name: given.pop(name) for name in ("num_cpus", "num_gpus", "memory") if name in given}
+        remote = ray.remote(actor.JudgeActor).options(
+            **known,
+            resources=given or None,
+            runtime_env=section.runtime_env or None,
+            max_restarts=section.max_restarts,
+            max_task_retries=0,
+        )
+        device = "gpu:0" if section.cards else "cpu"
+        return [remote.remote(packed, device, settings) for _ in range(section.replicas)]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"resources, runtime_env: {cluster.first_line(error)}") from error
+    finally:
+        cloudpickle.unregister_pickle_by_value(actor)
+
+
+def _packed(judge: Any) -> bytes:
+    """A judge pickled, with the code of its file where no import finds that."""
+    from ray import cloudpickle
+
+    module = sys.modules.get(type(judge).__module__)
+    file = Path(getattr(module, "__file__", None) or "")
+    own = module is not None and file.stem not in ("", "__init__", module.__name__.rpartition(".")[2])
+    if not own:
+        return cloudpickle.dumps(judge)
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(judge)
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _deterministic() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.are_deterministic_algorithms_enabled()
+
+
+def _require_room(section: PoolSection) -> None:
+    """Of a cluster of the run's own, which does not grow; what another one has or will have is left to Ray."""
+    if section.address is not None:
+        return
+    import ray
+
+    there = ray.cluster_resources()
+    for name, key in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+        wanted = section.replicas * section.resources.get(name, 0.0)
+        if wanted > there.get(key, 0):
+            raise UserError(
+                f"resources.{name}: {section.replicas} actors need {wanted:g}, this machine's cluster has "
+                f"{there.get(key, 0):g}"
+            )

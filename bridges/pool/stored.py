@@ -1,0 +1,178 @@
+"""Arrays that lie in Ray's object store: rows of them, taken apart and put together without being fetched.
+
+What a pooled renderer drew stays where it was drawn. A pooled scorer is given references, and its actor fetches the
+pictures by itself; whoever else looks at them fetches them, once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils._pytree import tree_map
+
+from bridges.pool import actor, cluster
+
+
+class Block(NamedTuple):
+    """An array in the object store.
+
+    Attributes:
+        reference: of Ray.
+        rows: of the array.
+        inner: shape of a row.
+        kind: type of the tensor that it was, such as "float32".
+    """
+
+    reference: Any
+    rows: int
+    inner: tuple[int, ...]
+    kind: str
+
+
+class Contents:
+    """Rows of blocks: what a `Stored` has beside its shape.
+
+    Attributes:
+        blocks: of one row's shape and type.
+        rows: (number of the block, row in it) of each row.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], rows: list[tuple[int, int]]):
+        """Takes blocks and rows."""
+        self.blocks, self.rows = blocks, rows
+        self._lock, self._tensor = threading.Lock(), None
+
+    @property
+    def fetched(self) -> bool:
+        """Whether the array was fetched to this process."""
+        return self._tensor is not None
+
+    def fetch(self) -> torch.Tensor:
+        """The rows as a tensor on the CPU; fetched the first time.
+
+        Raises:
+            PoolLost: the cluster is gone, or the machine that held them.
+        """
+        with self._lock:
+            if self._tensor is None:
+                used = sorted({block for block, _ in self.rows})
+                arrays = cluster.fetched([self.blocks[block].reference for block in used])
+                there = dict(zip(used, arrays, strict=True))
+                self._tensor = actor.as_tensor(actor.gathered(self.rows, there), self.blocks[0].kind, None)
+            return self._tensor
+
+
+class Stored(torch.Tensor):
+    """A tensor [B, …] whose values are in the object store.
+
+    Shape, type, rows by number or slice, `repeat_interleave` of rows and `to` a device fetch nothing; whatever else is
+    done with it is done with the values, which are fetched once.
+    """
+
+    contents: Contents
+
+    @staticmethod
+    def __new__(cls, contents: Contents, device: Any = "cpu") -> Stored:
+        """Rows of blocks as a tensor on a device."""
+        first = contents.blocks[0]
+        shape = (len(contents.rows), *first.inner)
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=getattr(torch, first.kind), device=device)
+        made.contents = contents
+        return made
+
+    def taken(self, rows: Sequence[int]) -> Stored:
+        """Some of its rows, by number."""
+        own = self.contents.rows
+        return Stored(Contents(self.contents.blocks, [own[row] for row in rows]), self.device)
+
+    def to(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        """Onto a device without being fetched; into another type as any tensor."""
+        wanted = arguments[0] if len(arguments) == 1 and not keywords else None
+        if isinstance(wanted, str | torch.device):
+            return Stored(self.contents, wanted)
+        return values_of(self).to(*arguments, **keywords)
+
+    def repeat_interleave(self, repeats: Any, dim: int | None = None, **keywords: Any) -> torch.Tensor:
+        """Each row a number of times without being fetched; other axes as any tensor."""
+        if isinstance(repeats, int) and dim == 0 and not keywords:
+            return self.taken([row for row in range(len(self)) for _ in range(repeats)])
+        return values_of(self).repeat_interleave(repeats, dim, **keywords)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Rows by slice or a list of numbers without being fetched; what else is asked for as of any tensor."""
+        if isinstance(index, slice):
+            return self.taken(range(len(self))[index])
+        if isinstance(index, list | range) and all(type(row) is int for row in index):
+            return self.taken([range(len(self))[row] for row in index])
+        return values_of(self)[index]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled it is a plain tensor."""
+        return values_of(self).__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:
+        """What it is, without its values."""
+        return f"Stored({list(self.shape)}, {self.dtype}, fetched={self.contents.fetched})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A function of torch, of the values; what is known without them is told at once."""
+        if func in _KNOWN:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(values_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The same for what reaches torch by another way."""
+        args, kwargs = tree_map(values_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def values_of(value: Any) -> Any:
+    """A stored tensor's values, on its device; anything else as it is."""
+    return value.contents.fetch().to(value.device) if isinstance(value, Stored) else value
+
+
+def joined(parts: Sequence[tuple[Any, tuple[tuple[int, ...], str]]]) -> Stored:
+    """One tensor of arrays in the object store: of each its reference, and (shape, type).
+
+    Raises:
+        ValueError: their rows differ in shape or type.
+    """
+    blocks = tuple(Block(reference, shape[0], shape[1:], kind) for reference, (shape, kind) in parts)
+    if len({(block.inner, block.kind) for block in blocks}) > 1:
+        found = sorted({f"{block.kind} {list(block.inner)}" for block in blocks})
+        raise ValueError(f"rows of one shape and type expected, got {', '.join(found)}")
+    rows = [(number, row) for number, block in enumerate(blocks) for row in range(block.rows)]
+    return Stored(Contents(blocks, rows))
+
+
+def put(array: Any) -> Stored:
+    """A tensor, or an array of NumPy with more than one axis, as one in the object store.
+
+    Raises:
+        PoolLost: the cluster is gone.
+    """
+    values, kind = actor.as_array(array.detach().cpu())
+    return joined([(cluster.put(values), (tuple(array.shape), kind))])
+
+
+def as_stored(array: Any) -> Stored | None:
+    """A tensor of more than one axis as one in the object store; None for what travels with its batch."""
+    if isinstance(array, Stored):
+        return array
+    return put(array) if isinstance(array, torch.Tensor) and array.ndim > 1 and len(array) else None
+
+
+_KNOWN = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
+    *(getattr(torch.Tensor, name) for name in ("dim", "size", "numel", "__len__", "is_floating_point", "element_size")),
+    torch.Tensor.is_cuda.__get__,
+}
+"""What a tensor knows without its values."""

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _evaluate_run(options: argparse.Namespace) -> None:
+    with ExitStack() as leaving:
+        _evaluate(options, leaving)
+
+
+def _evaluate(options: argparse.Namespace, leaving: ExitStack) -> None:
     from grpo_jax.config import MeshSection
     from grpo_jax.rollout.rewards import IN_PYTHON
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
@@ -72,7 +78,7 @@ def _evaluate_run(options: argparse.Namespace) -> None:
         config = dataclasses.replace(config, policy=section)
     say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
     prompts = kept_prompts(RunDirectory(options.run)) if config.data.prompts == IN_PYTHON else None
-    parts = load_parts(config, say, prompts=prompts)
+    parts = load_parts(config, say, prompts=prompts, leaving=leaving)
     if not parts.test_rows:
         raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
     variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)

@@ -13,6 +13,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_jax.config.build import to_dict
@@ -69,12 +70,13 @@ def run(
     from grpo_jax.runs.processes import stop_requests
 
     clock = time.monotonic()
-    with RunOutput(config) as output, stop_requests() as stop:
+    with RunOutput(config) as output, stop_requests() as stop, ExitStack() as leaving:
         try:
             with stop.at_once():
                 program = config.task.program(config, output.part)
                 if program is None:
-                    program = load_program(config, output, prompts=prompts, rewards=rewards, clock=clock, stop=stop)
+                    given = {"prompts": prompts, "rewards": rewards}
+                    program = load_program(config, output, **given, clock=clock, stop=stop, leaving=leaving)
         except Stopped:
             output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
             return {"stopped": True, "iteration": 0}

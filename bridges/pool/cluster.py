@@ -41,6 +41,15 @@ def cluster_session() -> str:
     return ray.get_runtime_context().get_session_name()
 
 
+def is_joined() -> bool:
+    """Whether this process belongs to a cluster; Ray is imported with a token where this user has one.
+
+    Raises:
+        UserError: Ray is not installed.
+    """
+    return import_ray(token=_has_token()).is_initialized()
+
+
 def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> None:
     """Starts a cluster on this machine for this process, with a token; nothing if the process belongs to one already.
 
@@ -91,7 +100,7 @@ def join(address: str) -> None:
         if _is_about_a_token(error):
             raise TokenRefused(
                 f"the Ray cluster at {address} asks for a token and this process has none or another: set RAY_AUTH_MODE"
-                "=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to that of the cluster (by default ~/.ray/auth_token)"
+                "=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's (by default ~/.ray/auth_token)"
             ) from error
         raise NotJoined(f"the Ray cluster at {address} cannot be joined: {first_line(error)}") from error
 

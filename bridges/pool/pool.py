@@ -1,8 +1,8 @@
 """One queue of batches before the actors of a pool.
 
 Each actor has a few batches on their way to it. Nobody watches over the pool: whoever waits for an answer meanwhile
-takes what came, for whomever it is, and hands out what is waiting. A batch whose actor died, or was too late with it and
-was ended, goes to another; its first answer counts, and what comes of it later is not looked at.
+takes what came, for whomever it is, and hands out what is waiting. A batch whose actor died, or was ended because it
+was late, goes to another; its first answer counts, and what comes of it later is not looked at.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ class Pool:
                     break
             self._listen(tick, min(1.0, max(deadline - time.monotonic(), 0.0)))
         if not self.descriptions:
-            raise PoolLost(f"{self.name}: {self._closed or f'no actor has started within {seconds:g} s (`ray status`)'}")
+            raise PoolLost(
+                f"{self.name}: {self._closed or f'no actor has started within {seconds:g} s (`ray status`)'}"
+            )
         return self.descriptions
 
     def ask(self, requests: Sequence[Request]) -> list[tuple[Any, Any]]:
@@ -308,7 +310,7 @@ class Pool:
             if self._unheard >= _PROBES:
                 self._lose_all("the Ray cluster is gone: nothing answers there any more")
 
-    # -------------------------------------------------------------------------------------------------- without the lock
+    # ------------------------------------------------------------------------------------------------- without the lock
 
     def _patience(self) -> float:
         """Seconds until somebody must look around."""

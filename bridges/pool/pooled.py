@@ -65,7 +65,7 @@ class PooledJudge:
         return batches.joined(self._pool.ask(requests), requests, who)
 
     def _draw(self, texts: Sequence[str], seeds: Sequence[int], **keywords: Any) -> Any:
-        """Equal pairs of text and seed are one picture: it is drawn once, whichever actor would have drawn the others."""
+        """Equal pairs of text and seed are one picture, which is drawn once."""
         pairs = list(zip(texts, seeds, strict=True))
         different = {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
         drawn = self._ask("draw", [text for text, _ in different], [seed for _, seed in different], **keywords)

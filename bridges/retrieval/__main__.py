@@ -43,7 +43,7 @@ def serve(options: argparse.Namespace) -> int:
     Raises:
         UserError: as `read_catalogue`, `start_service` and `Retriever.self_test`.
     """
-    from bridges.retrieval.cluster import NAMESPACE, answers, cluster_address, cluster_session
+    from bridges.pool.cluster import NAMESPACE, answers, cluster_address, cluster_session
     from bridges.retrieval.retriever import Retriever
     from bridges.retrieval.service import start_service
     from bridges.retrieval.whereabouts import Whereabouts, announced, find_service, service_file

@@ -10,17 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bridges.pool.cluster import LOOPBACK, NAMESPACE, start_cluster
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
-from bridges.retrieval.cluster import (
-    LOOPBACK,
-    NAMESPACE,
-    fetch,
-    join_cluster,
-    not_found,
-    rejoin_cluster,
-    start_cluster,
-    typed_errors,
-)
+from bridges.retrieval.cluster import fetch, join_cluster, not_found, rejoin_cluster, typed_errors
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
 from bridges.retrieval.errors import ActorLost, RetrievalError, ServiceNotFound
 from bridges.retrieval.local import Shard
@@ -28,6 +20,7 @@ from bridges.retrieval.queries import Queries
 from bridges.retrieval.ranking import Counts, Nearest, Scale, merge_counts, merge_nearest
 from grpo_jax.errors import StopRun, UserError
 
+_OBJECT_STORE = 256 * 2**20  # bytes, of a cluster started here: only queries and counts pass through it
 _START_SECONDS = 600.0  # for actors to load encoder and vectors; a large catalogue on a slow disk takes minutes
 
 
@@ -251,7 +244,7 @@ def start_service(
     if address == "auto":
         raise UserError("address: auto may be anybody's cluster; give HOST:PORT, or leave it out to start one")
     if address is None:
-        start_cluster(host)
+        start_cluster(host, object_store=_OBJECT_STORE)
     else:
         join_cluster(address, service)
     import ray

@@ -37,8 +37,8 @@ class Beside(NamedTuple):
         more = {key: value for key, value in values.items() if key in self.fields and key not in own}
         if more and (clash := sorted(own & self.fields.keys())):
             raise UserError(
-                f"{name}.{clash[0]}: expected no field of this name of {kind.__name__}'s own beside {next(iter(more))}: "
-                "give it another name"
+                f"{name}.{clash[0]}: expected no field of {kind.__name__}'s own of this name beside "
+                f"{next(iter(more))}; give it another"
             )
         return {key: value for key, value in values.items() if key not in more}, more
 

@@ -80,8 +80,8 @@ def _sections(
                 places = field.metadata[CLASSES]
                 option = Option(where, str, entry[KEY], line, tuple(built_in_names(places)))
                 found = find_class(entry[KEY], places, where)
-                section = _sections(found, entry, where, found.__doc__ or "", [option])
-                named += [section[0]._replace(options=(*section[0].options, *_beside(field, where, entry))), *section[1:]]
+                whole, *inner = _sections(found, entry, where, found.__doc__ or "", [option])
+                named += [whole._replace(options=(*whole.options, *_beside(field, where, entry))), *inner]
         elif is_section(hint):
             below += _sections(hint, value, dotted, line)
         elif get_origin(hint) is list and is_section(get_args(hint)[0]):

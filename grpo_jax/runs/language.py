@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,14 @@ class LanguageProgram:
 
 
 def load_program(
-    config: Config, output: Any, *, prompts: Any, rewards: Any, clock: float, stop: StopRequests
+    config: Config,
+    output: Any,
+    *,
+    prompts: Any,
+    rewards: Any,
+    clock: float,
+    stop: StopRequests,
+    leaving: ExitStack,
 ) -> LanguageProgram:
     """Loads a language run.
 
@@ -231,6 +239,7 @@ def load_program(
         rewards: In place of the config's, or None.
         clock: `time.monotonic()` at the start.
         stop: Looked at while judges are waited for.
+        leaving: What ends judges that hold something outside this process, when the run does.
     """
     source = from_python(config, prompts, rewards)
     if source.config is not config and not config.resume:  # a resume may be refused yet
@@ -238,6 +247,7 @@ def load_program(
     keep_prompts(source, output.directory, output.note)
     if source.prompts is None and config.data.prompts == IN_PYTHON:
         source = source._replace(prompts=kept_prompts(output.directory))
-    parts = load_parts(source.config, output.part, prompts=source.prompts, rewards=source.rewards, stopping=stop.is_set)
+    given = {"prompts": source.prompts, "rewards": source.rewards}
+    parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving)
     parts = within_budget(parts, output.part)
     return LanguageProgram(source.config, parts, make_learner(parts), output.say, clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -99,6 +100,7 @@ def load_parts(
     prompts: PromptSet | None = None,
     rewards: Mapping[str, Reward] = MappingProxyType({}),
     stopping: Callable[[], bool] = lambda: False,
+    leaving: ExitStack | None = None,
 ) -> Parts:
     """Loads everything, one line per part.
 
@@ -108,6 +110,7 @@ def load_parts(
         prompts: In place of the task's own.
         rewards: Functions by label, in place of those that the config names.
         stopping: Whether a stop was asked for; looked at while judges are waited for.
+        leaving: What ends judges that hold something outside this process (`close`), when the run does.
 
     Raises:
         UserError: Something that the config names is missing, broken, or does not fit.
@@ -147,6 +150,8 @@ def load_parts(
     for name, judge in config.judges.items():
         with judge_named(name):
             judges[name] = judge.load(placement[name])
+            if leaving is not None and hasattr(judges[name], "close"):
+                leaving.callback(judges[name].close)
     for name, judge in judges.items():
         say(name, getattr(judge, "summary", type(judge).__name__))
     environment = make_environment(
@@ -168,7 +173,9 @@ def load_parts(
         allowed_tokens=allowed,
         trie=trie,
         key=jax.random.key(config.seed),
-        devices=placement if judges else {POLICY: _listed(devices)},
+        devices={name: getattr(judges.get(name), "placed", where) for name, where in placement.items()}
+        if judges
+        else {POLICY: _listed(devices)},
         see=make_see(policy) if pictures else None,
         trainer=trainer,
         stopping=stopping,

@@ -17,7 +17,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
-from bridges.retrieval import catalogue, cluster, local, service  # noqa: E402
+from bridges.pool import cluster  # noqa: E402
+from bridges.retrieval import catalogue, local, service  # noqa: E402
 from bridges.retrieval.queries import make_queries  # noqa: E402
 from bridges.retrieval.retriever import Retriever  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402

@@ -13,7 +13,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
-from bridges.retrieval import cluster, whereabouts  # noqa: E402
+from bridges.pool import cluster  # noqa: E402
+from bridges.retrieval import whereabouts  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
 pytestmark = [

@@ -9,7 +9,8 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
-from bridges.retrieval import cluster, service  # noqa: E402
+from bridges.pool import cluster  # noqa: E402
+from bridges.retrieval import service  # noqa: E402
 from grpo_jax.tasks.recommendation.dummy import make_catalogue_of_words  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
 

@@ -1,0 +1,54 @@
+"""A reward function of anyone's as a judge, so that it can run in a pool of Ray actors."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from grpo_jax.config.fields import require
+from grpo_jax.config.named import load_object
+from grpo_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Function:
+    """A reward function; named among the rewards, it is one.
+
+    Args:
+        name: Where it is, package.module:function or file.py:function.
+        options: Arguments of it that are always the same.
+    """
+
+    name: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    runs_on: ClassVar[str] = "cpu"
+    """Where it is unless `devices` says otherwise: no card is kept for it."""
+
+    def __post_init__(self) -> None:
+        """Refuses a name that can be none."""
+        require(":" in self.name, "name", "package.module:function or file.py:function", self.name)
+
+    def check(self) -> None:
+        """Refuses what is not there or cannot be called.
+
+        Raises:
+            UserError: Naming it.
+        """
+        self.load("cpu")
+
+    def load(self, device: str) -> Any:
+        """The function with its options; the device is not its own.
+
+        Raises:
+            UserError: There is none, or importing it fails.
+        """
+        function = load_object(self.name, "name")
+        if not callable(function):
+            raise UserError(f"name {self.name!r}: it is a {type(function).__name__}, not a function")
+        return functools.partial(function, **self.options) if self.options else function
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """It does not say."""
+        return [("function", 0, "it does not say")]

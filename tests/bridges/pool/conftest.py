@@ -1,0 +1,37 @@
+"""One Ray cluster on this machine for the tests of a module."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ODD = Path(__file__).with_name("odd_judges.py")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """This process belongs to it; the pools of a run that is made here join it and leave it running."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported
+    pytest.importorskip("ray")
+    from bridges.pool import cluster
+
+    cluster.enter(None)
+    yield cluster
+    cluster.leave()
+
+
+@pytest.fixture
+def pool(cluster, tmp_path):
+    """pool(**fields) loads the odd judge into actors, which end with the test."""
+    from grpo_jax.config import make_config
+
+    made = []
+
+    def make(**fields):
+        judge = {"kind": f"{ODD}:Odd", "folder": str(tmp_path), "replicas": 2, **fields}
+        made.append(make_config(task="text", judges={"odd": judge}).judges["odd"].load("cpu"))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

@@ -1,0 +1,83 @@
+"""Judges for pools, in a file that nothing can import: they pause, fail, hang and die as their fields say."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Args:
+    folder: where each copy leaves a number, in the order in which they are loaded, and finds what is to go wrong.
+    slow: seconds that the first copy takes for a batch.
+    """
+
+    folder: str = ""
+    slow: float = 0.0
+    batch_size: int = 4
+
+    def load(self, device):
+        if (Path(self.folder) / "broken").exists():
+            raise ValueError("no such weights")
+        number = 0
+        while True:
+            try:
+                (Path(self.folder) / f"copy{number}").mkdir()
+                return Loaded(self, number, device)
+            except FileExistsError:
+                number += 1
+
+
+class Loaded:
+    window = 77
+    summary = "an odd judge"
+
+    def __init__(self, judge, number, device):
+        self.judge, self.number, self.device, self.hidden = judge, number, device, object()
+
+    def lengths(self, texts, *, times=1):
+        return [len(text) * times for text in texts]
+
+    def squares(self, numbers):
+        return numbers**2
+
+    def sizes(self, texts):
+        return [len(texts)] * len(texts)
+
+    def copies(self, texts):
+        if self.number == 0:
+            time.sleep(self.judge.slow)
+        return [self.number for _ in texts]
+
+    def fails(self, texts):
+        raise KeyError("no such word")
+
+    def total(self, texts):
+        return sum(map(len, texts))
+
+    def dies(self, texts):
+        if "poison" in texts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.lengths(texts)
+
+    async def __call__(self, prompts, completions, *, wish, **columns):
+        await asyncio.sleep(0.01)
+        return [text.count(letter) if letter else None for text, letter in zip(completions, wish, strict=True)]
+
+
+def letters(prompts, completions, wish, **columns):
+    """Share of letters; more for the letter that is wished for."""
+    return [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish, strict=True)]
+
+
+def deadly(prompts, completions, wish, folder, **columns):
+    """The same by a judge that dies in the middle of every second batch or so, as long as there are deaths left."""
+    for death in sorted(Path(folder).glob("death*"))[:1]:
+        if random.random() < 0.5:
+            death.unlink(missing_ok=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    return letters(prompts, completions, wish)

@@ -1,0 +1,97 @@
+"""A judge in a pool of real Ray actors answers as in process, whichever actor answered and whichever died over it."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray")
+
+from bridges.pool.errors import BatchLost, NotRowByRow, PoolLost
+from grpo_jax.errors import StopRun, UserError
+from grpo_jax.rollout.rewards import RewardError, collect_rewards
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+TEXTS = ["ab" * (7 * i % 13) for i in range(30)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_any_number_of_actors_answers_alike(pool, replicas):
+    judge = pool(replicas=replicas)
+    assert judge.lengths(TEXTS) == [len(text) for text in TEXTS]
+    assert judge.lengths(TEXTS, times=3) == [3 * len(text) for text in TEXTS]
+    np.testing.assert_array_equal(judge.squares(np.arange(30.0)), np.arange(30.0) ** 2)
+    assert judge.sizes(TEXTS) == [4] * 28 + [2] * 2  # the judge's own batches, in their order
+    assert judge.lengths([]) == []
+    assert set(judge.copies(["x"] * 4 * 40)) <= set(range(replicas))
+    assert judge.summary == f"an odd judge; {replicas} actors of a Ray cluster, 4 rows at a time"
+    assert judge.window == 77 and judge.device == "cpu" and judge.number in range(replicas)
+
+
+def test_a_judge_that_is_a_reward_gets_its_columns_and_what_it_does_is_told_as_in_process(pool):
+    judge = pool(batch=3)
+    assert [*inspect.signature(judge).parameters] == ["prompts", "completions", "wish", "columns"]
+    prompts, completions, wish = ["p"] * 8, [f"a{i}aa" for i in range(8)], ["a", None] * 4
+    columns = {"wish": wish, "unused": [object] * 8}
+    found = collect_rewards([judge], ["odd"], prompts, completions, columns, 4)
+    np.testing.assert_array_equal(found.ravel(), [3.0, np.nan] * 4)
+    with pytest.raises(KeyError, match="no such word") as raised:
+        judge.fails(TEXTS)
+    assert "odd_judges.py" in raised.value.__notes__[0]
+
+    def asks(completions):
+        return judge.fails(completions)
+
+    with pytest.raises(RewardError, match="reward asks: it raised KeyError: 'no such word'"):
+        collect_rewards([asks], ["asks"], prompts, completions, {}, 4)
+    assert np.isnan(collect_rewards([asks], ["asks"], prompts, completions, {}, 4, on_error="missing")).all()
+
+
+def test_what_cannot_be_taken_apart_or_is_not_there_is_named(pool):
+    judge = pool(replicas=1)
+    with pytest.raises(NotRowByRow, match=r"Odd.total answered a batch of 4 rows with int, .*set its `batch`"):
+        judge.total(TEXTS)
+    assert judge.total(["ab", "c"]) == 3  # a batch of its own
+    with pytest.raises(AttributeError, match="hidden is in the actors of a pool.*: copies, dies, fails, lengths"):
+        judge.hidden
+
+
+def test_a_slow_actor_gets_less_to_do(pool):
+    done = pool(slow=2.0).copies(["x"] * 4 * 12)
+    assert len(done) == 48 and done.count(0) <= 4 * 4 and done.count(1) >= 4 * 8
+
+
+def test_an_actor_that_hangs_is_ended_and_another_gets_its_batch(pool, tmp_path):
+    done = pool(slow=600, batch_timeout=2).copies(["x"] * 4 * 6)
+    assert done == [1] * 24 or set(done) <= {1, 2}  # the copy that took the first one's place
+
+
+def test_a_batch_that_every_actor_dies_over_is_the_judges_failure(pool):
+    judge = pool(batch_attempts=2, in_flight=3)
+    with pytest.raises(BatchLost, match="2 actors died over a batch"):
+        judge.dies([*TEXTS, "poison"])
+    assert judge.dies(TEXTS) == [len(text) for text in TEXTS]  # the actors came back
+
+
+def test_a_pool_without_actors_stops_the_run(pool):
+    judge = pool(max_restarts=0, batch_attempts=9)
+    with pytest.raises(PoolLost, match="Odd: no actor is left"):
+        judge.dies(["poison"])
+    with pytest.raises(StopRun):
+        judge.lengths(TEXTS)
+
+
+def test_what_does_not_start_says_why(pool, tmp_path):
+    with pytest.raises(UserError, match=r"resources.num_gpus: 2 actors need 2, this machine's cluster has 0"):
+        pool(resources={"num_gpus": 1})
+    with pytest.raises(UserError, match="resources, runtime_env: "):
+        pool(resources={"num_cpus": 0}, runtime_env={"pip": 3})
+    (tmp_path / "broken").touch()
+    with pytest.raises(ValueError, match="no such weights"):
+        pool()

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported
+
 ODD = Path(__file__).with_name("odd_judges.py")
 
 
 @pytest.fixture(scope="module")
 def cluster():
     """This process belongs to it; the pools of a run that is made here join it and leave it running."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported
     pytest.importorskip("ray")
     from bridges.pool import cluster
 

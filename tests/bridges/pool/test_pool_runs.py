@@ -1,0 +1,93 @@
+"""Runs whose judges are in pools: the metrics of a run in one process, whatever dies in between."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("ray")
+
+import ray
+from support.text_task import ROOT, assert_same_run, rows, train_here
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+ODD = ROOT / "tests" / "bridges" / "pool" / "odd_judges.py"
+DEATHS = 20
+
+
+@pytest.fixture(scope="module")
+def configured(place, tmp_path_factory):
+    """configured(function, **fields) writes the text task's config with a judge of these fields as its first reward."""
+
+    def write(function="letters", **fields):
+        values = yaml.safe_load(place.config.read_text())
+        values["judges"] = {"letters": {"kind": "function", "name": f"{ODD}:{function}", **fields}}
+        values["rewards"][0] = {"name": "letters"}
+        file = tmp_path_factory.mktemp("pooled") / "config.yaml"
+        file.write_text(yaml.safe_dump(values))
+        return file
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def undisturbed(configured, tmp_path_factory):
+    """The run whose judge is in its own process."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train_here(configured(), run) == 0
+    return run
+
+
+@pytest.fixture
+def deaths(tmp_path):
+    """deaths(count) leaves so many for the judge in a folder; what is left of them is in it."""
+
+    def leave(count) -> Path:
+        for number in range(count):
+            (tmp_path / f"death{number:02}").touch()
+        return tmp_path
+
+    return leave
+
+
+def test_a_run_starts_its_cluster_learns_the_same_and_ends_it(configured, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    assert train_here(configured(replicas=2, batch=3), run) == 0
+    assert not ray.is_initialized()
+    assert_same_run(run, undisturbed)
+    log = (run / "train.log").read_text()
+    assert "2 actors of a Ray cluster, 3 rows at a time" in log
+
+
+def test_actors_that_die_at_random_change_nothing(cluster, configured, undisturbed, deaths, tmp_path):
+    folder, run = deaths(DEATHS), tmp_path / "run"
+    options = {"options": {"folder": str(folder)}, "batch": 2, "batch_attempts": 50, "max_restarts": -1}
+    assert train_here(configured("deadly", replicas=3, **options), run) == 0
+    assert not list(folder.glob("death*"))
+    assert rows(run) == rows(undisturbed)
+
+
+def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
+    cluster, configured, undisturbed, deaths, tmp_path, capsys
+):
+    run, folder = tmp_path / "run", tmp_path
+    options = {"options": {"folder": str(folder)}, "batch_attempts": 50, "max_restarts": 0}
+    config = configured("deadly", replicas=2, **options)
+    assert train_here(config, run, "--training.max_steps", "2") == 0
+    shutil.rmtree(run / "policy")
+    deaths(9)
+    assert train_here(config, run, "--resume", "--training.max_steps", "6") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Function: no actor is left" in error and error.count("\n") == 1
+    assert "Saved after iteration 2; go on with --resume" in error
+    for death in folder.glob("death*"):
+        death.unlink()
+    assert train_here(config, run, "--resume", "--training.max_steps", "6") == 0
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]

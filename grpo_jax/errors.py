@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 EXTRAS = {
     **dict.fromkeys(("torch", "torchvision", "diffusers", "open_clip", "accelerate", "PIL"), "diffusion"),
-    **dict.fromkeys(("sklearn", "ray", "sentence_transformers"), "recommendation"),
+    **dict.fromkeys(("sklearn", "sentence_transformers"), "recommendation"),
+    "ray": "ray",
     **dict.fromkeys(("gymnax", "six"), "cartpole"),
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
     **{name: name for name in ("mlflow", "trackio")},

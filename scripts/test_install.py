@@ -93,6 +93,10 @@ CHECKS = {
     "quantised": [
         text_task("run", "--policy.lora.rank=2", "--policy.quantised=int8", leaves="adapter/*.safetensors"),
     ],
+    "ray": [
+        text_task("run", "--judges.brief=function", "--judges.brief.name=reward.py:brief", "--judges.brief.replicas=2",
+                  "--rewards=[{name: brief}]"),
+    ],
     "recommendation": [
         Check(
             ["grpo-train", "--config=recommendation_quick", "--warm_start.steps=10", "--training.max_steps=2",

@@ -17,6 +17,7 @@ from grpo_jax.errors import UserError
 NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 10.0
+_STARTS = 3  # how often it is tried to start one
 
 
 class NotJoined(UserError):
@@ -69,10 +70,15 @@ def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> N
     os.environ.setdefault("RAY_worker_niceness", "0")
     options = {"include_dashboard": False, "object_store_memory": object_store, "_node_ip_address": host}
     _stay_on_loopback(_is_loopback(host))
-    try:
-        _init(address="local", **options)  # and not the cluster that RAY_ADDRESS names
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise UserError(f"Ray does not start on {host}: {first_line(error)}") from error
+    for attempt in range(_STARTS):
+        try:
+            _init(address="local", **options)  # and not the cluster that RAY_ADDRESS names
+            break
+        except Exception as error:  # Ray waits half a minute for its own processes, which is little on a busy machine
+            with own_signals(), quietly():
+                ray.shutdown()  # what did start
+            if attempt + 1 == _STARTS:
+                raise UserError(f"Ray does not start on {host}: {first_line(error)}") from error
     if _is_loopback(host) and not _is_loopback(listening := cluster_address()):
         ray.shutdown()
         raise UserError(f"this version of Ray listens on {listening} in place of {host}; install ray 2.60 or newer")

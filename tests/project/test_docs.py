@@ -12,6 +12,7 @@ import pytest
 import yaml
 from support import import_checks
 
+from bridges.pool.section import PoolSection
 from grpo_jax import evaluate, export, predict, recommend, report
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.named import built_in_names, find_class
@@ -85,7 +86,7 @@ def dotted_names(text: str) -> set[str]:
 def is_field(name: str) -> bool:
     """Whether a dotted name is a field of some task's config; NAME stands for any judge."""
     first, *rest = name.replace("[]", "").split(".")
-    given = {"task": TASK_CLASSES, "judges": JUDGE_CLASSES, "rewards": [RewardSection]}
+    given = {"task": TASK_CLASSES, "judges": [*JUDGE_CLASSES, PoolSection], "rewards": [RewardSection]}
     kinds = given.get(first) or types_of(CONFIGS, first)
     if first == "devices":  # a table
         return True

@@ -81,3 +81,26 @@ def deadly(prompts, completions, wish, folder, **columns):
             death.unlink(missing_ok=True)
             os.kill(os.getpid(), signal.SIGKILL)
     return letters(prompts, completions, wish)
+
+
+def levelling(prompts, completions, wish, metrics, rows, **columns):
+    """The same, until a run has so many rows of metrics: then it kills the cluster that it runs in."""
+    done = Path(metrics).read_text().count("\n") if Path(metrics).is_file() else 0
+    if done >= rows:
+        import psutil
+
+        raylet = psutil.Process(os.getppid())
+        for process in (*raylet.parent().children(), raylet):
+            if process.name() in ("gcs_server", "raylet"):
+                process.kill()
+    return letters(prompts, completions, wish)
+
+
+@dataclass(frozen=True)
+class Versioned:
+    """Judges texts by a package that another judge needs in another version."""
+
+    def load(self, device):
+        import little
+
+        return little

@@ -58,8 +58,8 @@ def test_what_cannot_be_taken_apart_or_is_not_there_is_named(pool):
     with pytest.raises(NotRowByRow, match=r"Odd.total answered a batch of 4 rows with int, .*set its `batch`"):
         judge.total(TEXTS)
     assert judge.total(["ab", "c"]) == 3  # a batch of its own
-    with pytest.raises(AttributeError, match="hidden is in the actors of a pool.*: copies, dies, fails, lengths"):
-        judge.hidden
+    with pytest.raises(AttributeError, match=r"hidden is in the actors of a pool.*: copies, dies, fails, lengths"):
+        _ = judge.hidden
 
 
 def test_a_slow_actor_gets_less_to_do(pool):

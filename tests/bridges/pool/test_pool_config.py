@@ -77,7 +77,7 @@ def test_a_judge_with_a_field_of_a_pools_name_is_refused_in_a_pool_alone(tmp_pat
     (tmp_path / "clash.py").write_text(CLASH)
     judge = {"kind": f"{tmp_path / 'clash.py'}:Clash", "batch": 3}
     assert make_config(task="text", judges={"a": judge}).judges["a"].batch == 3
-    with pytest.raises(UserError, match="judges.a.batch: expected no field of Clash's own of this name beside repl"):
+    with pytest.raises(UserError, match=r"judges.a.batch: expected no field of Clash's own of this name beside repl"):
         make_config(task="text", judges={"a": {**judge, "replicas": 2}})
 
 

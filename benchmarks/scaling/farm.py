@@ -1,0 +1,199 @@
+"""Judges in a Ray cluster: how much faster many are than one, and what a pool costs.
+
+    python benchmarks/scaling/farm.py [--replicas 1 2 4 8] [--seconds 0.2] [--batches 8] [--no_miniature] [--json FILE]
+
+Prints JSON. "waiting" is a judge that sleeps for each batch, as one on a card of its own does as far as this machine
+is concerned: the seconds that it sleeps in all, those of a call to a pool, and their quotient, which is the speed-up.
+What a pool adds to a batch is measured with a judge that does nothing; what it adds to a picture, with pictures of the
+sizes of real renderers that an actor makes and another looks at. "miniature" draws with the renderer that ships with
+the package, on the cores that there are.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bridges.pool import cluster
+from bridges.pool.section import Pooled, PoolSection
+from bridges.renderers.stable_diffusion_3 import StableDiffusion3
+
+TEXTS = [f"a {size} {colour} circle" for size in ("small", "big") for colour in ("red", "blue", "green", "grey")]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Sleeps for each batch.
+
+    Args:
+        seconds: So long.
+        batch_size: Rows of a batch.
+    """
+
+    seconds: float = 0.0
+    batch_size: int = 4
+
+    def load(self, device: str) -> "Waiting":
+        """Itself."""
+        return self
+
+    def score(self, texts: list[str]) -> list[int]:
+        """A number for each text, one batch after the other."""
+        for _ in range(0, len(texts), self.batch_size):
+            time.sleep(self.seconds)
+        return [len(text) for text in texts]
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Makes pictures of a size, and looks at some.
+
+    Args:
+        size: Width and height.
+        batch_size: Pictures of a batch.
+    """
+
+    size: int = 512
+    batch_size: int = 4
+
+    def load(self, device: str) -> "Canvas":
+        """Itself."""
+        return self
+
+    def draw(self, texts: list[str], seeds: list[int]) -> torch.Tensor:
+        """Grey pictures."""
+        return torch.full((len(texts), 3, self.size, self.size), 0.5)
+
+    def look(self, images: torch.Tensor) -> torch.Tensor:
+        """One number of each."""
+        return images[:, 0, 0, 0].clone()
+
+
+def in_pool(judge, replicas, **fields):
+    return Pooled(judge, PoolSection(replicas=replicas, **fields)).load("cpu")
+
+
+def seconds_of(function, repeats):
+    """Median time of function(number), one call first to warm up."""
+    function(0)
+    times = []
+    for number in range(1, repeats + 1):
+        start = time.perf_counter()
+        function(number)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure_waiting(seconds, batches, replicas, repeats):
+    judge = Waiting(seconds)
+    found = {}
+    for count in replicas:
+        texts = ["x"] * judge.batch_size * batches * count
+        here = batches * count * seconds  # in one process it takes this long at least
+        pool = in_pool(judge, count)
+        taken = seconds_of(lambda _, pool=pool, texts=texts: pool.score(texts), repeats)
+        pool.close()
+        speedup = here / taken
+        found[str(count)] = {
+            "batches": batches * count,
+            "in_process_seconds": round(here, 4),
+            "seconds": round(taken, 4),
+            "speedup": round(speedup, 3),
+            "speedup_per_actor": round(speedup / count, 4),
+        }
+    return found
+
+
+def measure_overhead(repeats):
+    """Milliseconds that a batch of nothing takes, alone and among many."""
+    pool = in_pool(Waiting(), 1)
+    alone = seconds_of(lambda _: pool.score(["x"] * 4), 10 * repeats)
+    many = seconds_of(lambda _: pool.score(["x"] * 4 * 50), repeats) / 50
+    pool.close()
+    return {"batch_alone_ms": round(1e3 * alone, 3), "batch_among_50_ms": round(1e3 * many, 3)}
+
+
+def measure_pictures(sizes, count, repeats):
+    """Milliseconds a picture, from the actor that makes it through the object store into the one that looks at it."""
+    found = {}
+    for size in sizes:
+        judge = Canvas(size)
+        drawer, looker = in_pool(judge, 1), in_pool(judge, 1)
+
+        def work(number, drawer=drawer, looker=looker):
+            images = drawer.draw([str(place) for place in range(count)], [number] * count)
+            assert len(looker.look(images)) == count and not images.contents.fetched
+
+        def here(number, judge=judge):
+            judge.look(judge.draw([str(place) for place in range(count)], [number] * count))
+
+        taken, own = seconds_of(work, repeats), seconds_of(here, repeats)
+        drawer.close(), looker.close()
+        found[str(size)] = {
+            "megabytes": round(3 * size * size * 4 / 1e6, 3),
+            "in_process_ms": round(1e3 * own / count, 3),
+            "pool_ms": round(1e3 * taken / count, 3),
+        }
+    return found
+
+
+def measure_miniature(replicas, pictures, repeats):
+    """Pictures a second of the miniature's renderer; every call draws new ones."""
+    judge = StableDiffusion3(steps=2, batch_size=16, cache_megabytes=0)
+
+    def drawing(renderer):
+        def draw(number):
+            texts = [TEXTS[place % len(TEXTS)] for place in range(pictures)]
+            renderer.draw(texts, [1000 * number + place for place in range(pictures)], evaluation=False)
+
+        return draw
+
+    found = {"in_process": round(pictures / seconds_of(drawing(judge.load("cpu")), repeats), 2)}
+    for count in replicas:
+        pool = in_pool(judge, count)
+        found[str(count)] = round(pictures / seconds_of(drawing(pool), repeats), 2)
+        pool.close()
+    return {"pictures_a_second": found, "pictures": pictures, "torch_threads_here": torch.get_num_threads()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--seconds", type=float, default=0.2, help="of a batch of the waiting judge")
+    parser.add_argument("--batches", type=int, default=8, help="for each actor")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 512, 1024], help="of pictures")
+    parser.add_argument("--pictures", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no_miniature", action="store_true")
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    cluster.enter(None)  # one cluster for all pools
+    report = {
+        "benchmark": "farm",
+        "python": platform.python_version(),
+        "ray": importlib.metadata.version("ray"),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load_before": [round(load, 2) for load in os.getloadavg()],
+        "waiting": measure_waiting(args.seconds, args.batches, args.replicas, args.repeats),
+        "overhead": measure_overhead(args.repeats),
+        "pictures": measure_pictures(args.sizes, args.pictures, args.repeats),
+    }
+    if not args.no_miniature:
+        report["miniature"] = measure_miniature([1, 2], args.pictures, args.repeats)
+    report["load_after"] = [round(load, 2) for load in os.getloadavg()]
+    cluster.leave()
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

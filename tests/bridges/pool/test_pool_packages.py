@@ -1,0 +1,59 @@
+"""Two judges that need different versions of one package, each in a pool with an interpreter of its own."""
+
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from grpo_jax.config import make_config
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+ODD = Path(__file__).with_name("odd_judges.py")
+LITTLE = """
+__version__ = "{version}"
+
+def score(texts):
+    return [{version} * len(text) for text in texts]
+"""
+
+
+def make_interpreter(folder, version):
+    """An environment of this Python with all that this one has, and a package of its own version."""
+    venv.create(folder, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (packages / "little.py").write_text(LITTLE.format(version=version))
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return str(folder / "bin" / Path(sys.executable).name)
+
+
+def test_judges_that_need_different_versions_of_a_package_judge_side_by_side(cluster, tmp_path):
+    judges = {
+        f"judge{version}": {
+            "kind": f"{ODD}:Versioned",
+            "replicas": 1,
+            "runtime_env": {"py_executable": make_interpreter(tmp_path / version, version)},
+        }
+        for version in ("1", "2")
+    }
+    config = make_config(task="text", judges=judges)
+    loaded = {}
+    try:
+        for name, judge in config.judges.items():
+            judge.check()  # which this process could not
+            loaded[name] = judge.load("cpu")
+        assert loaded["judge1"].score(["ab", "c"]) == [2, 1] and loaded["judge2"].score(["ab", "c"]) == [4, 2]
+        with pytest.raises(ModuleNotFoundError):
+            config.judges["judge1"].judge.load("cpu")
+    finally:
+        for one in loaded.values():
+            one.close()

@@ -168,10 +168,12 @@ class Pool:
 
         self._closed = self._closed or "it was closed"
         self._ring()
+        gone = cluster.is_gone()  # Ray would wait for it to come back
         for seat in self.seats:
             seat.state = "gone"
             with cluster.quietly():
-                ray.kill(seat.handle)
+                if not gone:
+                    ray.kill(seat.handle)
 
     # ----------------------------------------------------------------------------------- all below: the lock is held
 

@@ -75,6 +75,11 @@ class Pooled:
         """Where it is unless `devices` says otherwise: for a pool no card of this machine is kept."""
         return "cpu" if self.pool.replicas else getattr(self.judge, "runs_on", "auto")
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the judge takes no device of the run's process."""
+        return self.pool.replicas > 0
+
     def check(self) -> None:
         """What the judge refuses; where its actors are elsewhere or have packages of their own, they ask it."""
         if not (self.pool.replicas and (self.pool.runtime_env or self.pool.address)):
@@ -107,5 +112,5 @@ class Pooled:
         return [(name, copies * size, f"{note}{times}") for name, size, note in lines]
 
     def savings(self) -> list[dict[str, Any]]:
-        """Fields of the judge that can take less memory; nothing where it is not this machine's."""
-        return getattr(self.judge, "savings", list)()
+        """None: what the actors take is theirs."""
+        return []

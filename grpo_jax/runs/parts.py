@@ -299,10 +299,12 @@ def _ask_for_determinism(*, torch_too: bool) -> None:
 def _place(config: Config, say: Say) -> dict[str, str]:
     """The device of each part, decided before JAX starts."""
     placement = own_package("bridges", "placement")
-    places, notes = placement.place(config.requests, policy_count=config.policy.mesh.size)
+    away = {name for name, judge in config.judges.items() if getattr(judge, "elsewhere", False)}
+    requests = {name: where for name, where in config.requests.items() if name not in away}
+    places, notes = placement.place(requests, policy_count=config.policy.mesh.size)
     for note in [*(notes if config.judges else ()), *placement.prepare_jax(places)]:
         say("devices", note)
-    return places
+    return {**places, **{name: config.requests[name] for name in away}}
 
 
 def _policy_devices(places: Mapping[str, str], section: MeshSection) -> list[jax.Device]:

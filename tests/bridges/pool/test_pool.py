@@ -64,12 +64,12 @@ def test_what_cannot_be_taken_apart_or_is_not_there_is_named(pool):
 
 def test_a_slow_actor_gets_less_to_do(pool):
     done = pool(slow=2.0).copies(["x"] * 4 * 12)
-    assert len(done) == 48 and done.count(0) <= 4 * 4 and done.count(1) >= 4 * 8
+    assert len(done) == 48 and done.count(1) > done.count(0) > 0
 
 
-def test_an_actor_that_hangs_is_ended_and_another_gets_its_batch(pool, tmp_path):
-    done = pool(slow=600, batch_timeout=2).copies(["x"] * 4 * 6)
-    assert done == [1] * 24 or set(done) <= {1, 2}  # the copy that took the first one's place
+def test_an_actor_that_hangs_is_ended_and_another_gets_its_batch(pool):
+    done = pool(slow=600, batch_timeout=4, batch_attempts=9).copies(["x"] * 4 * 6)
+    assert len(done) == 24 and 0 not in done  # the first copy never answered
 
 
 def test_a_batch_that_every_actor_dies_over_is_the_judges_failure(pool):

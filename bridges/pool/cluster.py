@@ -70,13 +70,13 @@ def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> N
     os.environ.setdefault("RAY_worker_niceness", "0")
     options = {"include_dashboard": False, "object_store_memory": object_store, "_node_ip_address": host}
     _stay_on_loopback(_is_loopback(host))
+    before = set(_processes())
     for attempt in range(_STARTS):
         try:
             _init(address="local", **options)  # and not the cluster that RAY_ADDRESS names
             break
         except Exception as error:  # Ray waits half a minute for its own processes, which is little on a busy machine
-            with own_signals(), quietly():
-                ray.shutdown()  # what did start
+            _end_what_started(before)
             if attempt + 1 == _STARTS:
                 raise UserError(f"Ray does not start on {host}: {first_line(error)}") from error
     if _is_loopback(host) and not _is_loopback(listening := cluster_address()):
@@ -255,6 +255,32 @@ def _init(**options: Any) -> None:
 
     with own_signals(), _quiet():
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
+
+
+def _processes() -> dict[int, Any]:
+    """Processes of Ray that this process has started, by number."""
+    import psutil  # Ray brings it
+    import ray
+
+    found, folder = {}, str(Path(ray.__file__).parent)
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if any(folder in word for word in child.cmdline()):
+                found[child.pid] = child
+    return found
+
+
+def _end_what_started(before: set[int]) -> None:
+    """Ends what a start that failed has left: Ray forgets it, and it would be in the next one's way."""
+    import ray
+
+    with own_signals(), quietly():
+        ray.shutdown()
+    for number, process in _processes().items():
+        if number not in before:
+            with quietly():
+                process.kill()
+                process.wait(5)
 
 
 def _stay_on_loopback(stay: bool) -> None:

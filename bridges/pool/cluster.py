@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bridges.pool.errors import PoolLost
-from grpo_jax.errors import UserError
+from grpo_jax.errors import ABANDONED, UserError
 
 NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
@@ -161,13 +161,23 @@ def enter(address: str | None) -> None:
 
 def leave() -> None:
     """Ends the part of one pool: the last ends or leaves the cluster that the first came to."""
-    import ray
-
     with _Here.lock:
         _Here.users -= 1
         if not _Here.users and _Here.ours:
-            with own_signals(), quietly():
-                ray.shutdown()
+            _shut_down()
+
+
+def _shut_down() -> None:
+    """Leaves the cluster of this process; one that is gone is not waited for."""
+    import ray
+
+    if not is_gone():
+        with own_signals(), quietly():
+            ray.shutdown()
+        return
+    leaving = threading.Thread(target=ray.shutdown, name=f"{ABANDONED}ray", daemon=True)
+    leaving.start()
+    leaving.join(_PROBE_SECONDS)
 
 
 def is_gone() -> bool:

@@ -10,7 +10,7 @@ import yaml
 pytest.importorskip("ray")
 
 import ray
-from support.text_task import ROOT, assert_same_run, rows, train, train_here
+from support.text_task import ROOT, finished_run, rows, train, train_here
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,7 +25,7 @@ DEATHS = 20
 
 @pytest.fixture(scope="module")
 def configured(place, tmp_path_factory):
-    """configured(function, **fields) writes the text task's config with a judge of these fields as its first reward."""
+    """configured(function, **fields) writes the config of `finished_run` with a judge in place of its first reward."""
 
     def write(function="letters", **fields):
         values = yaml.safe_load(place.config.read_text())
@@ -36,14 +36,6 @@ def configured(place, tmp_path_factory):
         return file
 
     return write
-
-
-@pytest.fixture(scope="module")
-def undisturbed(configured, tmp_path_factory):
-    """The run whose judge is in its own process."""
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert train_here(configured(), run) == 0
-    return run
 
 
 @pytest.fixture
@@ -58,25 +50,26 @@ def deaths(tmp_path):
     return leave
 
 
-def test_a_run_starts_its_cluster_learns_the_same_and_ends_it(configured, undisturbed, tmp_path):
+def test_a_run_starts_its_cluster_learns_the_same_and_ends_it(place, configured, tmp_path):
     run = tmp_path / "run"
     assert train_here(configured(replicas=2, batch=3), run) == 0
     assert not ray.is_initialized()
-    assert_same_run(run, undisturbed)
-    log = (run / "train.log").read_text()
-    assert "2 actors of a Ray cluster, 3 rows at a time" in log
+    weights, undisturbed = "policy/model.safetensors", finished_run(place)
+    assert rows(run) == rows(undisturbed)
+    assert (run / weights).read_bytes() == (undisturbed / weights).read_bytes()
+    assert "2 actors of a Ray cluster, 3 rows at a time" in (run / "train.log").read_text()
 
 
-def test_actors_that_die_at_random_change_nothing(cluster, configured, undisturbed, deaths, tmp_path):
+def test_actors_that_die_at_random_change_nothing(cluster, place, configured, deaths, tmp_path):
     folder, run = deaths(DEATHS), tmp_path / "run"
     options = {"options": {"folder": str(folder)}, "batch": 2, "batch_attempts": 50, "max_restarts": -1}
     assert train_here(configured("deadly", replicas=3, **options), run) == 0
     assert not list(folder.glob("death*"))
-    assert rows(run) == rows(undisturbed)
+    assert rows(run) == rows(finished_run(place))
 
 
 def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
-    cluster, configured, undisturbed, deaths, tmp_path, capsys
+    cluster, configured, deaths, tmp_path, capsys
 ):
     run, folder = tmp_path / "run", tmp_path
     options = {"options": {"folder": str(folder)}, "batch_attempts": 50, "max_restarts": 0}

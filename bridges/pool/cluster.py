@@ -175,7 +175,7 @@ def _shut_down() -> None:
         with own_signals(), quietly():
             ray.shutdown()
         return
-    leaving = threading.Thread(target=ray.shutdown, name=f"{ABANDONED}ray", daemon=True)
+    leaving = threading.Thread(target=quietly()(ray.shutdown), name=f"{ABANDONED}ray", daemon=True)
     leaving.start()
     leaving.join(_PROBE_SECONDS)
 

@@ -27,6 +27,13 @@ class Clash:
 """
 
 
+class Sized:
+    """A judge that says what it takes."""
+
+    def memory(self):
+        return [("weights", 10, "float32")]
+
+
 def pooled(**fields):
     return make_config(task="text", judges={"a": {"kind": "open_clip", **fields}}).judges["a"]
 
@@ -84,9 +91,8 @@ def test_a_judge_with_a_field_of_a_pools_name_is_refused_in_a_pool_alone(tmp_pat
 def test_where_a_pool_is_and_what_it_takes():
     config = make_config(task="text", judges={"a": {"kind": "open_clip", "replicas": 2}, "b": "open_clip"})
     assert config.requests == {"policy": "auto", "a": "cpu", "b": "auto"}
-    (clip, scoring), copies = (judge_lines(judge) for judge in (OpenClip(), pooled(replicas=3)))
-    assert [line.bytes for line in copies] == [3 * clip.bytes, 3 * scoring.bytes]
-    assert copies[0].note == "float32, in 3 actors"
+    (copies,) = judge_lines(Pooled(Sized(), PoolSection(replicas=3)))
+    assert copies[:3] == ("weights", 30, "float32, in 3 actors")
     (elsewhere,) = judge_lines(pooled(replicas=2, resources={"num_gpus": 1}))
     assert elsewhere.bytes == 0 and "2 actors in a Ray cluster of the run's own, each with 1 of its" in elsewhere.note
     assert pooled(replicas=0, in_flight=1).runs_on == "auto"

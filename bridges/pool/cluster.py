@@ -6,7 +6,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from grpo_jax.errors import ABANDONED, UserError
 NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 10.0
-_START_SECONDS = 300.0
+_STARTS = 3  # how often it is tried to start one
 
 
 class NotJoined(UserError):
@@ -72,12 +71,14 @@ def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> N
     options = {"include_dashboard": False, "object_store_memory": object_store, "_node_ip_address": host}
     _stay_on_loopback(_is_loopback(host))
     before = set(_processes())
-    try:
-        with _patiently():
+    for attempt in range(_STARTS):
+        try:
             _init(address="local", **options)  # and not the cluster that RAY_ADDRESS names
-    except Exception as error:  # Ray raises what it likes
-        _end_what_started(before)
-        raise UserError(f"Ray does not start on {host}: {first_line(error)}") from error
+            break
+        except Exception as error:  # Ray waits half a minute for its own processes, which is little on a busy machine
+            _end_what_started(before)
+            if attempt + 1 == _STARTS:
+                raise UserError(f"Ray does not start on {host}: {first_line(error)}") from error
     if _is_loopback(host) and not _is_loopback(listening := cluster_address()):
         ray.shutdown()
         raise UserError(f"this version of Ray listens on {listening} in place of {host}; install ray 2.60 or newer")
@@ -264,29 +265,6 @@ def _init(**options: Any) -> None:
 
     with own_signals(), _quiet():
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
-
-
-@contextmanager
-def _patiently() -> Iterator[None]:
-    """Ray gives its own processes half a minute to start, which is little on a busy machine; here it is minutes."""
-    from ray._private import services
-
-    known, deadline = services.get_node, time.monotonic() + _START_SECONDS
-
-    def get_node(*arguments: Any, **keywords: Any) -> Any:
-        while True:
-            try:
-                return known(*arguments, **keywords)
-            except RuntimeError:  # it is not there yet
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-
-    services.get_node = get_node
-    try:
-        yield
-    finally:
-        services.get_node = known
 
 
 def _processes() -> dict[int, Any]:

@@ -367,11 +367,13 @@ class WarmStartSection:
         steps: Supervised updates; 0 for none. What is taught, the task says.
         batch: Pairs of one update.
         learning_rate: Peak learning rate, after a tenth of the steps as a warm-up; it falls to 0 along a cosine.
+        group_by_length: Make batches of prompts of like length, which need less padding: faster where lengths differ.
     """
 
     steps: int = 0
     batch: int = 64
     learning_rate: float = 1e-3
+    group_by_length: bool = False
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -29,6 +30,7 @@ JUDGES = ("bridges.renderers.{}", "bridges.scorers.{}")
 POLICY = "policy"
 """What `devices` calls the policy."""
 
+_LAGGING_CAP = 2.0  # TRL's and verl's
 _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
 
@@ -109,6 +111,9 @@ class Config:
         self._check_rewards()
         self._check_sampling()
         self._check_training()
+        if self.algorithm.importance_cap is None:
+            given = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if self.training.lag else 0.0)
+            object.__setattr__(self, "algorithm", given)
         self.task.check(self)
 
     @property

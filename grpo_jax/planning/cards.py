@@ -122,9 +122,11 @@ def _capacity(name: str, gib: tuple[float, ...]) -> int:
 
 
 def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
-    """The policy's part of a device; sampling and update take turns, and the larger counts."""
+    """The policy's part of a device; sampling and update take turns, and the larger counts, unless one is ahead."""
     section, lora = config.policy, config.policy.lora
-    sampling = memory.to_sample > memory.to_update
+    larger = memory.to_sample > memory.to_update
+    sampling, update = larger or memory.behind > 0, not larger or memory.behind > 0
+    behind = [Line("policy that samples ahead", memory.behind, "float32")] if memory.behind else []
     limit = "at most: compiled in float32" if memory.widened else "compiled"
     no_copy = "the base without its adapters" if lora.used else "none: no KL"
     rank = f" of rank {lora.rank}" if lora.rank else ""
@@ -138,11 +140,12 @@ def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
         Line("parameters", memory.weights, dtype),
         Line("optimizer state", memory.optimizer, "float32"),
         Line("reference", memory.reference, "float32" if memory.reference else no_copy),
+        *behind,
         Line("sampling: layers apart", memory.apart, "a copy in the order of decoding", sampling),
         Line("sampling: decode cache", memory.cache, f"{tokens} {held}", sampling),
         Line("sampling: the rest", memory.sampling, limit, sampling),
-        Line("update: gradients", memory.gradients, "float32", not sampling),
-        Line("update: activations", memory.update, f"{limit}; remat: {section.remat}", not sampling),
+        Line("update: gradients", memory.gradients, "float32", update),
+        Line("update: activations", memory.update, f"{limit}; remat: {section.remat}", update),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,6 @@ class LanguageProgram:
         learner: Compiled steps.
         say: Prints a line.
         clock: `time.monotonic()` at the start of this process's part of the run.
-        ahead: Batches that are sampled ahead (training.lag); None where each is sampled with the newest weights.
     """
 
     config: Config
@@ -57,7 +57,11 @@ class LanguageProgram:
     learner: Learner
     say: Callable[[str], None]
     clock: float
-    ahead: Ahead | None = None
+
+    @cached_property
+    def ahead(self) -> Ahead | None:
+        """Batches that are sampled ahead (training.lag); None where each is sampled with the newest weights."""
+        return Ahead(self.parts) if self.parts.config.training.lag else None
 
     @property
     def iterations(self) -> int:
@@ -258,5 +262,4 @@ def load_program(
         source = source._replace(prompts=kept_prompts(output.directory))
     parts = load_parts(source.config, output.part, prompts=source.prompts, rewards=source.rewards, stopping=stop.is_set)
     parts = within_budget(parts, output.part)
-    ahead = Ahead(parts) if parts.config.training.lag else None
-    return LanguageProgram(source.config, parts, make_learner(parts), output.say, clock, ahead)
+    return LanguageProgram(source.config, parts, make_learner(parts), output.say, clock)

@@ -30,7 +30,7 @@ JUDGES = ("bridges.renderers.{}", "bridges.scorers.{}")
 POLICY = "policy"
 """What `devices` calls the policy."""
 
-_LAGGING_CAP = 2.0  # TRL's and verl's
+_LAGGING_CAP = 2.0  # the threshold of verl's configs
 _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
 

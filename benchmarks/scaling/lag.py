@@ -13,6 +13,7 @@ sampler does, and at lag 1 1 + 1/(2 · chunks): update n waits for the last chun
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -82,7 +83,7 @@ def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, 
     def ended(moment):
         ends.append((time.perf_counter(), os.getloadavg()[0]))
 
-    with RunOutput(config) as output, stop_requests() as stop:
+    with contextlib.redirect_stdout(sys.stderr), RunOutput(config) as output, stop_requests() as stop:
         program = load_program(config, output, prompts=prompts, rewards=[lengths], clock=clock, stop=stop)
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
             run = Run(slowed(program, unit, chunks), checkpoints, output, clock, Callbacks(on_iteration=ended))

@@ -166,6 +166,8 @@ class Config:
         policy, training, parts = self.policy, self.training, self.policy.mesh.fsdp
         alone = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
         require(alone, "policy.quantised", "none without policy.lora, or over a mesh", policy.quantised)
+        shared = policy.sampler_devices == "shared" or (training.lag > 0 and policy.mesh.size == 1)
+        require(shared, "policy.sampler_devices", "shared without training.lag 1, or over a mesh", "own")
         rows, horizon = training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
         steady = self.ppo.kl_target == 0 or rows <= horizon
         require(steady, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)

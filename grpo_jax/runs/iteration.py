@@ -119,7 +119,7 @@ def make_learner(parts: Parts) -> Learner:
             take_over=True,
         )
         state = settled(shard(state, policy.mesh))
-        return state._replace(behind=left_behind(state)) if config.training.lag else state
+        return state._replace(behind=left_behind(state, parts.sampler_device)) if config.training.lag else state
 
     return Learner(update, schedule, iterations, per_iteration, start)
 

@@ -15,12 +15,14 @@ import time
 from concurrent.futures import Future, wait
 from typing import Any
 
+import jax
+
 from grpo_jax.errors import ABANDONED, Stopped
 from grpo_jax.rollout.drawing import Drawn
 from grpo_jax.rollout.pipeline import Line, Place
 from grpo_jax.runs.iteration import Iteration, Learner, draw_batch, learn
 from grpo_jax.runs.parts import Parts
-from grpo_jax.training.state import TrainState, left_behind, release, variables_behind
+from grpo_jax.training.state import Behind, TrainState, frozen_behind, left_behind, release, variables_behind
 
 _POLL_SECONDS = 0.5  # how often who waits looks up where a signal does not wake it
 _GRACE_SECONDS = 5.0  # how long batches that nobody wants any more are waited for
@@ -42,16 +44,22 @@ class Ahead:
         self._drawn: dict[int, Future[Drawn]] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
+        self._frozen: dict[str, Any] | None = None  # on the sampler's own device
 
-    def begin(self, iteration: int, variables: Any) -> None:
+    def begin(self, iteration: int, state: TrainState, behind: Behind) -> None:
         """Begins the batch of an iteration, unless it is on its way already.
 
         Args:
             iteration: From 0; the one behind that which was begun last.
-            variables: Of the policy that samples; nobody may change or free them before the batch is taken.
+            state: Its frozen weights are shared, or copied once where the sampler has a device of its own.
+            behind: The policy that samples; nobody may free it before the batch is taken.
         """
         if iteration in self._drawn:
             return
+        variables, device = variables_behind(state, behind), self._parts.sampler_device
+        if device is not None:
+            self._frozen = self._frozen or jax.device_put(frozen_behind(state), device)
+            variables |= self._frozen
         drawn: Future[Drawn] = Future()
         place, before = (None, [*self._drawn.values()]) if self._line is None else (self._line.place(), [])
         given = (drawn, before, iteration, variables, place)
@@ -111,10 +119,10 @@ def iterate_ahead(parts: Parts, learner: Learner, ahead: Ahead, state: TrainStat
     """
     started, behind = time.monotonic(), state.behind
     assert behind is not None  # `Learner.start` and checkpoints have it
-    ahead.begin(iteration, variables_behind(state, behind))  # the first of this process; others are on their way
-    now = left_behind(state)
+    ahead.begin(iteration, state, behind)  # the first of this process; others are on their way
+    now = left_behind(state, parts.sampler_device)
     if iteration + 1 < learner.iterations:
-        ahead.begin(iteration + 1, variables_behind(state, now))
+        ahead.begin(iteration + 1, state, now)
     drawn = ahead.take(iteration)
     staleness = int(state.step) - int(behind.step)
     release(behind)

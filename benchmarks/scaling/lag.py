@@ -4,7 +4,7 @@
 
 Prints JSON. Sampling, judging and learning wait `--unit` seconds of a batch each, 1 : 1 : 1, besides the real sampling
 and update of a tiny policy. A case is a run of its own: training.lag 0 or 1, the batch in one chunk or in
-several. `seconds` is the median time between one iteration's end and the next one's, but for the first three, in which
+several. `seconds` is the mean time between one iteration's end and the next one's, but for the first three, in which
 programs are compiled and the pipe is filled; `ratio` is that over the case that overlaps nothing (lag 0, one chunk).
 `floor` is what the waiting alone comes to: 3 units where nothing overlaps, 2 + 1/chunks where the judge works while the
 sampler does, and at lag 1 1 + 1/(2 · chunks): update n waits for the last chunk of batch n, batch n+1 for update n-1.
@@ -92,7 +92,7 @@ def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, 
     return {
         "lag": lag,
         "chunks": chunks,
-        "seconds": round(statistics.median(steady), 4),
+        "seconds": round(statistics.mean(steady), 4),
         "slowest": round(max(steady), 4),
         "floor": round(unit * (1 + 1 / (2 * chunks) if lag else 2 + 1 / chunks), 4),
         "load": round(statistics.mean(load for _, load in ends), 2),

@@ -32,7 +32,7 @@ def letters(completions, wish, trainer_state, log_metric):
     if not trainer_state.evaluation:
         log_metric("seen", trainer_state.global_step)
         mood = os.environ.get("MOOD")
-        if mood == "fails" and trainer_state.global_step == 3:
+        if mood == "fails" and trainer_state.global_step == 2:
             raise RuntimeError("the judge is away")
         if mood == "slow":
             time.sleep(0.3 * (trainer_state.global_step % 2))
@@ -44,7 +44,7 @@ def brief(completions):
 def alike(completions):
     return [1.0] * len(completions)
 """
-UPDATES = 4  # of one iteration
+STEPS, UPDATES = 4, 4  # iterations of a run, updates of one of them
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def config(place, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
     (folder / "judge.py").write_text(JUDGE)
     values = yaml.safe_load(place.config.read_text())
-    values["training"] |= {"lag": 1, "chunk_prompts": 2}
+    values["training"] |= {"lag": 1, "chunk_prompts": 2, "max_steps": STEPS}
     values["rewards"] = [{"name": f"{folder / 'judge.py'}:letters"}, {"name": f"{folder / 'judge.py'}:brief"}]
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     return folder / "config.yaml"
@@ -74,8 +74,8 @@ def finished(config):
 
 def test_what_is_logged_says_how_old_the_sampler_was(finished):
     table = rows(finished)
-    assert [row["staleness"] for row in table] == [0] + [UPDATES] * 5
-    assert [row["log/seen"] for row in table] == [*range(6)]  # also where two batches are judged at once
+    assert [row["staleness"] for row in table] == [0] + [UPDATES] * (STEPS - 1)
+    assert [row["log/seen"] for row in table] == [*range(STEPS)]  # also where two batches are judged at once
     assert table[0]["importance_weight"] == pytest.approx(1, abs=1e-5)
     assert all(abs(row["importance_weight"] - 1) > 1e-4 for row in table[1:])
     assert all(0 <= row["importance_clipped"] <= 1 for row in table)
@@ -90,14 +90,14 @@ def test_a_run_that_failed_and_was_stopped_and_slow_is_the_same(config, finished
     error = capsys.readouterr().err
     assert (
         error.count("\n") == 1
-        and "letters: it raised RuntimeError: the judge is away. Saved after iteration 3;" in error
+        and "letters: it raised RuntimeError: the judge is away. Saved after iteration 2;" in error
     )
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.latest_step() == 3
+        assert checkpoints.latest_step() == 2
     monkeypatch.setenv("MOOD", "slow")
-    with stopped_after(run, 4):
+    with stopped_after(run, 3):
         assert main(["--resume", "--run_dir", str(run)]) == 0
-    assert "stopped and saved after iteration 4" in capsys.readouterr().out
+    assert "stopped and saved after iteration 3" in capsys.readouterr().out
     assert main(["--resume", "--run_dir", str(run)]) == 0
     assert_same_run(run, finished)
 

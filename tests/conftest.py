@@ -33,6 +33,14 @@ settings.register_profile("grpo_jax", max_examples=25, deadline=None, derandomiz
 settings.load_profile("grpo_jax")
 
 
+def pytest_collection_modifyitems(config, items):
+    """What is marked wide runs where it is asked for."""
+    if "wide" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("wide")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
     """What a module compiled the next one does not need; all of it together is gigabytes in each worker."""

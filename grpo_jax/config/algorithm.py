@@ -32,7 +32,8 @@ class AlgorithmSection:
         entropy_coef: Weight of the entropy bonus.
         entropy_share: Share of the batch's tokens, those of highest entropy, that the policy gradient uses; 1 for all.
         importance_cap: Weigh each token by the trainer's probability over the sampler's, at most this; 0 for never.
-            For a sampler that top_k, top_p, min_p or another number type sets apart from the trainer.
+            For a sampler that older weights (training.lag), top_k, top_p, min_p or another number type set apart from
+            the trainer. null: 2 with training.lag 1, else 0.
         update_ref_every: Refresh the reference every so many iterations; 0 keeps the start.
         mask_truncated: Leave completions that hit max_new_tokens out of the loss.
         overlong_buffer: Length of the last stretch of max_new_tokens in which a completion loses up to 1, as an
@@ -57,7 +58,7 @@ class AlgorithmSection:
     kl_straight_through: bool = False
     entropy_coef: float = 0.0
     entropy_share: float = 1.0
-    importance_cap: float = 0.0
+    importance_cap: float | None = None
     update_ref_every: int = 0
     mask_truncated: bool = False
     overlong_buffer: int = 0
@@ -76,7 +77,7 @@ class AlgorithmSection:
         self._check_clip()
         share, cap = self.entropy_share, self.importance_cap
         require(0 < share <= 1, "algorithm.entropy_share", "a share in (0, 1]", share)
-        require(cap == 0 or cap >= 1, "algorithm.importance_cap", "0 or a number >= 1", cap)
+        require(not cap or cap >= 1, "algorithm.importance_cap", "null, 0 or a number >= 1", cap)
         discount, advantage = self.turn_discount, self.advantage
         require(0 <= discount <= 1, "algorithm.turn_discount", "a number in [0, 1]", discount)
         by_turn = self.turn_advantage == "last" or not self.learns_values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -31,6 +32,7 @@ POOLED = "bridges.pool.section:Pooled"
 POLICY = "policy"
 """What `devices` calls the policy."""
 
+_LAGGING_CAP = 2.0  # the threshold of verl's configs
 _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
 
@@ -112,6 +114,9 @@ class Config:
         self._check_rewards()
         self._check_sampling()
         self._check_training()
+        if self.algorithm.importance_cap is None:
+            given = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if self.training.lag else 0.0)
+            object.__setattr__(self, "algorithm", given)
         self.task.check(self)
 
     @property
@@ -164,6 +169,8 @@ class Config:
         policy, training, parts = self.policy, self.training, self.policy.mesh.fsdp
         alone = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
         require(alone, "policy.quantised", "none without policy.lora, or over a mesh", policy.quantised)
+        shared = policy.sampler_devices == "shared" or (training.lag > 0 and policy.mesh.size == 1)
+        require(shared, "policy.sampler_devices", "shared without training.lag 1, or over a mesh", "own")
         rows, horizon = training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
         steady = self.ppo.kl_target == 0 or rows <= horizon
         require(steady, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)

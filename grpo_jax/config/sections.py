@@ -217,6 +217,8 @@ class TrainingSection:
         memory_budget_gib: Memory that an update may take beside weights and optimizer state; `accumulation` is raised
             until it does. 0 leaves it as given.
         chunk_prompts: Prompts that travel together through sampling, rendering and scoring; 0 for all.
+        lag: 1 samples the next batch while this one is judged and learned from, with the weights before that update
+            (docs/scaling.md); 0 samples each with the newest.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside best and final.
         keep_gib: What all checkpoints may take on the disk together; beyond it the oldest go, never best, final and the
@@ -237,6 +239,7 @@ class TrainingSection:
     accumulation: int = may_change(1)
     memory_budget_gib: float = may_change(0.0)
     chunk_prompts: int = may_change(0)
+    lag: int = 0
     save_every: int = may_change(25)
     keep_checkpoints: int = may_change(2)
     keep_gib: float = may_change(0.0)
@@ -256,7 +259,7 @@ class TrainingSection:
             "keep_checkpoints",
         )
         ranges = dict.fromkeys(positive, (1, COUNT)) | dict.fromkeys(("max_steps", "save_every"), (0, COUNT))
-        ranges |= {"prompts_per_batch": (1, LENGTH), "chunk_prompts": (0, LENGTH)}
+        ranges |= {"prompts_per_batch": (1, LENGTH), "chunk_prompts": (0, LENGTH), "lag": (0, 1)}
         require_sizes(self, "training.", ranges | {"early_stopping_patience": (0, COUNT)})
         for name in ("memory_budget_gib", "keep_gib", "max_hours", "early_stopping_threshold"):
             require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
@@ -367,11 +370,13 @@ class WarmStartSection:
         steps: Supervised updates; 0 for none. What is taught, the task says.
         batch: Pairs of one update.
         learning_rate: Peak learning rate, after a tenth of the steps as a warm-up; it falls to 0 along a cosine.
+        group_by_length: Make batches of prompts of like length, which need less padding: faster where lengths differ.
     """
 
     steps: int = 0
     batch: int = 64
     learning_rate: float = 1e-3
+    group_by_length: bool = False
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

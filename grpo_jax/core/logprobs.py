@@ -122,7 +122,8 @@ def _check_trie(trie, nodes, tokens, head, allowed_tokens) -> None:
         raise ValueError(f"trie must be of the head's vocabulary of {head.shape[0]}, got one of {trie.vocab_size}")
 
 
-def _wide(dtype):
+def wide(dtype) -> type[jnp.floating]:
+    """The type that products of states are summed in: float64 for float64, else float32."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
@@ -133,7 +134,7 @@ def _allowed_at(allowed, index):
 
 def _logits(hidden, head, allowed, scaling):
     temperature, softcap = scaling
-    logits = jnp.einsum("cd,vd->cv", hidden, head, preferred_element_type=_wide(hidden.dtype))
+    logits = jnp.einsum("cd,vd->cv", hidden, head, preferred_element_type=wide(hidden.dtype))
     logits = capped(logits, softcap) / temperature
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
@@ -171,7 +172,7 @@ def _backward(scaling, residuals, cotangents):
     hidden, head, tokens, allowed, normaliser, entropy = residuals
     temperature, softcap = scaling
     weights = head.astype(hidden.dtype)
-    accumulate = _wide(hidden.dtype)
+    accumulate = wide(hidden.dtype)
 
     def one(head_gradient, index):
         per_token = (hidden, tokens, normaliser, entropy, *cotangents)

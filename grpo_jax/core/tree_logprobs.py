@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from grpo_jax.core.logprobs import capped, token_logprobs
+from grpo_jax.core.logprobs import capped, token_logprobs, wide
 from grpo_jax.core.trie import NARROW, ROOT, Trie, children, narrow_children, walk
 
 
@@ -56,8 +56,7 @@ def tree_logprobs(
 
 def _at_the_root(hidden, head, tokens, trie: Trie, temperature: float, softcap: float | None):
     """Of the first tokens [P, G] after states [P, D]: both [P, G, 1]."""
-    wide = jnp.float64 if hidden.dtype == jnp.float64 else jnp.float32
-    logits = jnp.einsum("pd,vd->pv", hidden, head.astype(hidden.dtype), preferred_element_type=wide)
+    logits = jnp.einsum("pd,vd->pv", hidden, head.astype(hidden.dtype), preferred_element_type=wide(hidden.dtype))
     exists = children(trie, jnp.int32(ROOT))
     logits = jnp.where(exists, capped(logits, softcap) / (temperature or 1.0), -jnp.inf)
     logs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -70,12 +69,11 @@ def _among_few(hidden, head, tokens, trie: Trie, nodes, below: int, temperature:
     """The same at narrow nodes, over their first `below` children."""
     listed, exists = (x[..., :below] for x in narrow_children(trie, nodes))
     chosen = exists & (listed == tokens[..., None])
-    wide = jnp.float64 if hidden.dtype == jnp.float64 else jnp.float32
     if below == 1:  # an only child is certain: no state is looked at
-        certain = jnp.where(chosen[..., 0], 0.0, -jnp.inf).astype(wide)
+        certain = jnp.where(chosen[..., 0], 0.0, -jnp.inf).astype(wide(hidden.dtype))
         return certain, jnp.zeros_like(certain)
     rows = head.astype(hidden.dtype)[jnp.where(exists, listed, 0)]
-    logits = jnp.einsum("...d,...cd->...c", hidden, rows, preferred_element_type=wide)
+    logits = jnp.einsum("...d,...cd->...c", hidden, rows, preferred_element_type=wide(hidden.dtype))
     logits = jnp.where(exists, capped(logits, softcap) / (temperature or 1.0), -jnp.inf)
     some = exists.any(-1)
     logs = jnp.where(exists, logits - jax.nn.logsumexp(jnp.where(some[..., None], logits, 0.0), axis=-1)[..., None], 0)

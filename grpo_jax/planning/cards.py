@@ -20,6 +20,7 @@ RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""
 FREE = 0.05
 """Of a device, left for what does not fit between other things."""
+_SAMPLER = "policy, sampling ahead"  # of policy.sampler_devices own
 
 
 class Line(NamedTuple):
@@ -76,6 +77,7 @@ class Planner:
         cards = {name: Card(name, _capacity(name, self._gib), {}) for name in names}
         lines = {POLICY: policy_lines(config, self.policy(config))}
         lines |= {name: judge_lines(judge) for name, judge in config.judges.items()}
+        lines[_SAMPLER] = sampler_lines(config, self.policy(config))
         for part, where in places.items():
             for name in where:
                 cards[name].parts[part] = lines[part]
@@ -97,7 +99,7 @@ class Planner:
 
 def _places(config: Config, count: int) -> dict[str, tuple[str, ...]]:
     """Devices of each part, by the rules that a run follows, on `count` cards or on this machine."""
-    size, placement = config.policy.mesh.size, own_package("bridges", "placement")
+    size, placement = config.policy.devices, own_package("bridges", "placement")
     requests = config.requests
     if not count:
         found, _ = placement.place(requests, policy_count=size)
@@ -105,7 +107,11 @@ def _places(config: Config, count: int) -> dict[str, tuple[str, ...]]:
         if requests[POLICY] == "auto" and size > 1:
             requests[POLICY] = ",".join(f"gpu:{card}" for card in range(size))
         found, _ = placement.resolve(requests, count)
-    return {name: tuple(where.split(",")) for name, where in found.items()}
+    places = {name: tuple(where.split(",")) for name, where in found.items()}
+    if config.policy.sampler_devices == "own":
+        *learns, samples = places[POLICY]
+        places |= {POLICY: tuple(learns) or (samples,), _SAMPLER: (samples,)}
+    return places
 
 
 def _capacity(name: str, gib: tuple[float, ...]) -> int:
@@ -122,28 +128,46 @@ def _capacity(name: str, gib: tuple[float, ...]) -> int:
 
 
 def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
-    """The policy's part of a device; sampling and update take turns, and the larger counts."""
+    """The policy's part of a device; sampling and update take turns, and the larger counts, unless one is ahead."""
     section, lora = config.policy, config.policy.lora
-    sampling = memory.to_sample > memory.to_update
-    limit = "at most: compiled in float32" if memory.widened else "compiled"
+    larger = memory.to_sample > memory.to_update
+    sampling, update = larger or memory.behind > 0, not larger or memory.behind > 0
+    limit = _limit(memory)
+    behind = [Line("policy that samples ahead", memory.behind, "float32")] if memory.behind else []
     no_copy = "the base without its adapters" if lora.used else "none: no KL"
     rank = f" of rank {lora.rank}" if lora.rank else ""
     dtype = f"{section.frozen_dtype}, adapters{rank} float32" if lora.used else "float32"
-    chunk = config.training.chunk_prompts or config.training.prompts_per_batch
-    sampling_of, turns = config.sampling, config.sampling.turns
-    written = f"{sampling_of.written_completions} x {sampling_of.stream_tokens}"
-    tokens = f"{chunk} x ({config.data.max_prompt_tokens} + {written})"
-    held = "tokens" if turns == 1 else f"tokens, and what {turns - 1} turns before held"
     return [
         Line("parameters", memory.weights, dtype),
         Line("optimizer state", memory.optimizer, "float32"),
         Line("reference", memory.reference, "float32" if memory.reference else no_copy),
-        Line("sampling: layers apart", memory.apart, "a copy in the order of decoding", sampling),
-        Line("sampling: decode cache", memory.cache, f"{tokens} {held}", sampling),
-        Line("sampling: the rest", memory.sampling, limit, sampling),
-        Line("update: gradients", memory.gradients, "float32", not sampling),
-        Line("update: activations", memory.update, f"{limit}; remat: {section.remat}", not sampling),
+        *behind,
+        *_sampling_lines(config, memory, sampling),
+        Line("update: gradients", memory.gradients, "float32", update),
+        Line("update: activations", memory.update, f"{limit}; remat: {section.remat}", update),
     ]
+
+
+def sampler_lines(config: Config, memory: PolicyMemory) -> list[Line]:
+    """What samples ahead on a device of its own."""
+    return [Line("parameters", memory.weights, "a copy"), *_sampling_lines(config, memory, True)]
+
+
+def _sampling_lines(config: Config, memory: PolicyMemory, counted: bool) -> list[Line]:
+    sampling, turns = config.sampling, config.sampling.turns
+    chunk = config.training.chunk_prompts or config.training.prompts_per_batch
+    written = f"{sampling.written_completions} x {sampling.stream_tokens}"
+    tokens = f"{chunk} x ({config.data.max_prompt_tokens} + {written})"
+    held = "tokens" if turns == 1 else f"tokens, and what {turns - 1} turns before held"
+    return [
+        Line("sampling: layers apart", memory.apart, "a copy in the order of decoding", counted),
+        Line("sampling: decode cache", memory.cache, f"{tokens} {held}", counted),
+        Line("sampling: the rest", memory.sampling, _limit(memory), counted),
+    ]
+
+
+def _limit(memory: PolicyMemory) -> str:
+    return "at most: compiled in float32" if memory.widened else "compiled"
 
 
 def judge_lines(judge: Any) -> list[Line]:

@@ -33,7 +33,7 @@ from grpo_jax.training.memory import (
     update_bytes,
     weight_dtype,
 )
-from grpo_jax.training.state import TrainState, trained_weights
+from grpo_jax.training.state import TrainState, policy_collection, trained_weights
 
 GIB = 2**30
 
@@ -54,6 +54,8 @@ class PolicyMemory(NamedTuple):
         gradients: Of the trained ones, float32.
         update: What the update takes beside them: activations, logits of a chunk of tokens, the optimizer's steps.
         widened: Compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds.
+        behind: The copy of the trained ones that samples ahead (training.lag); 0 where the newest sample, and where it
+            lies on a device of its own.
     """
 
     parameters: int
@@ -67,16 +69,18 @@ class PolicyMemory(NamedTuple):
     gradients: int
     update: int
     widened: bool
+    behind: int = 0
 
     @property
     def held(self) -> int:
         """What is there all the time."""
-        return self.weights + self.optimizer + self.reference
+        return self.weights + self.optimizer + self.reference + self.behind
 
     @property
     def peak(self) -> int:
-        """What is held, and the larger of sampling and update, which take turns."""
-        return self.held + max(self.to_sample, self.to_update)
+        """What is held, and the larger of sampling and update, which take turns; where one is ahead, both."""
+        both = (self.to_sample, self.to_update)
+        return self.held + (sum(both) if self.behind else max(both))
 
     @property
     def to_sample(self) -> int:
@@ -111,7 +115,7 @@ def policy_memory(
     trained = trained_weights(state.variables)
     same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
     wide = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **same)) if widened else config
-    gradients = tree_bytes(trained)
+    gradients, beside = tree_bytes(trained), config.training.lag > 0 and config.policy.sampler_devices == "shared"
     apart = _layers_bytes(state_shapes(wide, model, mesh, pictures=shown is not None))
     # Where they differ in type, the head is cast once for a whole program.
     casts = weight_dtype(config) != config.policy.compute_dtype and widened
@@ -128,6 +132,7 @@ def policy_memory(
         gradients=gradients,
         update=max(update_bytes(wide, model, mesh, shown) - gradients, 0) + cast,
         widened=widened,
+        behind=tree_bytes(trained[policy_collection(trained)]) if beside else 0,
     )
 
 

@@ -29,7 +29,8 @@ RESERVED_COLUMNS = (
 """Names that rewards receive from the trainer; a column of the same name would be lost."""
 
 _WORD = 2**32
-_ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER = 1, 2, 3, 4  # what a seed is for: one number never serves two purposes
+# What a seed is for: one number never serves two purposes.
+_ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER, _LIKE = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -284,6 +285,28 @@ def batch_at(seed: int, iteration: int, *, batch_size: int, n: int) -> np.ndarra
     """
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
     return epoch_order(seed, epoch, n)[batch * batch_size : (batch + 1) * batch_size]
+
+
+def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.ndarray, window: int = 32) -> np.ndarray:
+    """The rows of a batch whose lengths are like each other: those of `window` batches by length, in a random order.
+
+    Args:
+        seed: The run's seed.
+        iteration: Counted from 0 over the whole run.
+        batch_size: P.
+        lengths: Of the n rows.
+        window: Batches whose rows are shared out anew; at the end of an epoch fewer, so that each row comes once.
+
+    Returns:
+        i64[P], as `batch_at`, and raises as it does.
+    """
+    n = len(lengths)
+    epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
+    first = batch - batch % window
+    rows = epoch_order(seed, epoch, n)[first * batch_size : min(first + window, n // batch_size) * batch_size]
+    rows = rows[np.argsort(lengths[rows], kind="stable")].reshape(-1, batch_size)
+    bits = np.random.PCG64(_seed_sequence(_LIKE, seed, epoch, first)).random_raw(len(rows))
+    return rows[np.argsort(bits, kind="stable")[batch - first]]
 
 
 def iterations_in_all(section: Any, n: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -35,12 +35,14 @@ class Drawn(NamedTuple):
         first: The groups of the iteration's own prompts: what the policy is like, before anything was left out.
         draws: Batches that were sampled and judged.
         seconds: Seconds of work by stage, of all draws.
+        logged: What the rewards logged of it, {"log/NAME": mean}.
     """
 
     batch: Judged
     first: Judged
     draws: int
     seconds: dict[str, float]
+    logged: Mapping[str, float] = {}
 
 
 def draw(sample: Callable[[int], Judged], *, further: int = 0) -> Drawn:

@@ -5,9 +5,11 @@
 
 Every stage has a thread of its own and takes the chunks in their order, so the results are those of a plain
 loop; the queues are bounded, so a fast stage does not run ahead of a slow one by more than their size. The
-pipe is filled and emptied within one call: what a call returns depends on nothing that comes after it.
+pipe is filled and emptied within one call: what a call returns depends on nothing that comes after it. Calls that
+stand in a line (`Line`) may be made at once: each stage then passes from one batch to the next by itself.
 """
 
+import contextvars
 import threading
 import time
 from collections import deque
@@ -34,11 +36,43 @@ class Stage:
             thread, as `torch.inference_mode` or `jax.default_device`, it must set itself; it should wait
             for its results (`jax.block_until_ready`), or their time is counted where they are first used.
         timed: Whether the pipeline's timeout holds for it.
+        unbounded: Whether any number of its results may wait for the next stage, where batches stand in a line.
     """
 
     name: str
     function: Callable[[Any], Any]
     timed: bool = True
+    unbounded: bool = False
+
+
+class Line:
+    """Batches that go through the same stages in their order, several of them on their way at once.
+
+    Each stage begins with a batch when it is done with all of the one before, whatever later stages still do of that.
+    """
+
+    def __init__(self) -> None:
+        """No batch yet."""
+        self.changed = threading.Condition()
+        self.done: dict[str, int] = {}  # batches that a stage is done with
+        self._places = 0
+
+    def place(self) -> "Place":
+        """The place behind those that were given before."""
+        self._places += 1
+        return Place(self, self._places - 1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A batch's place in a line, from 0. What fails or is stopped in it never lets the next one begin."""
+
+    line: Line
+    number: int
+
+    def is_up(self, stage: str) -> bool:
+        """Whether the stage is done with the batches before."""
+        return self.line.done.get(stage, 0) == self.number
 
 
 @dataclass
@@ -83,16 +117,31 @@ class _Stopped(Exception):
 
 
 class _State:
-    """What the threads share. One condition guards it all: every change is announced, nobody polls."""
+    """What the threads share. One condition guards it all, also a line's: every change is announced, nobody polls."""
 
-    def __init__(self, count: int):
-        self.changed = threading.Condition()
+    def __init__(self, count: int, place: Place | None):
+        self.changed = threading.Condition() if place is None else place.line.changed
+        self.place = place
         self.queues: list[deque] = [deque() for _ in range(count + 1)]  # the last one collects the results
         self.running: list[_Call | None] = [None] * count
         self.seconds = [0.0] * count
         self.begun = 0
         self.stopped = False
         self.error: StageError | None = None
+
+    def wait_in_line(self, stage: str) -> bool:
+        """Waits until a stage may begin; whether it may."""
+        place = self.place
+        with self.changed:
+            self.changed.wait_for(lambda: place is None or place.is_up(stage) or self.stopped)
+            return not self.stopped
+
+    def leave(self, stage: str) -> None:
+        """A stage is done with all chunks: it may begin with the next batch's."""
+        if self.place is not None:
+            with self.changed:
+                self.place.line.done[stage] = self.place.number + 1
+                self.changed.notify_all()
 
     def take(self, queue: deque, limit: int) -> Any:
         """The next in a queue, once fewer chunks than `limit` have been begun and are not done."""
@@ -124,6 +173,9 @@ class _State:
 def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int, limit: int) -> None:
     """The life of one stage's thread: `chunks` times take, call, give."""
     last = index == len(state.running) - 1
+    size = chunks if last or (state.place is not None and stage.unbounded) else queue_size
+    if not state.wait_in_line(stage.name):
+        return
     for chunk in range(chunks):
         try:
             item = state.take(state.queues[index], limit)
@@ -133,7 +185,7 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int,
             mend_streams()
             state.running[index] = None
             state.seconds[index] += time.perf_counter() - start
-            state.give(state.queues[index + 1], item, chunks if last else queue_size)
+            state.give(state.queues[index + 1], item, size)
         except _Stopped:
             return
         except BaseException as error:  # whatever ends a stage ends all: its neighbours would wait for ever
@@ -142,6 +194,7 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int,
             failure.__cause__ = error
             state.stop(failure)
             return
+    state.leave(stage.name)
 
 
 def _reason(error: BaseException, call: _Call) -> str:
@@ -191,12 +244,14 @@ def run_pipeline(
     queue_size: int = 1,
     in_flight: int | None = None,
     stopping: Callable[[], bool] = lambda: False,
+    place: Place | None = None,
 ) -> tuple[list[Any], dict[str, float]]:
     """Send every chunk through all stages, the stages working at the same time on different chunks.
 
     The calling thread only waits, so signals reach it: an exception a handler raises there
     (KeyboardInterrupt) stops the pipeline and goes on to the caller. After any failure no further call is
-    begun; calls that are running are waited for, at most ten seconds, since a thread cannot be interrupted.
+    begun; calls that are running are waited for, at most ten seconds, since a thread cannot be interrupted. The stages'
+    threads have the caller's context variables.
 
     Args:
         chunks: What the first stage takes, in order.
@@ -205,6 +260,7 @@ def run_pipeline(
         queue_size: Results that may wait between two stages.
         in_flight: Chunks that may be on their way at once, whatever the queues hold; None for no limit.
         stopping: Whether a stop was asked for; looked at twice a second.
+        place: Among batches that are on their way at once, each in a call of its own; None for a batch alone.
 
     Returns:
         The last stage's results in the order of the chunks, and the seconds each stage spent in its function.
@@ -223,12 +279,15 @@ def run_pipeline(
             raise ValueError(f"{name} must be at least 1, got {size}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be positive or None, got {timeout}")
-    state = _State(len(stages))
+    state = _State(len(stages), place)
     state.queues[0].extend(chunks)
     count = len(state.queues[0])
     threads = [
         threading.Thread(
-            target=_work, args=(state, i, stage, count, queue_size, in_flight or count), name=stage.name, daemon=True
+            target=contextvars.copy_context().run,
+            args=(_work, state, i, stage, count, queue_size, in_flight or count),
+            name=stage.name,
+            daemon=True,
         )
         for i, stage in enumerate(stages)
     ]

@@ -18,7 +18,7 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.episodes import Episode, Turn
 from grpo_jax.rollout.inputs.encoding import Encoded
-from grpo_jax.rollout.pipeline import Stage, run_pipeline
+from grpo_jax.rollout.pipeline import Place, Stage, run_pipeline
 from grpo_jax.rollout.turns import IN_FLIGHT, Episodes, Play, stream, written_tokens
 
 See = Callable[[Any, Any], tuple[Any, Any]]
@@ -146,6 +146,7 @@ def collect(
     stopping: Callable[[], bool] = lambda: False,
     shown: int = 0,
     keep_prompt: int = 0,
+    place: Place | None = None,
 ) -> Rollout:
     """Samples and judges one batch; the stages work at once on different chunks.
 
@@ -165,6 +166,7 @@ def collect(
         shown: How many of the first rows keep the pictures of their episodes.
         keep_prompt: How often the unchanged prompt stands among a group's completions, behind those that are sampled;
             not where the environment answers.
+        place: Among batches that are on their way at once; not where the environment answers.
 
     Raises:
         Stopped: A stop was asked for.
@@ -191,12 +193,12 @@ def collect(
         sampled = sample(variables, prompt.tokens, prompt.mask, keys[start:stop], **shown)
         return _with_prompts(_read(environment, rows[start:stop], prompt, jax.device_get(sampled)), keep_prompt)
 
-    # Pictures are prepared while others are looked at; texts are no work.
-    first = [Stage("sample", lambda part: write(read(part)), timed=False)]
+    # Pictures are prepared while others are looked at; texts are no work, and take no room while they wait.
+    first = [Stage("sample", lambda part: write(read(part)), timed=False, unbounded=True)]
     if see is not None:
-        first = [Stage("read", read, timed=False), Stage("sample", write, timed=False)]
-    stages = [*first, *_judges(environment, iteration, evaluation)]
-    chunks, seconds = run_pipeline(_ranges(len(rows), chunk_prompts), stages, timeout=timeout, stopping=stopping)
+        first = [Stage("read", read, timed=False), Stage("sample", write, timed=False, unbounded=True)]
+    stages, ranges = [*first, *_judges(environment, iteration, evaluation)], _ranges(len(rows), chunk_prompts)
+    chunks, seconds = run_pipeline(ranges, stages, timeout=timeout, stopping=stopping, place=place)
     written = [chunk.written for chunk in chunks]
     return Rollout(
         rows,

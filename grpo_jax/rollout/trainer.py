@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from grpo_jax.rollout.rewards import Reward, accepted_arguments
@@ -27,24 +28,16 @@ class TrainerState(NamedTuple):
     evaluation: bool
 
 
-class Trainer:
-    """The run as its rewards see it: in evaluation, but for `at`."""
+class Moment(NamedTuple):
+    """The run as the rewards of one batch see it.
 
-    def __init__(self, max_steps: int = 0):
-        """A run of so many iterations."""
-        self._ended = TrainerState(max_steps, max_steps, True)
-        self.state = self._ended
-        self._values: dict[str, list[float]] = {}
+    Attributes:
+        state: How far it is.
+        values: What they logged, by column.
+    """
 
-    @contextmanager
-    def at(self, iteration: int) -> Iterator[None]:
-        """Inside, completions of an iteration (from 0) are judged; what is logged is kept until the next one."""
-        self._values = {}
-        self.state = TrainerState(iteration, self._ended.max_steps, False)
-        try:
-            yield
-        finally:
-            self.state = self._ended
+    state: TrainerState
+    values: dict[str, list[float]]
 
     def log_metric(self, name: str, value: Any) -> None:
         """Takes a number for a column of metrics.jsonl; not of held-out prompts, and not what is not finite.
@@ -55,16 +48,43 @@ class Trainer:
         """
         number = float(value)
         if not self.state.evaluation and math.isfinite(number):
-            self._values.setdefault(f"log/{name}", []).append(number)  # judges of several turns have a thread each
+            self.values.setdefault(f"log/{name}", []).append(number)  # judges of several turns have a thread each
 
     @property
     def logged(self) -> dict[str, float]:
-        """Means of what was logged in the last iteration, {"log/NAME": value}."""
-        return {name: math.fsum(values) / len(values) for name, values in self._values.items()}
+        """Means of what was logged, {"log/NAME": value}."""
+        return {name: math.fsum(values) / len(values) for name, values in self.values.items()}
+
+
+_moment: ContextVar[Moment | None] = ContextVar("moment", default=None)  # of the batch that is judged here
+
+
+class Trainer:
+    """The run as its rewards see it: in evaluation, but for `at`."""
+
+    def __init__(self, max_steps: int = 0):
+        """A run of so many iterations."""
+        self._ended = Moment(TrainerState(max_steps, max_steps, True), {})
+
+    @property
+    def now(self) -> Moment:
+        """Of the batch that is judged in this thread."""
+        return _moment.get() or self._ended
+
+    @contextmanager
+    def at(self, iteration: int) -> Iterator[Moment]:
+        """Inside, in this thread and the pipelines that it runs, completions of an iteration (from 0) are judged."""
+        moment = Moment(TrainerState(iteration, self._ended.state.max_steps, False), {})
+        before = _moment.set(moment)
+        try:
+            yield moment
+        finally:
+            _moment.reset(before)
 
     def told(self, reward: Reward, asked: list[str]) -> Reward:
         """A reward with those of its arguments that are the run's."""
-        given: dict[str, Callable[[], Any]] = {STATE: lambda: self.state, LOG: lambda: self.log_metric}
+        # Asked when the reward is called: it may log from threads of its own.
+        given: dict[str, Callable[[], Any]] = {STATE: lambda: self.now.state, LOG: lambda: self.now.log_metric}
         wanted = {name: give for name, give in given.items() if name in asked}
         if not wanted:
             return reward

@@ -67,6 +67,8 @@ def execute(run: Run, stop: StopRequests) -> dict[str, Any]:
             return {**finish(run, state, progress), "stopped": False}
     except Stopped as stopped:
         return _stopped(run, stopped.iteration)
+    finally:
+        run.program.close()
 
 
 def _ended_early(run: Run, progress: Progress) -> str:

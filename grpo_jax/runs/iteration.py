@@ -18,8 +18,9 @@ import numpy as np
 from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
-from grpo_jax.rollout.drawing import Judged, draw
+from grpo_jax.rollout.drawing import Drawn, Judged, draw
 from grpo_jax.rollout.inputs.pictures import kept_column
+from grpo_jax.rollout.pipeline import Place
 from grpo_jax.rollout.rollout import Rollout, collect
 from grpo_jax.runs.parts import Parts, objectives_of
 from grpo_jax.runs.turns import turn_columns, turn_metrics
@@ -31,7 +32,15 @@ from grpo_jax.training.estimators import (
     total_rewards,
 )
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import TrainState, init_state, needs_reference, refresh_reference, release, settled
+from grpo_jax.training.state import (
+    TrainState,
+    init_state,
+    left_behind,
+    needs_reference,
+    refresh_reference,
+    release,
+    settled,
+)
 from grpo_jax.training.update import make_update
 
 _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
@@ -109,7 +118,8 @@ def make_learner(parts: Parts) -> Learner:
             loss_scale=make_loss_scale(config.policy.compute_dtype),
             take_over=True,
         )
-        return settled(shard(state, policy.mesh))
+        state = settled(shard(state, policy.mesh))
+        return state._replace(behind=left_behind(state, parts.sampler_device)) if config.training.lag else state
 
     return Learner(update, schedule, iterations, per_iteration, start)
 
@@ -124,10 +134,38 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
         iteration: From 0.
     """
     started = time.monotonic()
-    config, algorithm = parts.config, parts.config.algorithm
+    drawn = draw_batch(parts, state.variables, iteration)
+    return learn(parts, learner, state, iteration, drawn, started)
+
+
+def draw_batch(parts: Parts, variables: Any, iteration: int, place: Place | None = None) -> Drawn:
+    """The batch of an iteration, sampled and judged.
+
+    Args:
+        parts: The run's parts.
+        variables: Of the policy that samples.
+        iteration: From 0.
+        place: Among batches that are on their way at once; only where there are no further draws.
+    """
+    algorithm = parts.config.algorithm
     further = algorithm.resample_rounds if algorithm.dead_groups == "resample" else 0
-    with parts.trainer.at(iteration):
-        drawn = draw(lambda number: sample_batch(parts, state.variables, iteration, number), further=further)
+    with parts.trainer.at(iteration) as moment:
+        drawn = draw(lambda number: sample_batch(parts, variables, iteration, number, place), further=further)
+    return drawn._replace(logged=moment.logged)
+
+
+def learn(parts: Parts, learner: Learner, state: TrainState, iteration: int, drawn: Drawn, started: float) -> Iteration:
+    """Learns from a batch.
+
+    Args:
+        parts: The run's parts.
+        learner: Its compiled steps.
+        state: Donated.
+        iteration: From 0.
+        drawn: Its batch.
+        started: `time.monotonic()` when the iteration began.
+    """
+    config, algorithm = parts.config, parts.config.algorithm
     before_update = time.perf_counter()
     batch = batch_of(parts, drawn.batch)
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _UPDATE_STREAM), iteration)
@@ -144,7 +182,7 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
         **update_metrics(report),
         "learning_rate": float(learner.schedule(first_update)),
         **rollout_metrics(parts, drawn.first),
-        **parts.trainer.logged,
+        **drawn.logged,
     }
     if state.loss_scale is not None:
         row["loss_scale"] = float(state.loss_scale.scale)
@@ -158,7 +196,7 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
     return Iteration(state, row, seconds, columns, rollout.judgement.rewards)
 
 
-def sample_batch(parts: Parts, variables: Any, iteration: int, number: int) -> Judged:
+def sample_batch(parts: Parts, variables: Any, iteration: int, number: int, place: Place | None = None) -> Judged:
     """The batch of an iteration's draw: rows and random numbers are functions of (seed, iteration, number)."""
     config, rows = parts.config, parts.prompts.train
     places = further_batch_at(config.seed, iteration, number, batch_size=config.training.prompts_per_batch, n=len(rows))
@@ -176,6 +214,7 @@ def sample_batch(parts: Parts, variables: Any, iteration: int, number: int) -> J
         timeout=parts.timeout,
         stopping=parts.stopping,
         keep_prompt=config.sampling.keep_prompt,
+        place=place,
     )
     objectives = objectives_of(parts, rollout.judgement.judged, rollout.lengths)
     return Judged(rollout, objectives, teaching_groups(objectives, config.algorithm))
@@ -226,7 +265,8 @@ def update_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
             "value/explained_variance": float(estimates.explained_variance),
             "completion_kl": float(estimates.completion_kl),
         }
-    return row | {name: float(measured[name]) for name in ("kl_coef", "importance_weight") if name in measured}
+    named = ("kl_coef", "importance_weight", "importance_clipped")
+    return row | {name: float(measured[name]) for name in named if name in measured}
 
 
 def rollout_metrics(parts: Parts, judged: Judged) -> dict[str, float]:

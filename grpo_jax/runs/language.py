@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from grpo_jax.rollout.rewards import IN_PYTHON
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_policy, measure_all
 from grpo_jax.runs.iteration import Learner, make_learner, run_iteration
+from grpo_jax.runs.loop.ahead import Ahead, iterate_ahead
 from grpo_jax.runs.parts import Parts, load_parts, within_budget
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import added, identity_of, require_same, with_total
@@ -56,6 +58,11 @@ class LanguageProgram:
     learner: Learner
     say: Callable[[str], None]
     clock: float
+
+    @cached_property
+    def ahead(self) -> Ahead | None:
+        """Batches that are sampled ahead (training.lag); None where each is sampled with the newest weights."""
+        return Ahead(self.parts) if self.parts.config.training.lag else None
 
     @property
     def iterations(self) -> int:
@@ -166,7 +173,10 @@ class LanguageProgram:
 
     def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
         """One iteration."""
-        result = run_iteration(self.parts, self.learner, state, iteration)
+        if self.ahead is None:
+            result = run_iteration(self.parts, self.learner, state, iteration)
+        else:
+            result = iterate_ahead(self.parts, self.learner, self.ahead, state, iteration)
         values = self._by_name(np.moveaxis(result.rewards, -1, 0))
         absent = counted(notes.get("absent", {}), values, self.parts.rewards.weights)
         if single := never_came(absent, iteration + 1, self.iterations):
@@ -204,6 +214,7 @@ class LanguageProgram:
         due = every and (iteration % every == 0 or iteration == self.iterations)
         if not due or not self.parts.validation_rows:
             return None
+        self._settle()
         found = evaluate_policy(self.parts, state.variables, self.parts.validation_rows)
         measures = dict(found.measures)
         return measures, measures.pop(TOTAL)
@@ -217,7 +228,18 @@ class LanguageProgram:
         silence = self._nothing_judged(progress.notes.get("absent", {}), progress.iteration)
         if silence:
             raise UserError(silence)
+        self._settle()
         return finish_language(self.parts, state, progress, directory)
+
+    def close(self) -> None:
+        """Stops what is sampled ahead."""
+        if self.ahead is not None:
+            self.ahead.close()
+
+    def _settle(self) -> None:
+        """Held-out prompts have sampler and judges alone."""
+        if self.ahead is not None:
+            self.ahead.settle()
 
 
 def load_program(

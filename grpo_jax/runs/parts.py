@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.config import Config, MeshSection
+from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
@@ -56,6 +56,7 @@ class Parts(NamedTuple):
         trainer: The run as rewards see it.
         see: Looks at the prompts' pictures (`rollout.See`); None where no prompt has any.
         stopping: Whether a stop was asked for.
+        sampler_device: Where batches are sampled ahead; None for where the policy learns.
     """
 
     config: Config
@@ -71,6 +72,7 @@ class Parts(NamedTuple):
     trainer: Trainer
     see: Callable[..., Any] | None = None
     stopping: Callable[[], bool] = lambda: False
+    sampler_device: jax.Device | None = None
 
     @property
     def prompts(self) -> PromptSet:
@@ -129,11 +131,13 @@ def load_parts(
         with judge_named(name):
             getattr(judge, "check", lambda: None)()
     make_new_policy(config, world.words, world.word_vectors)
-    devices = _policy_devices(placement, config.policy.mesh)
+    devices = _policy_devices(placement, config.policy)
     if not config.judges:
         say("devices", f"policy on {_listed(devices)}")
     rows = all_rows(world.prompts)
     pictures = world.answers_with_pictures or bool(facts_of(rows).pictures.any())
+    blind = config.policy.sampler_devices == "shared" or not pictures
+    require(blind, "policy.sampler_devices", "shared for a policy that is shown pictures", "own")
     check_tools(config.data, rows)
     folder = hf.read_folder(policy_folder(config))
     encode = make_encode(
@@ -144,7 +148,7 @@ def load_parts(
         rows=rows,
         eyes=eyes_of(config, folder),
     )  # before the weights: a prompt that is too long is found in seconds
-    policy = load_policy(config, devices, say, pictures=pictures, read=folder)
+    policy = load_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
     tell_system_prompt(folder.tokenizer, config.data, world.prompts.train, say)
     judges = {}
     for name, judge in config.judges.items():
@@ -179,6 +183,7 @@ def load_parts(
         see=make_see(policy) if pictures else None,
         trainer=trainer,
         stopping=stopping,
+        sampler_device=devices[-1] if config.policy.sampler_devices == "own" else None,
     )
 
 
@@ -301,22 +306,25 @@ def _place(config: Config, say: Say) -> dict[str, str]:
     placement = own_package("bridges", "placement")
     away = {name for name, judge in config.judges.items() if getattr(judge, "elsewhere", False)}
     requests = {name: where for name, where in config.requests.items() if name not in away}
-    places, notes = placement.place(requests, policy_count=config.policy.mesh.size)
+    places, notes = placement.place(requests, policy_count=config.policy.devices)
     for note in [*(notes if config.judges else ()), *placement.prepare_jax(places)]:
         say("devices", note)
     return {**places, **{name: config.requests[name] for name in away}}
 
 
-def _policy_devices(places: Mapping[str, str], section: MeshSection) -> list[jax.Device]:
-    """The JAX devices of the policy, as many as its mesh takes."""
-    devices = own_package("bridges", "placement").policy_devices(places)
-    if len(devices) < section.size:
+def _policy_devices(places: Mapping[str, str], section: PolicySection) -> list[jax.Device]:
+    """The JAX devices of the policy, as many as its mesh takes, and behind them its sampler's own."""
+    devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
+    if len(devices) < section.devices:
+        wants, smaller = f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes", "make the mesh smaller"
+        if section.sampler_devices == "own":
+            wants, smaller = "policy.sampler_devices: own takes", "name two in devices.policy, or say shared"
         raise UserError(
-            f"policy.mesh: fsdp {section.fsdp} x tensor {section.tensor} takes {section.size} devices, but the policy "
-            f"has {len(devices)} ({_listed(devices)}); make the mesh smaller (XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={section.size} shows JAX that many on a CPU, for a trial)"
+            f"{wants} {section.devices} devices, but the policy has {len(devices)} ({_listed(devices)}); {smaller} "
+            f"(XLA_FLAGS=--xla_force_host_platform_device_count={section.devices} shows JAX that many on a CPU, for a "
+            "trial)"
         )
-    return devices[: section.size]
+    return devices[: section.devices]
 
 
 def _listed(devices: Sequence[jax.Device]) -> str:

@@ -15,7 +15,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.loss_scale import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.rollout.answers import prepared
-from grpo_jax.rollout.data import Row, batch_at
+from grpo_jax.rollout.data import Row, batch_at, like_batch_at
 from grpo_jax.rollout.episodes import Answer, checked
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -87,6 +87,7 @@ def warm_start(
     scale = make_loss_scale(config.policy.compute_dtype)
     state = init_state(policy.variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
     state = settled(shard(state, policy.mesh))
+    batch = _batches(parts, pairs)
     done, seconds = 0, 0.0
     for line in checkpoints.set_aside_damaged():
         say(f"note: {line}")
@@ -105,7 +106,7 @@ def warm_start(
         if parts.stopping():
             save(number, state, wait=True)
             return None
-        places = batch_at(config.seed, number, batch_size=section.batch, n=len(pairs))
+        places = batch(number)
         state, report = step(state, supervised_batch(parts, state.variables, [pairs[place] for place in places]))
         if (number + 1) % line_every == 0 or number + 1 == section.steps:
             say(f"warm start {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
@@ -114,6 +115,15 @@ def warm_start(
             save(number + 1, state, wait=False)
     save(section.steps, state, wait=False)  # what comes next, the measurement of the start, may be stopped
     return state.variables, time.monotonic() - started
+
+
+def _batches(parts: Parts, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:
+    """update → the places of its pairs."""
+    seed, section = parts.config.seed, parts.config.warm_start
+    if not section.group_by_length:
+        return lambda number: batch_at(seed, number, batch_size=section.batch, n=len(pairs))
+    lengths = np.array([len(asked(pair[0]).prompt) for pair in pairs])  # in characters: tokens are as many, nearly
+    return lambda number: like_batch_at(seed, number, batch_size=section.batch, lengths=lengths)
 
 
 def _require_updates(state: TrainState) -> None:

@@ -307,3 +307,7 @@ class Program(Protocol):
     def finish(self, state: State, progress: Any, directory: Any) -> Finished:
         """Measures the end and writes the policy."""
         ...
+
+    def close(self) -> None:
+        """Ends what still runs beside it, however the run ends."""
+        ...

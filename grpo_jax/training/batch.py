@@ -30,7 +30,8 @@ class Batch(NamedTuple):
         mask: bool [P, G, T], what the policy wrote and learns from, EOS included.
         advantages: f32 [P, G], or [P, G, T] under PPO; None where they wait for the values.
         scores: f32 [P, G], the rewards' sum that PPO's advantages are made of, or None.
-        old_logprobs: f32 [P, G, T] of the policy that sampled, or None with one update per batch.
+        old_logprobs: f32 [P, G, T] of the policy before its first update with the batch, which is the one that sampled
+            unless that was done ahead; or None with one update per batch.
         ref_logprobs: f32 [P, G, T] of the reference, or None where nothing is measured against one.
         rollout_logprobs: f32 [P, G, T] of the policy as the sampler computed them: what the gap between sampler and
             trainer is measured against. None measures none.
@@ -138,7 +139,7 @@ def make_batch(
     if samples.turn is not None:
         present, turn = (jax.device_put(trimmed(array, read), device) for array in (read, samples.turn))
         batch = batch._replace(present=present, turn=turn, answers=answers)
-    if algorithm.importance_cap > 0:
+    if algorithm.importance_cap:
         batch = batch._replace(sampler_logprobs=jax.device_put(sampler_logprobs, device))
     if algorithm.learns_values:
         # A completion without a reward says nothing about its tokens: it takes no part.

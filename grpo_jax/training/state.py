@@ -15,6 +15,18 @@ from grpo_jax.models.value_head import VALUE
 Tree = Any
 
 
+class Behind(NamedTuple):
+    """The policy that samples ahead (training.lag), of before the last updates.
+
+    Attributes:
+        step: i32 scalar, optimizer updates that it has seen.
+        weights: The policy's trained collection.
+    """
+
+    step: jax.Array
+    weights: Tree
+
+
 class TrainState(NamedTuple):
     """Everything an update changes.
 
@@ -29,6 +41,7 @@ class TrainState(NamedTuple):
             those alone at which the loss scale could fall no further.
         kl_coef: f32 scalar, the weight of the KL in PPO's rewards, or None where there is none.
         loss_scale: Flax's `DynamicScale` under float16, or None.
+        behind: The policy that samples the batch after the last one learned from, where that is sampled ahead; or None.
     """
 
     step: jax.Array
@@ -38,6 +51,7 @@ class TrainState(NamedTuple):
     skipped: jax.Array
     kl_coef: jax.Array | None = None
     loss_scale: Any = None
+    behind: Behind | None = None
 
 
 def policy_collection(variables: dict[str, Tree]) -> str:
@@ -141,3 +155,21 @@ def refresh_reference(state: TrainState) -> TrainState:
     """The current policy becomes the reference."""
     name = policy_collection(state.variables)
     return state._replace(reference=jax.tree.map(jnp.array, state.variables[name]))
+
+
+def left_behind(state: TrainState, device: jax.Device | None = None) -> Behind:
+    """The policy as it stands, in arrays of its own that no update touches, where it is or on another device."""
+    weights = state.variables[policy_collection(state.variables)]
+    copied = jax.tree.map(jnp.array, weights) if device is None else jax.device_put(weights, device)
+    return Behind(jnp.array(state.step), copied)
+
+
+def frozen_behind(state: TrainState) -> dict[str, Tree]:
+    """What the policy that samples ahead shares with the one that learns; a value head is of no use to it."""
+    learned = trained_collections(state.variables)
+    return {name: tree for name, tree in state.variables.items() if name not in learned}
+
+
+def variables_behind(state: TrainState, behind: Behind) -> dict[str, Tree]:
+    """The variables of the policy that samples ahead, where it shares the device of the one that learns."""
+    return {**frozen_behind(state), policy_collection(state.variables): behind.weights}

@@ -7,6 +7,7 @@ rewards have already become advantages, or scores that PPO's values make advanta
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -81,11 +82,12 @@ def make_train_step(
     compiled = jax.jit(compute, donate_argnums=0)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        # Frozen weights and reference stay outside what is donated: they may be shared, and are never copied.
+        # What no update changes stays outside what is donated: it may be shared, and is never copied.
         trained = trained_weights(state.variables)
         frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
-        moving, report = compiled(state._replace(variables=trained, reference=None), frozen, batch)
-        return moving._replace(variables={**frozen, **moving.variables}, reference=state.reference), report
+        moving, report = compiled(state._replace(variables=trained, reference=None, behind=None), frozen, batch)
+        kept = {"reference": state.reference, "behind": state.behind}
+        return moving._replace(variables={**frozen, **moving.variables}, **kept), report
 
     return train_step
 
@@ -135,19 +137,14 @@ def make_token_weights(section: AlgorithmSection) -> Callable[[Batch, jax.Array]
     """The compiled function (batch, entropy [P, G, T]) → weights f32 [P, G, T] and their mean over tokens.
 
     The product of what the config asks for: 1 for the tokens of high entropy and 0 for the others, and the truncated
-    importance weight. Both are those of the policy that sampled, over the whole batch: however an update splits it,
-    the same tokens take part.
+    importance weight. Both are those of the policy before its first update with the batch, over the whole batch:
+    however an update splits it, the same tokens take part.
     """
 
     def weigh(batch: Batch, entropy: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights = jnp.ones_like(entropy)
-        if section.importance_cap > 0:
-            weights *= truncated_importance_weights(
-                required("old_logprobs", batch.old_logprobs),
-                required("sampler_logprobs", batch.sampler_logprobs),
-                batch.mask,
-                cap=section.importance_cap,
-            )
+        if section.importance_cap:
+            weights *= importance_weights(batch, section.importance_cap)
         mean = masked_mean(weights, batch.mask)
         if section.entropy_share < 1:
             weights *= high_entropy_mask(entropy, batch.mask, share=section.entropy_share)
@@ -156,35 +153,53 @@ def make_token_weights(section: AlgorithmSection) -> Callable[[Batch, jax.Array]
     return jax.jit(weigh)
 
 
+def importance_weights(batch: Batch, cap: float) -> jax.Array:
+    """What lies between the policy before its first update with a batch and the one that sampled it, f32 [P, G, T]."""
+    old, sampler = required("old_logprobs", batch.old_logprobs), required("sampler_logprobs", batch.sampler_logprobs)
+    return truncated_importance_weights(old, sampler, batch.mask, cap=cap)
+
+
+@partial(jax.jit, static_argnames=("cap",))
+def clipped_share(batch: Batch, *, cap: float) -> jax.Array:
+    """Share of the tokens whose importance weight is at the cap."""
+    return masked_mean((importance_weights(batch, cap) >= cap).astype(jnp.float32), batch.mask)
+
+
 def make_preparation(
     forward: ForwardPass, algorithm: AlgorithmSection, ppo: PPOSection, training: TrainingSection
 ) -> Callable[[TrainState, Batch], tuple[Batch, dict[str, Any]]]:
     """All that is computed once from a batch before its first update, and only where it is needed.
 
     The old policy's log-probabilities (with one update per batch they are the new ones, unless something is made of
-    them), the reference's, the tokens' weights, PPO's advantages and returns.
+    them), the reference's, the tokens' weights, PPO's advantages and returns. Old is the policy before its first update
+    with the batch, also where an older one has sampled: what lies between those two is the importance weights' part.
+    Without these (importance_cap 0) the ratio is taken against the one that sampled.
 
     Returns:
-        prepare(state, batch) → (batch, measured): "importance_weight" and PPO's "estimates", where there are any.
+        prepare(state, batch) → (batch, measured): "importance_weight" and PPO's "estimates", where there are any; of
+        what was sampled ahead "importance_clipped" too.
     """
     look = make_forward_step(forward, accumulation=training.minibatches * training.accumulation)
     several = training.inner_epochs * training.minibatches > 1
-    weighted = algorithm.importance_cap > 0 or algorithm.entropy_share < 1
+    weighted, ahead = bool(algorithm.importance_cap) or algorithm.entropy_share < 1, training.lag > 0
     weigh, estimate = make_token_weights(algorithm), make_estimates(ppo)
 
     def prepare(state: TrainState, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         measured: dict[str, Any] = {}
         if needs_reference(algorithm, ppo):
             batch = batch._replace(ref_logprobs=look(reference_variables(state), batch).logprobs)
+        sampled = batch.rollout_logprobs if ahead and not algorithm.importance_cap else None
         if not (several or weighted or algorithm.learns_values):
-            return batch, measured
+            return batch._replace(old_logprobs=sampled), measured
         old = look(state.variables, batch)
-        batch = batch._replace(old_logprobs=old.logprobs)
+        batch = batch._replace(old_logprobs=old.logprobs if sampled is None else sampled)
         if weighted:
             weights, mean = weigh(batch, old.entropy)
-            batch = batch._replace(token_weights=weights, sampler_logprobs=None)
-            if algorithm.importance_cap > 0:
+            if algorithm.importance_cap:
                 measured["importance_weight"] = mean
+                if ahead:
+                    measured["importance_clipped"] = clipped_share(batch, cap=algorithm.importance_cap)
+            batch = batch._replace(token_weights=weights, sampler_logprobs=None)
         if algorithm.learns_values:
             coefficient = jnp.zeros((), jnp.float32) if state.kl_coef is None else state.kl_coef
             batch, measured["estimates"] = estimate(batch, required("values", old.values), coefficient)

@@ -50,7 +50,10 @@ from grpo_jax.errors import UserError
         ),
         ({"algorithm": {"advantage": "batch", "dead_groups": "resample"}}, "algorithm.dead_groups: expected 'keep'"),
         ({"algorithm": {"entropy_share": 0.0}}, r"algorithm.entropy_share: expected a share in \(0, 1\], got 0.0"),
-        ({"algorithm": {"importance_cap": 0.5}}, "algorithm.importance_cap: expected 0 or a number >= 1, got 0.5"),
+        (
+            {"algorithm": {"importance_cap": 0.5}},
+            "algorithm.importance_cap: expected null, 0 or a number >= 1, got 0.5",
+        ),
         ({"algorithm": {"resample_rounds": 0}}, "algorithm.resample_rounds: expected a number >= 1"),
         ({"algorithm": {"kl_corrected": True, "kl_straight_through": True}}, "kl_straight_through: expected false"),
         ({"algorithm": {"clip_low": 2.0}}, "algorithm.clip_low: expected null or a number <= 1, got 2.0"),

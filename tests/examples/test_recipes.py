@@ -50,6 +50,8 @@ SMALLER = {
 FROM = dict.fromkeys(("short_answers.md", "after_a_crash.md", "reading_the_report.md"), "own_reward.md")
 """Pages that use the files of another."""
 UNCUT = ("after_a_crash.md",)
+WIDE = ("several_cards.md", "reading_the_report.md")
+"""Long pages whose commands other tests run too."""
 
 
 class Block(NamedTuple):
@@ -204,7 +206,7 @@ def in_process_of_its_own(line: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.wide] * (page in WIDE)) for page in PAGES])
 def test_a_recipe_runs_as_it_stands(page, desk, capsys):
     if page == "own_judge.md":
         pytest.importorskip("diffusers")

@@ -161,15 +161,15 @@ def test_a_function_under_another_name_is_found_again(own, monkeypatch):
 
 def test_what_is_logged_is_a_number_of_training():
     trainer = Trainer(5)
-    trainer.log_metric("x", 7)  # of held-out prompts
-    assert trainer.logged == {} and trainer.state == TrainerState(5, 5, True)
-    with trainer.at(2):
-        assert trainer.state == TrainerState(2, 5, False)
+    trainer.now.log_metric("x", 7)  # of held-out prompts
+    assert trainer.now.logged == {} and trainer.now.state == TrainerState(5, 5, True)
+    with trainer.at(2) as moment:
+        assert trainer.now.state == TrainerState(2, 5, False)
         for value in (1, np.float32(2), float("nan")):
-            trainer.log_metric("x", value)
+            trainer.now.log_metric("x", value)
         with pytest.raises(ValueError, match="could not convert"):
-            trainer.log_metric("x", "good")
-    assert trainer.logged == {"log/x": 1.5}
-    with trainer.at(3):
+            trainer.now.log_metric("x", "good")
+    assert moment.logged == {"log/x": 1.5}
+    with trainer.at(3) as moment:
         pass
-    assert trainer.logged == {}
+    assert moment.logged == {} and trainer.now.state.evaluation

@@ -1,5 +1,6 @@
 """The pipeline: same results as a loop, real overlap, no way to hang. Events instead of timed assertions."""
 
+import contextvars
 import gc
 import os
 import signal
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpo_jax.rollout.pipeline import Stage, StageError, StageTimeout, at_work, run_pipeline, untimed
+from grpo_jax.errors import Stopped
+from grpo_jax.rollout.pipeline import Line, Stage, StageError, StageTimeout, at_work, run_pipeline, untimed
 
 PATIENCE = 30.0  # seconds after which a test that should have gone on fails instead of hanging
 
@@ -303,3 +305,62 @@ def test_the_clock_stands_still_where_a_call_has_its_own_limit():
 
     with pytest.raises(StageTimeout):
         run_pipeline([1], [Stage("score", slow_after)], timeout=0.2)
+
+
+# batches in a line
+
+
+def test_a_slow_judge_does_not_hold_up_the_next_batch():
+    """All of it is sampled while the first picture of the one before is still looked at; each stage keeps the order."""
+    line, sampled, order = Line(), threading.Event(), []
+
+    def stages(batch):
+        def sample(chunk):
+            order.append(("sample", batch, chunk))
+            if (batch, chunk) == (1, 4):
+                sampled.set()
+            return chunk
+
+        def score(chunk):
+            if (batch, chunk) == (0, 0):
+                assert sampled.wait(PATIENCE)
+            order.append(("score", batch, chunk))
+            return (batch, chunk)
+
+        return [Stage("sample", sample, unbounded=True), Stage("score", score)]
+
+    results = {}
+
+    def draw(batch, place):
+        results[batch] = run_pipeline(range(5), stages(batch), place=place)[0]
+
+    threads = [threading.Thread(target=draw, args=(batch, line.place())) for batch in range(2)]
+    for thread in reversed(threads):  # the place decides, not who comes first
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    whole = [(batch, chunk) for batch in range(2) for chunk in range(5)]
+    assert results == {0: whole[:5], 1: whole[5:]}
+    assert [call[1:] for call in order if call[0] == "sample"] == whole
+    assert [call[1:] for call in order if call[0] == "score"] == whole
+
+
+def test_a_batch_behind_one_that_failed_never_begins():
+    line, begun = Line(), []
+    places = [line.place(), line.place()]
+
+    def fail(chunk):
+        raise ValueError("broken")
+
+    with pytest.raises(StageError, match="broken"):
+        run_pipeline([0], [Stage("score", fail)], place=places[0])
+    with pytest.raises(Stopped):
+        run_pipeline([0], [Stage("score", begun.append)], place=places[1], stopping=lambda: True)
+    assert not begun
+
+
+def test_stages_have_the_callers_context():
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    results, _ = run_pipeline([1, 2], [Stage("a", lambda x: x + variable.get()), Stage("b", lambda x: x, timed=False)])
+    assert results == [8, 9]

@@ -19,6 +19,7 @@ from grpo_jax.config import (
     WarmStartSection,
 )
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import batch_at, like_batch_at
 from grpo_jax.rollout.inputs.encoding import plain_rows
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.parts import load_parts
@@ -42,11 +43,11 @@ def policy(tmp_path_factory):
 def taught(policy, tmp_path):
     """Runs a warm start of the given policy: its parts, its variables, and the lines it said."""
 
-    def teach(*texts, steps=1):
+    def teach(*texts, steps=1, **more):
         config = Config(
             task=Taught([*texts]),
             policy=PolicySection(path=str(policy), remat="none"),
-            warm_start=WarmStartSection(steps=steps, batch=1, learning_rate=0.01),
+            warm_start=WarmStartSection(steps=steps, batch=1, learning_rate=0.01, **more),
             data=DataSection(allowed_tokens="english"),
             sampling=SamplingSection(group_size=2, max_new_tokens=12, temperature=0.7),
             training=TrainingSection(prompts_per_batch=2, max_steps=1),
@@ -80,6 +81,15 @@ def test_the_loss_is_that_of_the_distribution_that_is_sampled(policy, taught):
     parts, _, said = taught(TEXT)
     ids = parts.policy.loaded.tokenizer(TEXT)["input_ids"]
     assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 258]), abs=1e-3)
+
+
+def test_batches_of_like_lengths_are_taught_where_they_are_asked_for(policy, taught):
+    texts = [TEXT, "blue soap", "an oak desk"]
+    place = int(like_batch_at(0, 0, batch_size=1, lengths=np.full(3, len(PROMPT)))[0])
+    assert place != batch_at(0, 0, batch_size=1, n=3)[0]
+    parts, _, said = taught(*texts, group_by_length=True)
+    ids = parts.policy.loaded.tokenizer(texts[place])["input_ids"]
+    assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 258][:12]), abs=1e-3)
 
 
 def test_a_taught_policy_ends_its_texts_with_the_token_that_ends_a_turn(taught):

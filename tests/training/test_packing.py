@@ -41,7 +41,7 @@ def batch():
     return Batch(prompt_tokens, prompt_mask, tokens, MASK)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["mixture", "gpt2"])  # a mixture has windows too
 def test_gradients_are_those_of_rows_of_their_own(family):
     config = CONFIGS[family]
     variables = init_variables(config, jax.random.key(0))

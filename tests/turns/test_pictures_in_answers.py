@@ -57,7 +57,7 @@ def configured(folder, **task):
     )
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_vl", pytest.param("qwen3_vl", marks=pytest.mark.wide)])
 def played(request, tmp_path_factory):
     """A batch of three turns, and all that it was made with."""
     folder = tmp_path_factory.mktemp(request.param)

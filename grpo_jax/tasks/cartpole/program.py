@@ -117,6 +117,9 @@ class CartPoleProgram:
         ]
         return Finished(summary, closing_lines(summary), tables_below=[Table("Seeds", columns, rows)])
 
+    def close(self) -> None:
+        """Nothing runs beside it."""
+
     def _measure(self, state: Carry) -> dict[str, list[float]]:
         measured = over_seeds(self.training.evaluate, self.devices)(state)
         return {name: np.asarray(measured[name]).tolist() for name in _MEASURES}

@@ -121,7 +121,7 @@ def test_the_real_models_config_runs_with_tiny_ones(models, tmp_path):
     assert "Right: what was drawn." in (run_dir / "report.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_miniature_starts_as_a_weak_captioner_and_its_oracle_is_right(tmp_path):
     run_dir = tmp_path / "run"
     arguments = ["--training.max_steps=1", "--evaluation.prompts=32", "--evaluation.validation_prompts=1"]

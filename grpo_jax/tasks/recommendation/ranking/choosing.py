@@ -42,7 +42,7 @@ def choose_prior(config: Any, policy: Any, *, users: int | None = None) -> Chose
     """
     if config.task.writes == "query":
         raise UserError(
-            "task.writes: expected title or item, since what a query finds has no log-probability, got query"
+            "task.writes: expected title, item or ids, since what a query finds has no log-probability; got query"
         )
     wanted = config.evaluation.validation_prompts if users is None else users
     dataset = load_dataset(config.task, held_out=config.data.held_out)

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -209,6 +212,21 @@ def test_the_table_tells_policy_prior_and_both_apart(run):
     assert differences["policy, after + prior − prior alone"] == pytest.approx(added)
     before = summary["evaluation"]["ndcg@10"]["before"]
     assert 0 <= before <= 1 and summary["evaluation"]["ndcg@10"]["oracle"] == 1
+
+
+def test_runs_stand_beside_each_other_with_the_numbers_of_their_summaries(run, tmp_path, capsys):
+    script = Path(__file__).parents[4] / "benchmarks" / "recommendation" / "seeds.py"
+    command = [sys.executable, str(script), str(run), str(run), "--group", "target ≤ 3", "--json", "found.json"]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    found, summary = json.loads((tmp_path / "found.json").read_text()), json.loads((run / "summary.json").read_text())
+    assert [one["seed"] for one in found] == [0, 0] and found[0]["table"] == summary["table"]
+    for entry, sign in (("table", ""), ("differences", "+")):
+        row = next(row for row in summary[entry] if "after" in row["method"] and row["group"] == "target ≤ 3")
+        cell = "{:{sign}.4f} [{:{sign}.4f}, {:{sign}.4f}]".format(*row["NDCG@10"].values(), sign=sign)
+        cell = cell.replace("0.", ".")
+        assert f"| {row['method']} | {cell} | {cell} |" in printed
+    wrong = subprocess.run([*command[:2], str(tmp_path)], capture_output=True, text=True)
+    assert wrong.returncode == 1 and "expected a run that ended" in wrong.stderr and "Traceback" not in wrong.stderr
 
 
 @pytest.mark.parametrize(

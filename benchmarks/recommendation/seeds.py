@@ -1,0 +1,92 @@
+"""What runs of one recommendation config measured, a column for each seed: Markdown on stdout, all of it in a JSON.
+
+    python benchmarks/recommendation/seeds.py RUN RUN RUN [--measure NDCG@10] [--json FILE] [--group "target > 50"]
+
+Reads `summary.json` of each run directory and measures nothing itself: every method with its mean and 95 % interval,
+the paired differences, and what is recommended. The JSON has every measure on every group of users, and the seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+KEPT = ("seconds", "table", "differences", "recommended")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The entries of a run's summary.json that are compared.
+
+    Raises:
+        SystemExit: With one line, if the folder is no run of a recommendation that ended.
+    """
+    path = folder / "summary.json"
+    if not path.is_file():
+        raise SystemExit(f"{folder}: expected a run that ended, whose summary.json is there")
+    summary = json.loads(path.read_text())
+    if "table" not in summary:
+        raise SystemExit(f"{path}: expected a recommendation's, with a table of its methods")
+    seed = yaml.safe_load((folder / "config.yaml").read_text())["seed"]
+    return {"seed": seed, **{name: summary[name] for name in KEPT if name in summary}}
+
+
+def columns(runs: Sequence[Mapping[str, Any]], entry: str, group: str, measure: str, *, signed: bool = False) -> str:
+    """Markdown of one entry: a line for each method, `mean [low, high]` of each run."""
+    lines: dict[str, list[str]] = {}
+    for place, run in enumerate(runs):
+        for row in run.get(entry, []):
+            if row["group"] == group and measure in row:
+                cells = lines.setdefault(row["method"], ["" for _ in runs])
+                cells[place] = shown(row[measure], signed=signed)
+    return markdown([f"{measure}, {group}", *names(runs)], [[method, *cells] for method, cells in lines.items()])
+
+
+def spreads(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown of what is recommended: coverage and Gini coefficient of each method and run."""
+    lines: dict[str, list[str]] = {}
+    for place, run in enumerate(runs):
+        for row in run.get("recommended", []):
+            method, *values = row.values()
+            lines.setdefault(method, ["" for _ in runs])[place] = ", ".join(f"{value:.2f}" for value in values)
+    return markdown(["coverage@10, Gini@10", *names(runs)], [[method, *cells] for method, cells in lines.items()])
+
+
+def shown(interval: Mapping[str, float], *, signed: bool = False) -> str:
+    """`.0525 [.0499, .0550]`, with signs `+.0038 [+.0028, +.0049]`."""
+    mean, low, high = (
+        f"{value:{'+' if signed else ''}.4f}".replace("0.", ".", 1) for value in list(interval.values())[:3]
+    )
+    return f"{mean} [{low}, {high}]"
+
+
+def names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"seed {run['seed']}" for run in runs]
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories of one config")
+    parser.add_argument("--measure", default="NDCG@10", help="(default: %(default)s)")
+    parser.add_argument("--group", action="append", help="of users, as the run's table has them; may be given again")
+    parser.add_argument("--json", type=Path, help="write what was read there")
+    options = parser.parse_args(arguments)
+    runs = [read_run(folder) for folder in options.runs]
+    for group in options.group or ["all"]:
+        print(columns(runs, "table", group, options.measure), end="\n\n")
+        print(columns(runs, "differences", group, options.measure, signed=True), end="\n\n")
+    print(spreads(runs))
+    if options.json:
+        options.json.write_text(json.dumps(runs, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

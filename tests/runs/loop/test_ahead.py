@@ -1,0 +1,233 @@
+"""Sampling ahead: the same however long anything takes, told and corrected for what it is: off-policy by one batch."""
+
+import json
+import os
+import threading
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from support.imports import ROOT
+from support.stopping import stopped_after
+from support.text_task import assert_same_run, rows, train
+
+from grpo_jax.config import AlgorithmSection, make_config
+from grpo_jax.config.command_line import parse
+from grpo_jax.errors import UserError
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.iteration import make_learner, run_iteration, sample_batch
+from grpo_jax.runs.loop.ahead import Ahead, iterate_ahead
+from grpo_jax.runs.parts import load_parts
+from grpo_jax.train import main
+from grpo_jax.training.batch import Batch
+from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.state import left_behind, saved_parts, variables_behind
+from grpo_jax.training.update import make_preparation
+
+JUDGE = """
+import os, time
+
+def letters(completions, wish, trainer_state, log_metric):
+    if not trainer_state.evaluation:
+        log_metric("seen", trainer_state.global_step)
+        mood = os.environ.get("MOOD")
+        if mood == "fails" and trainer_state.global_step == 2:
+            raise RuntimeError("the judge is away")
+        if mood == "slow":
+            time.sleep(0.3 * (trainer_state.global_step % 2))
+    return [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish)]
+
+def brief(completions):
+    return [-len(text) / 10 for text in completions]
+
+def alike(completions):
+    return [1.0] * len(completions)
+"""
+STEPS, UPDATES = 4, 4  # iterations of a run, updates of one of them
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    yield
+    assert not [thread.name for thread in threading.enumerate() if "ahead" in thread.name]
+
+
+@pytest.fixture(scope="module")
+def config(place, tmp_path_factory):
+    """The config of the tiny task, its batches sampled ahead and judged in two chunks."""
+    folder = tmp_path_factory.mktemp("ahead")
+    (folder / "judge.py").write_text(JUDGE)
+    values = yaml.safe_load(place.config.read_text())
+    values["training"] |= {"lag": 1, "chunk_prompts": 2, "max_steps": STEPS}
+    values["rewards"] = [{"name": f"{folder / 'judge.py'}:letters"}, {"name": f"{folder / 'judge.py'}:brief"}]
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return folder / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def finished(config):
+    run = config.parent / "run"
+    assert main(["--config", str(config), "--run_dir", str(run)]) == 0
+    return run
+
+
+def test_what_is_logged_says_how_old_the_sampler_was(finished):
+    table = rows(finished)
+    assert [row["staleness"] for row in table] == [0] + [UPDATES] * (STEPS - 1)
+    assert [row["log/seen"] for row in table] == [*range(STEPS)]  # also where two batches are judged at once
+    assert table[0]["importance_weight"] == pytest.approx(1, abs=1e-5)
+    assert all(abs(row["importance_weight"] - 1) > 1e-4 for row in table[1:])
+    assert all(0 <= row["importance_clipped"] <= 1 for row in table)
+    assert yaml.safe_load((finished / "config.yaml").read_text())["algorithm"]["importance_cap"] == 2.0
+
+
+def test_a_run_that_failed_and_was_stopped_and_slow_is_the_same(config, finished, tmp_path, monkeypatch, capsys):
+    """Nothing depends on time; what was on its way is sampled again with the weights that sampled it."""
+    run = tmp_path / "run"
+    monkeypatch.setenv("MOOD", "fails")
+    assert main(["--config", str(config), "--run_dir", str(run), "--training.save_every=0"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1
+        and "letters: it raised RuntimeError: the judge is away. Saved after iteration 2;" in error
+    )
+    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.latest_step() == 2
+    monkeypatch.setenv("MOOD", "slow")
+    with stopped_after(run, 3):
+        assert main(["--resume", "--run_dir", str(run)]) == 0
+    assert "stopped and saved after iteration 3" in capsys.readouterr().out
+    assert main(["--resume", "--run_dir", str(run)]) == 0
+    assert_same_run(run, finished)
+
+
+def loaded(config, *arguments):
+    parts = load_parts(parse([f"--config={config}", "--evaluation.every=0", *arguments]), say=lambda *_: None)
+    return parts, make_learner(parts)
+
+
+def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
+    """The importance weight is a NumPy loop's over what was sampled before the update and what the update is given."""
+    choices = ["--algorithm.importance_cap=1.02", "--optimizer.warmup_steps=0"]
+    parts, learner = loaded(config, "--training.lag=0", *choices)
+    expected = run_iteration(parts, learner, learner.start(parts.policy.variables), 0).row
+
+    parts, learner = loaded(config, *choices)
+    ahead, state = Ahead(parts), learner.start(parts.policy.variables)
+    first = iterate_ahead(parts, learner, ahead, state, 0)
+    timed = ("seconds/", "tokens_per_second")
+    told = {name: value for name, value in first.row.items() if not name.startswith(timed)}
+    assert told == {
+        **{name: value for name, value in expected.items() if not name.startswith(timed)},
+        "staleness": 0,
+        "importance_clipped": told["importance_clipped"],
+    }
+
+    state = first.state
+    samples = sample_batch(parts, variables_behind(state, state.behind), 1, 0).rollout
+    batch = Batch(samples.prompt_tokens, samples.prompt_mask, samples.samples.tokens, samples.samples.mask)
+    forward = jax.jit(make_forward(parts.policy.functions, temperature=parts.config.sampling.temperature))
+    logprobs, mask = np.asarray(forward(state.variables, batch).logprobs), samples.samples.mask
+    ratios = [
+        np.exp(float(new) - float(old))
+        for new, old in zip(logprobs[mask], samples.samples.sampler_logprobs[mask], strict=True)
+    ]
+    second = iterate_ahead(parts, learner, ahead, state, 1)
+    ahead.close()
+    assert second.row["importance_weight"] == pytest.approx(np.mean([min(ratio, 1.02) for ratio in ratios]), rel=1e-4)
+    clipped = np.mean([ratio >= 1.02 for ratio in ratios])
+    assert 0.05 < clipped < 0.95 and second.row["importance_clipped"] == pytest.approx(clipped, abs=0.02)
+    np.testing.assert_array_equal(second.rewards, samples.judgement.rewards)
+
+
+def test_adapters_alone_are_kept_and_a_value_head_is_not(config):
+    """The frozen weights are shared; what is left of the state that was donated is not asked for."""
+    values = ["--policy.lora.rank=2", "--algorithm.advantage=gae", "--algorithm.update_ref_every=0"]
+    parts, learner = loaded(config, *values)
+    ahead, state = Ahead(parts), learner.start(parts.policy.variables)
+    assert jax.tree.structure(state.behind.weights) == jax.tree.structure(state.variables["lora"])
+    staleness = []
+    for iteration in range(3):
+        result = iterate_ahead(parts, learner, ahead, state, iteration)
+        state = result.state
+        staleness.append(result.row["staleness"])
+    ahead.close()
+    assert staleness == [0, UPDATES, UPDATES] and set(saved_parts(state)["variables"]) == {"lora", "value"}
+    assert int(state.step) - int(state.behind.step) == UPDATES
+
+
+def test_other_prompts_for_silent_groups_and_an_early_end(config, tmp_path, capsys):
+    """Each batch then begins when the one before is whole; what is on its way at the end is waited for."""
+    judge = config.parent / "judge.py"
+    run = tmp_path / "run"
+    words = [f"--run_dir={run}", "--algorithm.dead_groups=resample", "--algorithm.resample_rounds=1"]
+    words += [
+        "--training.early_stopping_patience=1",
+        "--training.early_stopping_threshold=1000",
+        "--evaluation.every=1",
+    ]
+    rewards = [{"name": f"{judge}:alike"}, {"name": f"{judge}:letters", "weight": 0}]
+    assert main(["--config", str(config), *words, "--rewards", json.dumps(rewards)]) == 0
+    assert "early stopping after iteration 2" in capsys.readouterr().out
+    assert [(row["draws"], row["staleness"], row["log/seen"]) for row in rows(run)] == [(2, 0, 0), (2, UPDATES, 1)]
+
+
+def test_episodes_of_several_turns(tmp_path):
+    small = {"policy.new.width": 16, "policy.new.layers": 1, "policy.new.heads": 2, "warm_start.steps": 2}
+    small |= {"sampling.group_size": 4, "training.prompts_per_batch": 4, "training.max_steps": 3, "training.lag": 1}
+    small |= {"evaluation.sampled": "false", "evaluation.prompts": 2, "evaluation.every": 0, "report_to": "[]"}
+    task = ROOT / "examples" / "guess_the_number" / "task.py"
+    words = [f"--{name}={value}" for name, value in {**small, "run_dir": tmp_path / "run"}.items()]
+    assert main(["--task", f"{task}:GuessTheNumber", *words]) == 0
+    assert [row["staleness"] for row in rows(tmp_path / "run")] == [0, 1, 1]
+
+
+def test_a_sampler_on_a_device_of_its_own_samples_the_same(config, place, finished, tmp_path, monkeypatch):
+    """A process that sees two devices writes what one device does."""
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2")
+    run, given = tmp_path / "run", place._replace(config=config)
+    done = train(given, run, "--policy.sampler_devices=own", "--training.save_every=2", judge="work:0")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run, finished)
+
+
+def test_without_a_weight_the_ratio_is_taken_against_the_sampler(config):
+    """Lag 1 with importance_cap 0: PPO's own ratio then spans the batch that lies between."""
+    section, training = AlgorithmSection(importance_cap=0), make_config(task="text", training={"lag": 1}).training
+    prepare = make_preparation(lambda *_: 1 / 0, section, make_config(task="text").ppo, training)
+    shape = (2, 3, 4)
+    batch = Batch(np.ones((2, 1), int), np.ones((2, 1), bool), np.ones(shape, int), np.ones(shape, bool))
+    sampled = np.random.default_rng(0).normal(size=shape)
+    prepared, measured = prepare(None, batch._replace(rollout_logprobs=sampled))
+    assert prepared.old_logprobs is sampled and not measured
+
+
+def test_what_cannot_be():
+    for lag, expected in ((2, "a number <= 1"), (-1, "a number >= 0")):
+        with pytest.raises(UserError, match=f"training.lag: expected {expected}, got {lag}"):
+            make_config(task="text", training={"lag": lag})
+    caps = [
+        make_config(task="text", training={"lag": lag}, algorithm={"importance_cap": cap}).algorithm.importance_cap
+        for lag, cap in ((0, None), (1, None), (1, 0), (0, 3))
+    ]
+    assert caps == [0, 2, 0, 3]
+    for section in ({"training": {}}, {"training": {"lag": 1}, "mesh": {"fsdp": 2}}):
+        policy = {"sampler_devices": "own", "mesh": section.pop("mesh", {})}
+        with pytest.raises(UserError, match="expected shared without training"):
+            make_config(task="text", policy=policy, **section)
+
+
+def test_a_device_that_is_not_there_is_one_line(config, tmp_path, capsys):
+    words = ["--config", str(config), f"--run_dir={tmp_path / 'run'}", "--policy.sampler_devices=own"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "policy.sampler_devices: own takes 2 devices, but the policy has 1" in error
+
+
+def test_a_copy_is_not_what_an_update_frees(config):
+    parts, learner = loaded(config)
+    state = learner.start(parts.policy.variables)
+    behind = left_behind(state)
+    mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(behind)}
+    assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(behind=None))}

@@ -83,16 +83,9 @@ def deadly(prompts, completions, wish, folder, **columns):
     return letters(prompts, completions, wish)
 
 
-def levelling(prompts, completions, wish, metrics, rows, **columns):
-    """The same, until a run has so many rows of metrics: then it kills the cluster that it runs in."""
-    done = Path(metrics).read_text().count("\n") if Path(metrics).is_file() else 0
-    if done >= rows:
-        import psutil
-
-        raylet = psutil.Process(os.getppid())
-        for process in (*raylet.parent().children(), raylet):
-            if process.name() in ("gcs_server", "raylet"):
-                process.kill()
+def patient(prompts, completions, wish, **columns):
+    """The same by a judge that takes its time."""
+    time.sleep(0.5)
     return letters(prompts, completions, wish)
 
 

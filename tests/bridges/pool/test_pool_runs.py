@@ -9,8 +9,9 @@ import yaml
 
 pytest.importorskip("ray")
 
+import psutil
 import ray
-from support.text_task import ROOT, finished_run, rows, train, train_here
+from support.text_task import ROOT, finish, finished_run, rows, start, train_here, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,9 +90,16 @@ def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_o
 
 def test_a_cluster_that_goes_away_ends_the_run_with_a_checkpoint(place, configured, tmp_path):
     run = tmp_path / "run"
-    config = configured("levelling", replicas=2, options={"metrics": str(run / "metrics.jsonl"), "rows": 2})
-    ended = train(place._replace(config=config), run)
+    training = start(place._replace(config=configured("patient", replicas=2)), run, "--training.max_steps", "99")
+    metrics = run / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 2, training)
+    cluster = psutil.Process(training.pid).children(recursive=True)  # actors alone would be started again
+    assert {"gcs_server", "raylet"} < {process.name() for process in cluster}
+    for process in cluster:
+        process.kill()
+    ended = finish(training)
     assert ended.returncode == 2, ended.stderr
     error = ended.stderr.strip().splitlines()[-1]
-    assert error.startswith("error: Function: ") and "Saved after iteration 2; go on with --resume" in error
-    assert (run / "checkpoints" / "step_2").is_dir() and len(rows(run)) == 2
+    saved = re.search(r"Saved after iteration (\d+); go on with --resume", error)
+    assert error.startswith("error: Function: ") and saved, error
+    assert (run / "checkpoints" / f"step_{saved[1]}").is_dir() and len(rows(run)) == int(saved[1]) >= 2

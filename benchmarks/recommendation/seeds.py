@@ -3,7 +3,8 @@
     python benchmarks/recommendation/seeds.py RUN RUN RUN [--measure NDCG@10] [--json FILE] [--group "target > 50"]
 
 Reads `summary.json` of each run directory and measures nothing itself: every method with its mean and 95 % interval,
-the paired differences, and what is recommended. The JSON has every measure on every group of users, and the seconds.
+the paired differences (of all users), and what is recommended. The JSON has `KEPT` of every method on every group of
+users, and the seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import yaml
 
-KEPT = ("seconds", "table", "differences", "recommended")
+KEPT = ("HR@10", "NDCG@10", "MRR")
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -32,7 +33,15 @@ def read_run(folder: Path) -> dict[str, Any]:
     if "table" not in summary:
         raise SystemExit(f"{path}: expected a recommendation's, with a table of its methods")
     seed = yaml.safe_load((folder / "config.yaml").read_text())["seed"]
-    return {"seed": seed, **{name: summary[name] for name in KEPT if name in summary}}
+    rows = {entry: [shortened(row) for row in summary.get(entry, [])] for entry in ("table", "differences")}
+    return {"seed": seed, "seconds": summary["seconds"], **rows, "recommended": summary.get("recommended", [])}
+
+
+def shortened(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A method on a group of users with the measures that are kept, to six digits."""
+    told = {name: row[name] for name in ("method", "group", "users")}
+    kept = {name: [round(value, 6) for value in row[name].values()] for name in KEPT if name in row}
+    return told | kept
 
 
 def columns(runs: Sequence[Mapping[str, Any]], entry: str, group: str, measure: str, *, signed: bool = False) -> str:
@@ -56,11 +65,9 @@ def spreads(runs: Sequence[Mapping[str, Any]]) -> str:
     return markdown(["coverage@10, Gini@10", *names(runs)], [[method, *cells] for method, cells in lines.items()])
 
 
-def shown(interval: Mapping[str, float], *, signed: bool = False) -> str:
+def shown(interval: Sequence[float], *, signed: bool = False) -> str:
     """`.0525 [.0499, .0550]`, with signs `+.0038 [+.0028, +.0049]`."""
-    mean, low, high = (
-        f"{value:{'+' if signed else ''}.4f}".replace("0.", ".", 1) for value in list(interval.values())[:3]
-    )
+    mean, low, high = (f"{value:{'+' if signed else ''}.4f}".replace("0.", ".", 1) for value in interval)
     return f"{mean} [{low}, {high}]"
 
 
@@ -75,17 +82,17 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories of one config")
-    parser.add_argument("--measure", default="NDCG@10", help="(default: %(default)s)")
+    parser.add_argument("--measure", choices=KEPT, default="NDCG@10", help="(default: %(default)s)")
     parser.add_argument("--group", action="append", help="of users, as the run's table has them; may be given again")
     parser.add_argument("--json", type=Path, help="write what was read there")
     options = parser.parse_args(arguments)
     runs = [read_run(folder) for folder in options.runs]
     for group in options.group or ["all"]:
         print(columns(runs, "table", group, options.measure), end="\n\n")
-        print(columns(runs, "differences", group, options.measure, signed=True), end="\n\n")
+    print(columns(runs, "differences", "all", options.measure, signed=True), end="\n\n")
     print(spreads(runs))
     if options.json:
-        options.json.write_text(json.dumps(runs, indent=1) + "\n")
+        options.json.write_text(json.dumps(runs) + "\n")
 
 
 if __name__ == "__main__":

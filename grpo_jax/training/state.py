@@ -157,7 +157,7 @@ def refresh_reference(state: TrainState) -> TrainState:
     return state._replace(reference=jax.tree.map(jnp.array, state.variables[name]))
 
 
-def left_behind(state: TrainState, device: jax.Device | None = None) -> Behind:
+def left_behind(state: TrainState, device: Any = None) -> Behind:
     """The policy as it stands, in arrays of its own that no update touches, where it is or on another device."""
     weights = state.variables[policy_collection(state.variables)]
     copied = jax.tree.map(jnp.array, weights) if device is None else jax.device_put(weights, device)

@@ -44,7 +44,7 @@ class Ahead:
         self._drawn: dict[int, Future[Drawn]] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
-        self._frozen: dict[str, Any] | None = None  # on the sampler's own device
+        self._frozen: Any = None  # on the sampler's own device
 
     def begin(self, iteration: int, state: TrainState, behind: Behind) -> None:
         """Begins the batch of an iteration, unless it is on its way already.
@@ -58,8 +58,9 @@ class Ahead:
             return
         variables, device = variables_behind(state, behind), self._parts.sampler_device
         if device is not None:
-            self._frozen = self._frozen or jax.device_put(frozen_behind(state), device)
-            variables |= self._frozen
+            if self._frozen is None:
+                self._frozen = jax.device_put(frozen_behind(state), device)
+            variables = {**variables, **self._frozen}
         drawn: Future[Drawn] = Future()
         place, before = (None, [*self._drawn.values()]) if self._line is None else (self._line.place(), [])
         given = (drawn, before, iteration, variables, place)

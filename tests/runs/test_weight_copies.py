@@ -38,7 +38,7 @@ class Probe:
 
 @pytest.mark.parametrize(
     ("kl_coef", "refresh", "expected"),
-    [(0.0, 0, 3), (0.1, 1, 4)],
+    [pytest.param(0.0, 0, 3, marks=pytest.mark.wide), (0.1, 1, 4)],
     ids=["no reference", "refreshed"],  # which is not refreshed yet when the first update is made
 )
 def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path, kl_coef, refresh, expected):

@@ -36,6 +36,7 @@ def test_a_shipped_config_draws(name, tmp_path):
     assert renderer.renderer.pipeline.vae.dtype == torch.bfloat16
 
 
+@pytest.mark.wide
 def test_a_run_with_another_pipeline(tmp_path):
     """The miniature's policy and scorer, and a pipeline that they do not know."""
     folder, run = tiny_pipelines.stable_diffusion_xl(tmp_path / "pipeline"), tmp_path / "run"

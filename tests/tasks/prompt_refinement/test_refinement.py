@@ -114,7 +114,7 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         assert math.isfinite(evaluation[name]["before"]) and math.isfinite(evaluation[name]["after"]), name
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_miniature_cannot_guess_its_lenses_and_its_oracle_is_right(tmp_path):
     run_dir = tmp_path / "run"
     arguments = ["--training.max_steps=1", "--evaluation.prompts=32", "--evaluation.validation_prompts=1"]

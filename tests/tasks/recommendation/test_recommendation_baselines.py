@@ -290,7 +290,7 @@ PUBLISHED = {  # HR@10 and NDCG@10 as measured by others' code on this split
 }
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.skipif(
     not BEAUTY.is_dir(), reason=f"{BEAUTY} is not there: the Amazon Beauty data is not part of the project"
 )

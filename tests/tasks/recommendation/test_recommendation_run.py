@@ -88,7 +88,7 @@ def rows_of(path):
 
 def test_a_policy_that_writes_queries_has_no_prior_to_choose(folder, summary, capsys):
     assert recommend_main(["--run", str(folder / "whole"), "--choose_prior"]) == 2
-    assert "task.writes: expected title or item" in capsys.readouterr().err
+    assert "task.writes: expected title, item or ids" in capsys.readouterr().err
 
 
 def test_the_table_stands_in_console_report_and_summary(folder, summary):

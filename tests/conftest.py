@@ -33,8 +33,19 @@ settings.register_profile("grpo_jax", max_examples=25, deadline=None, derandomiz
 settings.load_profile("grpo_jax")
 
 
+RAY_WARNINGS = (
+    "ignore::ResourceWarning",  # Ray leaves log files and sockets to the collector
+    "ignore::DeprecationWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
+
+
 def pytest_collection_modifyitems(config, items):
-    """What is marked wide runs where it is asked for."""
+    """What is marked wide runs where it is asked for; Ray's warnings are no errors."""
+    for item in items:
+        if item.get_closest_marker("ray"):
+            for warning in RAY_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))
     if "wide" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("wide")]
         config.hook.pytest_deselected(items=left_out)

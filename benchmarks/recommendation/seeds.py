@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,33 +47,32 @@ def shortened(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def columns(runs: Sequence[Mapping[str, Any]], entry: str, group: str, measure: str, *, signed: bool = False) -> str:
     """Markdown of one entry: a line for each method, `mean [low, high]` of each run."""
-    lines: dict[str, list[str]] = {}
-    for place, run in enumerate(runs):
-        for row in run.get(entry, []):
-            if row["group"] == group and measure in row:
-                cells = lines.setdefault(row["method"], ["" for _ in runs])
-                cells[place] = shown(row[measure], signed=signed)
-    return markdown([f"{measure}, {group}", *names(runs)], [[method, *cells] for method, cells in lines.items()])
+    told = []
+    for run in runs:
+        rows = (row for row in run[entry] if row["group"] == group and measure in row)
+        told.append({row["method"]: shown(row[measure], signed=signed) for row in rows})
+    return beside(f"{measure}, {group}", runs, told)
 
 
 def spreads(runs: Sequence[Mapping[str, Any]]) -> str:
     """Markdown of what is recommended: coverage and Gini coefficient of each method and run."""
-    lines: dict[str, list[str]] = {}
-    for place, run in enumerate(runs):
-        for row in run.get("recommended", []):
-            method, *values = row.values()
-            lines.setdefault(method, ["" for _ in runs])[place] = ", ".join(f"{value:.2f}" for value in values)
-    return markdown(["coverage@10, Gini@10", *names(runs)], [[method, *cells] for method, cells in lines.items()])
+    told = []
+    for run in runs:
+        rows = (list(row.values()) for row in run["recommended"])
+        told.append({method: ", ".join(f"{value:.2f}" for value in values) for method, *values in rows})
+    return beside("coverage@10, Gini@10", runs, told)
+
+
+def beside(title: str, runs: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, str]]) -> str:
+    """A line for each method that a run tells of, a column for each run."""
+    lines = [[method, *(one.get(method, "") for one in told)] for method in dict.fromkeys(chain(*told))]
+    return markdown([title, *(f"seed {run['seed']}" for run in runs)], lines)
 
 
 def shown(interval: Sequence[float], *, signed: bool = False) -> str:
     """`.0525 [.0499, .0550]`, with signs `+.0038 [+.0028, +.0049]`."""
     mean, low, high = (f"{value:{'+' if signed else ''}.4f}".replace("0.", ".", 1) for value in interval)
     return f"{mean} [{low}, {high}]"
-
-
-def names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"seed {run['seed']}" for run in runs]
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

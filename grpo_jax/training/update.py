@@ -7,7 +7,6 @@ rewards have already become advantages, or scores that PPO's values make advanta
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -133,36 +132,34 @@ def make_forward_step(forward: ForwardPass, *, accumulation: int = 1) -> Callabl
     return lambda variables, batch: compiled(variables, batch.read_by_policy())
 
 
-def make_token_weights(section: AlgorithmSection) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array]]:
-    """The compiled function (batch, entropy [P, G, T]) → weights f32 [P, G, T] and their mean over tokens.
+def make_token_weights(
+    section: AlgorithmSection,
+) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
+    """The compiled function (batch, entropy [P, G, T]) → weights f32 [P, G, T], their mean, and the share at the cap.
 
-    The product of what the config asks for: 1 for the tokens of high entropy and 0 for the others, and the truncated
-    importance weight. Both are those of the policy before its first update with the batch, over the whole batch:
+    The latter two are over tokens, and of the importance weights alone. The weights are the product of what the config
+    asks for: 1 for the tokens of high entropy and 0 for the others, and the truncated importance weight of what lies
+    between the policy before its first update with the batch and the one that sampled it. Both are of the whole batch:
     however an update splits it, the same tokens take part.
     """
+    cap = section.importance_cap
 
-    def weigh(batch: Batch, entropy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def weigh(batch: Batch, entropy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         weights = jnp.ones_like(entropy)
-        if section.importance_cap:
-            weights *= importance_weights(batch, section.importance_cap)
+        if cap:
+            weights *= truncated_importance_weights(
+                required("old_logprobs", batch.old_logprobs),
+                required("sampler_logprobs", batch.sampler_logprobs),
+                batch.mask,
+                cap=cap,
+            )
         mean = masked_mean(weights, batch.mask)
+        clipped = masked_mean((weights >= (cap or jnp.inf)).astype(jnp.float32), batch.mask)
         if section.entropy_share < 1:
             weights *= high_entropy_mask(entropy, batch.mask, share=section.entropy_share)
-        return weights, mean
+        return weights, mean, clipped
 
     return jax.jit(weigh)
-
-
-def importance_weights(batch: Batch, cap: float) -> jax.Array:
-    """What lies between the policy before its first update with a batch and the one that sampled it, f32 [P, G, T]."""
-    old, sampler = required("old_logprobs", batch.old_logprobs), required("sampler_logprobs", batch.sampler_logprobs)
-    return truncated_importance_weights(old, sampler, batch.mask, cap=cap)
-
-
-@partial(jax.jit, static_argnames=("cap",))
-def clipped_share(batch: Batch, *, cap: float) -> jax.Array:
-    """Share of the tokens whose importance weight is at the cap."""
-    return masked_mean((importance_weights(batch, cap) >= cap).astype(jnp.float32), batch.mask)
 
 
 def make_preparation(
@@ -194,11 +191,11 @@ def make_preparation(
         old = look(state.variables, batch)
         batch = batch._replace(old_logprobs=old.logprobs if sampled is None else sampled)
         if weighted:
-            weights, mean = weigh(batch, old.entropy)
+            weights, mean, clipped = weigh(batch, old.entropy)
             if algorithm.importance_cap:
                 measured["importance_weight"] = mean
                 if ahead:
-                    measured["importance_clipped"] = clipped_share(batch, cap=algorithm.importance_cap)
+                    measured["importance_clipped"] = clipped
             batch = batch._replace(token_weights=weights, sampler_logprobs=None)
         if algorithm.learns_values:
             coefficient = jnp.zeros((), jnp.float32) if state.kl_coef is None else state.kl_coef

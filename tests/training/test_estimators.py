@@ -144,7 +144,7 @@ def gradient(seen, batch, **choices):
 def test_only_tokens_of_high_entropy_have_a_gradient(seen):
     forward, batch = seen
     weigh = make_token_weights(AlgorithmSection(entropy_share=0.25))
-    weights, mean = weigh(batch, forward.entropy)
+    weights, mean, _ = weigh(batch, forward.entropy)
     mask, entropy = np.asarray(batch.mask), np.asarray(forward.entropy)
     chosen = mask & (entropy >= np.quantile(entropy[mask], 0.75))
     np.testing.assert_array_equal(weights > 0, chosen)
@@ -157,14 +157,15 @@ def test_importance_weights_are_bounded_and_multiply(seen):
     forward, batch = seen
     gap = jax.random.normal(jax.random.key(9), batch.mask.shape)
     batch = batch._replace(sampler_logprobs=batch.old_logprobs - gap)
-    weights, mean = make_token_weights(AlgorithmSection(importance_cap=1.5))(batch, forward.entropy)
+    weights, mean, clipped = make_token_weights(AlgorithmSection(importance_cap=1.5))(batch, forward.entropy)
     mask, expected = np.asarray(batch.mask), np.minimum(np.exp(gap), 1.5)
     np.testing.assert_allclose(np.asarray(weights)[mask], expected[mask], rtol=1e-5)
     assert float(mean) == pytest.approx(expected[mask].mean(), rel=1e-5)
+    assert float(clipped) == pytest.approx((np.exp(gap) >= 1.5)[mask].mean())
     plain, weighed = gradient(forward, batch), gradient(forward, batch._replace(token_weights=weights))
     np.testing.assert_allclose(weighed, np.where(mask, plain * expected, 0), rtol=1e-4, atol=1e-8)
-    both, _ = make_token_weights(AlgorithmSection(importance_cap=1.5, entropy_share=0.5))(batch, forward.entropy)
-    alone, _ = make_token_weights(AlgorithmSection(entropy_share=0.5))(batch, forward.entropy)
+    both, *_ = make_token_weights(AlgorithmSection(importance_cap=1.5, entropy_share=0.5))(batch, forward.entropy)
+    alone, *_ = make_token_weights(AlgorithmSection(entropy_share=0.5))(batch, forward.entropy)
     np.testing.assert_allclose(both, alone * weights)
 
 

@@ -11,12 +11,7 @@ from bridges.pool.errors import BatchLost, NotRowByRow, PoolLost
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 TEXTS = ["ab" * (7 * i % 13) for i in range(30)]
 

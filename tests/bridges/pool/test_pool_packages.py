@@ -11,12 +11,7 @@ pytest.importorskip("ray")
 
 from grpo_jax.config import make_config
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 ODD = Path(__file__).with_name("odd_judges.py")
 LITTLE = """

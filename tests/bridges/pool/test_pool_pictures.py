@@ -22,12 +22,7 @@ from grpo_jax.rollout.rewards import on_host  # noqa: E402
 from grpo_jax.runs.results import to_uint8  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 SMALL = {
     "training.prompts_per_batch": 4,

@@ -13,12 +13,7 @@ import psutil
 import ray
 from support.text_task import ROOT, finish, finished_run, rows, start, train_here, wait_for
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 ODD = ROOT / "tests" / "bridges" / "pool" / "odd_judges.py"
 DEATHS = 20

@@ -17,12 +17,7 @@ from bridges.pool import cluster  # noqa: E402
 from bridges.retrieval import whereabouts  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream", "red soap"]
 

@@ -14,12 +14,7 @@ from bridges.retrieval import service  # noqa: E402
 from grpo_jax.tasks.recommendation.dummy import make_catalogue_of_words  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves log files and sockets to the collector
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 TRAINING = 16  # completions of one batch; evaluations have others
 OPTIONS = {

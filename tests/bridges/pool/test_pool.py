@@ -1,6 +1,8 @@
 """A judge in a pool of real Ray actors answers as in process, whichever actor answered and whichever died over it."""
 
+import importlib.util
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,3 +92,16 @@ def test_what_does_not_start_says_why(pool, tmp_path):
     (tmp_path / "broken").touch()
     with pytest.raises(ValueError, match="no such weights"):
         pool()
+
+
+def test_the_benchmark_measures_pools_as_they_are(cluster):
+    path = Path(__file__).parents[3] / "benchmarks" / "scaling" / "farm.py"
+    spec = importlib.util.spec_from_file_location("farm", path)
+    farm = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(farm)
+    found = farm.measure_waiting(0.01, 2, [1, 2], repeats=1)
+    assert [entry["batches"] for entry in found.values()] == [2, 4]
+    for count, entry in found.items():
+        assert entry["speedup_per_actor"] == pytest.approx(entry["speedup"] / int(count), abs=1e-3)
+    (pictures,) = farm.measure_pictures([8], 4, repeats=1).values()  # it asserts that the run's process fetched none
+    assert pictures["megabytes"] == pytest.approx(8 * 8 * 3 * 4 / 1e6, abs=1e-3)

@@ -157,12 +157,13 @@ def _open_nowhere(descriptor: int) -> None:
         os.close(nowhere)
 
 
-def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
+def guarded(function: Callable[[], Any], *, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> int:
     """Runs a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
 
     Args:
         function: The command; an int it returns is the exit code.
         debug: Let tracebacks through.
+        silent: Asked where there is a line: whether another process has it too, and tells.
     """
     mend_streams()
     try:
@@ -172,7 +173,8 @@ def guarded(function: Callable[[], Any], *, debug: bool = False) -> int:
         if debug or (isinstance(error, StageError) and error.stage.startswith("sample")):
             raise
         # One line whatever a user's file, or a library, put into the message.
-        _complain(f"error: {' '.join(str(error).split())}")
+        if not silent():
+            _complain(f"error: {' '.join(str(error).split())}")
         return 2
     except KeyboardInterrupt:
         _complain("interrupted")

@@ -22,7 +22,8 @@ from grpo_jax.errors import Stopped, UserError, extras_named, guarded, leave, ve
 from grpo_jax.planning.request import take_request
 
 if TYPE_CHECKING:
-    from grpo_jax.runs.loop.callbacks import Callback
+    from grpo_jax.runs.loop.callbacks import Callback, Callbacks
+    from grpo_jax.runs.several.company import Company
 
 
 @extras_named()
@@ -55,6 +56,7 @@ def run(
 
     Returns:
         What summary.json holds, and "stopped": whether a signal, a callback or training.max_hours ended the run early.
+        Nothing in any but the first of several processes (docs/scaling.md).
 
     Raises:
         UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
@@ -62,11 +64,23 @@ def run(
     """
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
+    from grpo_jax.runs.loop.callbacks import Callbacks
+    from grpo_jax.runs.several.company import Follower
+    from grpo_jax.runs.several.joining import join, leading, take_part
+
+    company = join(config)
+    if isinstance(company, Follower):
+        return take_part(config, company)
+    callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
+    with leading(company, config):
+        return _run(config, company, callbacks, prompts=prompts, rewards=rewards)
+
+
+def _run(config: Any, company: Company, callbacks: Callbacks, *, prompts: Any, rewards: Any) -> dict[str, Any]:
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run, execute
     from grpo_jax.runs.language import load_program
-    from grpo_jax.runs.loop.callbacks import Callbacks
     from grpo_jax.runs.processes import stop_requests
 
     clock = time.monotonic()
@@ -75,7 +89,7 @@ def run(
             with stop.at_once():
                 program = config.task.program(config, output.part)
                 if program is None:
-                    given = {"prompts": prompts, "rewards": rewards}
+                    given = {"prompts": prompts, "rewards": rewards, "company": company}
                     program = load_program(config, output, **given, clock=clock, stop=stop, leaving=leaving)
         except Stopped:
             output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
@@ -86,8 +100,8 @@ def run(
             keep=training.keep_checkpoints,
             keep_bytes=training.keep_gib * 2**30,
             note=output.note,
+            company=company,
         ) as checkpoints:
-            callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
             return execute(Run(program, checkpoints, output, clock, callbacks), stop)
 
 
@@ -108,16 +122,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from grpo_jax.planning.command import show_plan
 
             return show_plan(config, planned)
-        from grpo_jax.runs.processes import refuse_several
-
-        refuse_several()
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
             config = dataclasses.replace(config, run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        run(config)
+        from grpo_jax.runs.several.channel import part
+
+        try:
+            run(config)
+        finally:
+            part()  # now: a judge that hangs may end this process at once
         return 0
 
-    return guarded(act, debug="--debug" in words or "--debug=true" in words)
+    return guarded(act, debug="--debug" in words or "--debug=true" in words, silent=_is_led)
+
+
+def _is_led() -> bool:
+    """Whether this is one of several processes, and not the first: all read the same command."""
+    from grpo_jax.runs.processes import number_of
+
+    return number_of() > 0
 
 
 def command() -> NoReturn:

@@ -175,6 +175,20 @@ def gather(tree: Any, mesh: Mesh | None) -> Any:
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, P()))
 
 
+def on_host(tree: Any) -> Any:
+    """Whole NumPy arrays in place of those on devices; what other processes hold of them is brought here first.
+
+    Several processes must make the call together.
+    """
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return gather(leaf, leaf.sharding.mesh)
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
         return leaf

@@ -6,22 +6,19 @@ iterations and its arrays.
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models.loss_scale import make_loss_scale
-from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
 from grpo_jax.rollout.drawing import Drawn, Judged, draw
 from grpo_jax.rollout.inputs.pictures import kept_column
 from grpo_jax.rollout.pipeline import Place
 from grpo_jax.rollout.rollout import Rollout, collect
+from grpo_jax.runs.loop.learner import Learner, LearningBrief, led_learner
 from grpo_jax.runs.parts import Parts, objectives_of
 from grpo_jax.runs.turns import turn_columns, turn_metrics
 from grpo_jax.training.batch import Batch, make_batch
@@ -31,38 +28,13 @@ from grpo_jax.training.estimators import (
     teaching_groups,
     total_rewards,
 )
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import (
     TrainState,
-    init_state,
-    left_behind,
     needs_reference,
-    refresh_reference,
     release,
-    settled,
 )
-from grpo_jax.training.update import make_update
 
 _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
-
-
-class Learner(NamedTuple):
-    """The compiled parts of training.
-
-    Attributes:
-        update: update(state, batch, key) → (state, report).
-        schedule: Learning rate by update.
-        iterations: Iterations in all.
-        updates_per_iteration: Optimizer updates of one iteration.
-        start: start(variables) → the state that training begins with. It takes the trained weights over: where they
-            are not the reference, they can be read until the first update only.
-    """
-
-    update: Callable[..., tuple[TrainState, dict[str, Any]]]
-    schedule: Callable[[Any], Any]
-    iterations: int
-    updates_per_iteration: int
-    start: Callable[[dict[str, Any]], TrainState]
 
 
 class Iteration(NamedTuple):
@@ -84,44 +56,12 @@ class Iteration(NamedTuple):
 
 
 def make_learner(parts: Parts) -> Learner:
-    """Optimizer, schedule and update step that a config names."""
-    config, policy = parts.config, parts.policy
+    """Optimizer, schedule and update step that a run's config names."""
+    config, company = parts.config, parts.company
     iterations = iterations_in_all(config.training, len(parts.prompts.train))
-    per_iteration = config.training.inner_epochs * config.training.minibatches
-    section = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)
-    schedule = make_schedule(section, iterations * per_iteration)
-    optimizer = shard_optimizer(make_optimizer(section, schedule, value_rate=config.ppo.value_rate), policy.mesh)
-    update = make_update(
-        policy.functions,
-        optimizer,
-        config.algorithm,
-        config.training,
-        temperature=config.sampling.temperature,
-        max_new_tokens=config.sampling.written_tokens,
-        allowed_tokens=None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens),
-        trie=parts.trie,
-        ppo=config.ppo,
-    )
-    steered = config.algorithm.learns_values and config.ppo.kl_coef > 0
-
-    # New adapters change nothing: the base is the policy at the start, and stays the reference if none replaces it.
-    untouched = config.policy.lora.path is None and config.warm_start.steps == 0
-    base_reference = untouched and config.algorithm.update_ref_every == 0
-
-    def start(variables: dict[str, Any]) -> TrainState:
-        state = init_state(
-            variables,
-            optimizer,
-            keep_reference=needs_reference(config.algorithm, config.ppo),
-            base_reference=base_reference,
-            kl_coef=config.ppo.kl_coef if steered else None,
-            loss_scale=make_loss_scale(config.policy.compute_dtype),
-            take_over=True,
-        )
-        state = settled(shard(state, policy.mesh))
-        return state._replace(behind=left_behind(state, parts.sampler_device)) if config.training.lag else state
-
-    return Learner(update, schedule, iterations, per_iteration, start)
+    brief = LearningBrief(iterations, config.training.accumulation, parts.allowed_tokens, parts.trie)
+    company.lead("learning", lambda brief: None)(brief)
+    return led_learner(config, parts.policy, brief, company, parts.sampler_device)
 
 
 def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: int) -> Iteration:
@@ -174,7 +114,7 @@ def learn(parts: Parts, learner: Learner, state: TrainState, iteration: int, dra
     seconds = {**drawn.seconds, "update": time.perf_counter() - before_update}
     every = algorithm.update_ref_every
     if needs_reference(algorithm, config.ppo) and every and (iteration + 1) % every == 0:
-        before, state = state.reference, refresh_reference(state)
+        before, state = state.reference, learner.refresh(state)
         release(before)
     row = {
         "step": iteration + 1,
@@ -232,7 +172,7 @@ def batch_of(parts: Parts, judged: Judged) -> Batch:
         parts.config.algorithm,
         pictures=rollout.pictures,
         answers=rollout.answers,
-        mesh=parts.policy.mesh,
+        mesh=parts.policy.mesh if parts.company.processes == 1 else None,  # each process takes its share
         kept=parts.config.sampling.keep_prompt,
     )
 

@@ -26,6 +26,7 @@ from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 from grpo_jax.runs.results import finish_language
+from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.display import of_turns
 from grpo_jax.tasks.task import Advanced, Begun, Finished
@@ -131,7 +132,7 @@ class LanguageProgram:
         def to_save() -> dict[str, Any]:
             return {**begun, "seconds": with_total(begun["seconds"], self.clock)}
 
-        with Checkpoints(folder, keep=2, note=self.say) as checkpoints:
+        with Checkpoints(folder, keep=2, note=self.say, company=parts.company) as checkpoints:
             warmed = warm_start(parts, checkpoints=checkpoints, meta=to_save, say=self.say)
         if warmed is None:
             return None
@@ -251,6 +252,7 @@ def load_program(
     clock: float,
     stop: StopRequests,
     leaving: ExitStack,
+    company: Company = ALONE,
 ) -> LanguageProgram:
     """Loads a language run.
 
@@ -262,6 +264,7 @@ def load_program(
         clock: `time.monotonic()` at the start.
         stop: Looked at while judges are waited for.
         leaving: What ends judges that hold something outside this process, when the run does.
+        company: The processes of the run.
     """
     source = from_python(config, prompts, rewards)
     if source.config is not config and not config.resume:  # a resume may be refused yet
@@ -270,6 +273,6 @@ def load_program(
     if source.prompts is None and config.data.prompts == IN_PYTHON:
         source = source._replace(prompts=kept_prompts(output.directory))
     given = {"prompts": source.prompts, "rewards": source.rewards}
-    parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving)
+    parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving, company=company)
     parts = within_budget(parts, output.part)
     return LanguageProgram(source.config, parts, make_learner(parts), output.say, clock)

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.config import Config, PolicySection
+from grpo_jax.config import Config
 from grpo_jax.config.fields import require
-from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
@@ -30,8 +29,11 @@ from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
 from grpo_jax.rollout.trainer import Trainer
 from grpo_jax.runs.loop.early_stopping import SCORE
 from grpo_jax.runs.policy import Policy, load_policy, make_new_policy, policy_folder
-from grpo_jax.runs.seeing import eyes_of, make_prepare, make_see
-from grpo_jax.sampling.samplers import Samplers, make_samplers
+from grpo_jax.runs.seeing import eyes_of, make_prepare
+from grpo_jax.runs.several.company import ALONE, Company
+from grpo_jax.runs.several.devices import listed, place_parts, policy_devices
+from grpo_jax.runs.several.led import Brief, led_samplers, led_see
+from grpo_jax.sampling.samplers import Samplers
 from grpo_jax.tasks.task import Say, Setup, World
 from grpo_jax.training.estimators import Objectives, make_objectives, make_turn_objectives
 from grpo_jax.training.memory import Shown, fewest_parts, update_bytes
@@ -57,6 +59,7 @@ class Parts(NamedTuple):
         see: Looks at the prompts' pictures (`rollout.See`); None where no prompt has any.
         stopping: Whether a stop was asked for.
         sampler_device: Where batches are sampled ahead; None for where the policy learns.
+        company: The processes of the run.
     """
 
     config: Config
@@ -73,6 +76,7 @@ class Parts(NamedTuple):
     see: Callable[..., Any] | None = None
     stopping: Callable[[], bool] = lambda: False
     sampler_device: jax.Device | None = None
+    company: Company = ALONE
 
     @property
     def prompts(self) -> PromptSet:
@@ -103,6 +107,7 @@ def load_parts(
     rewards: Mapping[str, Reward] = MappingProxyType({}),
     stopping: Callable[[], bool] = lambda: False,
     leaving: ExitStack | None = None,
+    company: Company = ALONE,
 ) -> Parts:
     """Loads everything, one line per part.
 
@@ -113,13 +118,14 @@ def load_parts(
         rewards: Functions by label, in place of those that the config names.
         stopping: Whether a stop was asked for; looked at while judges are waited for.
         leaving: What ends judges that hold something outside this process (`close`), when the run does.
+        company: The processes of the run; the policy is loaded in all.
 
     Raises:
         UserError: Something that the config names is missing, broken, or does not fit.
     """
     if config.deterministic:
         _ask_for_determinism(torch_too=bool(config.judges))
-    placement = _place(config, say)
+    placement = place_parts(config, say, processes=company.processes)
     world = config.task.load(Setup(config, prompts, say))
     _tell_prompts(config, world.prompts, world.source or config.data.prompts or "given", say)
     timeout = config.judge_timeout or None
@@ -131,9 +137,9 @@ def load_parts(
         with judge_named(name):
             getattr(judge, "check", lambda: None)()
     make_new_policy(config, world.words, world.word_vectors)
-    devices = _policy_devices(placement, config.policy)
+    devices = policy_devices(placement, config.policy, processes=company.processes)
     if not config.judges:
-        say("devices", f"policy on {_listed(devices)}")
+        say("devices", f"policy on {listed(devices)}")
     rows = all_rows(world.prompts)
     pictures = world.answers_with_pictures or bool(facts_of(rows).pictures.any())
     blind = config.policy.sampler_devices == "shared" or not pictures
@@ -148,7 +154,11 @@ def load_parts(
         rows=rows,
         eyes=eyes_of(config, folder),
     )  # before the weights: a prompt that is too long is found in seconds
-    policy = load_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
+
+    def load(run_dir: str, pictures: bool) -> Policy:
+        return load_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
+
+    policy = company.lead("load", load)(config.run_dir, pictures)
     tell_system_prompt(folder.tokenizer, config.data, world.prompts.train, say)
     judges = {}
     for name, judge in config.judges.items():
@@ -165,25 +175,26 @@ def load_parts(
     allowed = policy_tokens(config, policy.loaded)
     trie = policy_choices(config, choices and choices.texts, policy.loaded)
     _check_early_stopping(config, world.prompts, environment)
+    brief = Brief(allowed, trie, choices.listed if choices else 0, pictures)
+    company.lead("sampling", lambda brief: None)(brief)
     return Parts(
         config=config,
         world=world,
         policy=policy,
         environment=environment,
         rewards=wanted,
-        samplers=make_samplers(
-            config.sampling, config.evaluation, policy, allowed, trie, listed=choices.listed if choices else 0
-        ),
+        samplers=led_samplers(config, policy, brief, company),
         allowed_tokens=allowed,
         trie=trie,
         key=jax.random.key(config.seed),
         devices={name: getattr(judges.get(name), "placed", where) for name, where in placement.items()}
         if judges
-        else {POLICY: _listed(devices)},
-        see=make_see(policy) if pictures else None,
+        else {POLICY: listed(devices)},
+        see=led_see(policy, brief, company),
         trainer=trainer,
         stopping=stopping,
         sampler_device=devices[-1] if config.policy.sampler_devices == "own" else None,
+        company=company,
     )
 
 
@@ -299,36 +310,6 @@ def _ask_for_determinism(*, torch_too: bool) -> None:
         import torch
 
         torch.use_deterministic_algorithms(True)
-
-
-def _place(config: Config, say: Say) -> dict[str, str]:
-    """The device of each part, decided before JAX starts."""
-    placement = own_package("bridges", "placement")
-    away = {name for name, judge in config.judges.items() if getattr(judge, "elsewhere", False)}
-    requests = {name: where for name, where in config.requests.items() if name not in away}
-    places, notes = placement.place(requests, policy_count=config.policy.devices)
-    for note in [*(notes if config.judges else ()), *placement.prepare_jax(places)]:
-        say("devices", note)
-    return {**places, **{name: config.requests[name] for name in away}}
-
-
-def _policy_devices(places: Mapping[str, str], section: PolicySection) -> list[jax.Device]:
-    """The JAX devices of the policy, as many as its mesh takes, and behind them its sampler's own."""
-    devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
-    if len(devices) < section.devices:
-        wants, smaller = f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes", "make the mesh smaller"
-        if section.sampler_devices == "own":
-            wants, smaller = "policy.sampler_devices: own takes", "name two in devices.policy, or say shared"
-        raise UserError(
-            f"{wants} {section.devices} devices, but the policy has {len(devices)} ({_listed(devices)}); {smaller} "
-            f"(XLA_FLAGS=--xla_force_host_platform_device_count={section.devices} shows JAX that many on a CPU, for a "
-            "trial)"
-        )
-    return devices[: section.devices]
-
-
-def _listed(devices: Sequence[jax.Device]) -> str:
-    return ", ".join(map(str, devices))
 
 
 def _tell_prompts(config: Config, prompts: PromptSet, source: str, say: Say) -> None:

@@ -12,13 +12,16 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from grpo_jax.errors import Stopped, UserError, one_line
 
 COORDINATOR, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+HEARTBEAT_SECONDS = 20
+"""After so long without a sign a process counts as gone."""
+SLURM_NUMBER = "SLURM_PROCID"
 SLURM_COUNT = "SLURM_STEP_NUM_TASKS"  # of srun's step: a batch script in an allocation of many tasks is one process
 
 
@@ -103,6 +106,13 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announcement:
     return Announcement(_number(environment, COUNT, 1), slurm=False)
 
 
+def number_of(environment: Mapping[str, str] = os.environ) -> int:
+    """Which of the announced processes this is, from 0."""
+    if announced(environment).count == 1:
+        return 0
+    return _number(environment, NUMBER if COUNT in environment else SLURM_NUMBER, 0)
+
+
 def join_processes(environment: Mapping[str, str] = os.environ) -> int:
     """Joins the processes that were started together; nothing for one. Call it before any other use of JAX.
 
@@ -120,29 +130,17 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> int:
         UserError: as `announced`.
     """
     count, slurm = announced(environment)
-    if count == 1:
-        return 1
+    if count == 1 or jax.distributed.is_initialized():
+        return count
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if slurm:
-        jax.distributed.initialize(cluster_detection_method="slurm")
-    else:
-        jax.distributed.initialize(environment[COORDINATOR], count, _number(environment, NUMBER, 0))
+    # One that is gone is noticed by the others themselves (`several.channel.Watch`); JAX would abort them all.
+    jax.config.update("jax_enable_recoverability", True)
+    given: dict[str, Any] = {"cluster_detection_method": "slurm"}
+    if not slurm:
+        number = number_of(environment)
+        given = {"coordinator_address": environment[COORDINATOR], "num_processes": count, "process_id": number}
+    jax.distributed.initialize(**given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     return count
-
-
-def refuse_several(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuses to run a command that works in one process as one of several: all would write one run directory.
-
-    Raises:
-        UserError: the environment announces several, or as `announced`.
-    """
-    count, slurm = announced(environment)
-    if count > 1:
-        variable = SLURM_COUNT if slurm else COUNT
-        raise UserError(
-            f"{variable} is {count}, but a run is one process that uses all cards it sees: start one task "
-            "(srun --ntasks=1) and spread the policy with policy.mesh"
-        )
 
 
 def _number(environment: Mapping[str, str], name: str, least: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.config import Config
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
 from grpo_jax.models.loss_scale import make_loss_scale
@@ -19,7 +20,10 @@ from grpo_jax.rollout.data import Row, batch_at, like_batch_at
 from grpo_jax.rollout.episodes import Answer, checked
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.loop.learner import LearningBrief
 from grpo_jax.runs.parts import Parts
+from grpo_jax.runs.policy import Policy
+from grpo_jax.runs.several.company import Company
 from grpo_jax.sampling.choices import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
@@ -64,7 +68,7 @@ def warm_start(
         UserError: There are no pairs, or fewer than a batch takes; a checkpoint cannot be written or read, or the loss
             is no longer finite.
     """
-    config, section, policy = parts.config, parts.config.warm_start, parts.policy
+    config, section = parts.config, parts.config.warm_start
     if parts.world.pairs is None:
         raise UserError(f"warm_start.steps: expected 0, this task has nothing to teach; got {section.steps}")
     pairs = teachable(parts, parts.world.pairs(), say)
@@ -72,21 +76,10 @@ def warm_start(
         raise UserError(
             f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
         )
-    optimizing = optimizer_section(section, config.optimizer)
-    optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
-    optimizer = shard_optimizer(optimizer, policy.mesh)
-    allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
-    temperature, trie = config.sampling.temperature, parts.trie
-    forward = make_forward(policy.functions, temperature=temperature, allowed_tokens=allowed, trie=trie)
-    step = make_train_step(
-        make_supervised_objective(forward),
-        optimizer,
-        normaliser=lambda batch: loss_normaliser(batch.mask, "token"),
-        accumulation=math.gcd(section.batch, config.training.accumulation),
-    )
-    scale = make_loss_scale(config.policy.compute_dtype)
-    state = init_state(policy.variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
-    state = settled(shard(state, policy.mesh))
+    brief = LearningBrief(section.steps, config.training.accumulation, parts.allowed_tokens, parts.trie)
+    parts.company.lead("lessons", lambda brief: None)(brief)
+    start, step = led_lessons(config, parts.policy, brief, parts.company)
+    state = start(parts.policy.variables)
     batch = _batches(parts, pairs)
     done, seconds = 0, 0.0
     for line in checkpoints.set_aside_damaged():
@@ -115,6 +108,39 @@ def warm_start(
             save(number + 1, state, wait=False)
     save(section.steps, state, wait=False)  # what comes next, the measurement of the start, may be stopped
     return state.variables, time.monotonic() - started
+
+
+def led_lessons(
+    config: Config, policy: Policy, brief: LearningBrief, company: Company
+) -> tuple[Callable[..., TrainState], Callable[..., tuple[TrainState, dict[str, Any]]]]:
+    """The functions start(variables) → state and step(state, batch) → (state, report), of all processes.
+
+    Args:
+        config: The run's.
+        policy: Its policy.
+        brief: What follows from the data.
+        company: The processes.
+    """
+    section = config.warm_start
+    optimizing = optimizer_section(section, config.optimizer)
+    optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
+    optimizer = shard_optimizer(optimizer, policy.mesh)
+    allowed = None if brief.allowed is None else jnp.asarray(brief.allowed)
+    temperature = config.sampling.temperature
+    forward = make_forward(policy.functions, temperature=temperature, allowed_tokens=allowed, trie=brief.trie)
+    step = make_train_step(
+        make_supervised_objective(forward),
+        optimizer,
+        normaliser=lambda batch: loss_normaliser(batch.mask, "token"),
+        accumulation=math.gcd(section.batch, brief.accumulation),
+    )
+    scale = make_loss_scale(config.policy.compute_dtype)
+
+    def start(variables: dict[str, Any]) -> TrainState:
+        state = init_state(variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
+        return settled(shard(state, policy.mesh))
+
+    return company.lead("first lesson", start), company.lead("lesson", step)
 
 
 def _batches(parts: Parts, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:

@@ -19,6 +19,7 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
 from grpo_jax.core.trie import Trie
+from grpo_jax.models.sharding import on_host
 from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,
@@ -263,7 +264,7 @@ def make_update(
             for part in minibatches(batch, training.minibatches, jax.random.fold_in(key, epoch)):
                 state, report = step(state, part)
                 reports.append(report)
-        return state, {**_average(jax.device_get(reports)), "measured": jax.device_get(measured)}
+        return state, {**_average(on_host(reports)), "measured": on_host(measured)}
 
     return update
 

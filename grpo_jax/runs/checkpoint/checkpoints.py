@@ -31,11 +31,12 @@ from grpo_jax.runs.checkpoint.echoes import silence
 from grpo_jax.runs.checkpoint.manifest import find_damage
 from grpo_jax.runs.checkpoint.series import Series
 from grpo_jax.runs.checkpoint.sharing import bytes_held
-from grpo_jax.runs.checkpoint.tree import EVALUATED, as_template, check_fits, items, leaves, plain, storable, target
+from grpo_jax.runs.checkpoint.tree import EVALUATED, as_template, check_fits, items, leaves, plain, storable
+from grpo_jax.runs.several.company import ALONE, Company
 
 PyTree = Any
 _NAMED = ("best", "final")
-_ITEMS = (EVALUATED, "training")
+ITEMS = (EVALUATED, "training")
 
 
 class Checkpoints:
@@ -54,6 +55,7 @@ class Checkpoints:
         read_only: bool = False,
         note: Callable[[str], None] = lambda text: None,
         pauses: Sequence[float] | None = None,
+        company: Company = ALONE,
     ):
         """Opens a folder and removes what an interrupted write left in it.
 
@@ -65,6 +67,7 @@ class Checkpoints:
           read_only: open for restoring only: nothing is made or removed (another process may be writing).
           note: tells of a write that failed and is tried again.
           pauses: seconds before each further try; None for `runs.directory.PAUSES`.
+          company: the processes of the run, of which this is the first.
 
         Raises:
           UserError: the folder cannot be made or written, or is absent with `read_only`.
@@ -81,7 +84,8 @@ class Checkpoints:
         if read_only and not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder; give the run directory of a training run")
         try:
-            opened = partial(Series, read_only=read_only, items=_ITEMS, committed=self._make_room)
+            own = {"read_only": read_only, "items": ITEMS, "committed": self._make_room, "company": company}
+            opened = partial(Series, **own)
             self._steps = opened(self.folder, "step", keep)
             self._named = {name: opened(self.folder / name, "version", 1) for name in _NAMED}
         except OSError as error:
@@ -279,7 +283,7 @@ class Checkpoints:
         if not saved:
             return part
         with self._reading(series, number):
-            found = leaves(series.read(number, item, target(part)))
+            found = leaves(series.read(number, item, part))
         restored = [as_template(leaf, found[name]) for name, leaf in leaves(part).items()]
         return jax.tree.unflatten(jax.tree.structure(part), restored)
 

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,11 @@ import orbax.checkpoint as ocp
 
 from grpo_jax.runs.checkpoint.manifest import entries, seal
 from grpo_jax.runs.checkpoint.sharing import share
+from grpo_jax.runs.checkpoint.tree import target
+from grpo_jax.runs.several.company import ALONE, Company
 
 _WRITING, _META = ".writing", "meta.json"
+WRITE, READ = "write checkpoint", "read checkpoint"  # as all processes do it
 
 
 class Series:
@@ -37,6 +40,7 @@ class Series:
         read_only: bool,
         items: tuple[str, ...],
         committed: Callable[[], None] = lambda: None,
+        company: Company = ALONE,
     ):
         """Opens a folder; unless it is only read, it is made and what an interrupted write left is removed.
 
@@ -47,6 +51,7 @@ class Series:
             read_only: Nothing is made or removed: another process may be writing.
             items: Names of the trees that a checkpoint may hold beside its meta.
             committed: Called when one has its place, by the thread that wrote it.
+            company: The processes that hold the arrays, each of which writes and reads its own.
 
         Raises:
             OSError: The folder cannot be made.
@@ -57,6 +62,7 @@ class Series:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._checkpointer: ocp.AsyncCheckpointer | None = None
+        self._write, self._read = company.lead(WRITE, self._write_trees), company.lead(READ, self._read_tree)
         if not read_only:
             folder.mkdir(parents=True, exist_ok=True)
             self.clear()
@@ -83,9 +89,7 @@ class Series:
             Exception: What Orbax or the system raised; here or in `wait`.
         """
         written = self._begun(number)
-        checkpointer = self._opened()
-        args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
-        checkpointer.save(written, args=ocp.args.Composite(**args))
+        self._write(str(written), trees)
         text, self.writing = json.dumps(meta), number
         self._thread = threading.Thread(target=self._commit, args=(written, number, text), name="commit", daemon=True)
         self._thread.start()
@@ -125,11 +129,9 @@ class Series:
         shutil.rmtree(aside, ignore_errors=True)
         self.path(number).rename(aside)
 
-    def read(self, number: int, item: str, target: Any) -> Any:
-        """A tree of a checkpoint, in shapes and places of `target`."""
-        with closing(self._reader()) as reader:
-            args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target)})
-            return reader.restore(self.path(number), args=args)[item]
+    def read(self, number: int, item: str, template: Any) -> Any:
+        """A tree of a checkpoint, in shapes and places of `template`."""
+        return self._read(str(self.path(number)), item, template)
 
     def read_meta(self, number: int) -> dict[str, Any]:
         """The meta of a checkpoint."""
@@ -137,7 +139,7 @@ class Series:
 
     def described(self, number: int, item: str) -> Any:
         """Shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""
-        with closing(self._reader()) as reader:
+        with closing(ocp.Checkpointer(handler(self._items))) as reader:
             found = (reader.metadata(self.path(number)).item_metadata or {}).get(item)
         tree = getattr(found, "tree", found)
         return {} if tree is None else tree
@@ -177,15 +179,33 @@ class Series:
 
     def _opened(self) -> ocp.AsyncCheckpointer:
         if self._checkpointer is None:
-            self._checkpointer = ocp.AsyncCheckpointer(self._handler())
+            self._checkpointer = ocp.AsyncCheckpointer(handler(self._items))
         return self._checkpointer
 
-    def _reader(self) -> ocp.Checkpointer:
-        return ocp.Checkpointer(self._handler())
+    def _write_trees(self, path: str, trees: Mapping[str, Any]) -> None:
+        write_trees(self._opened(), path, trees)
 
-    def _handler(self) -> ocp.CompositeCheckpointHandler:
-        trees: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in self._items}
-        return ocp.CompositeCheckpointHandler(**trees)
+    def _read_tree(self, path: str, item: str, template: Any) -> Any:
+        return read_tree(path, item, template, self._items)
+
+
+def handler(items: Sequence[str]) -> ocp.CompositeCheckpointHandler:
+    """What knows how trees of these names are stored."""
+    trees: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in items}
+    return ocp.CompositeCheckpointHandler(**trees)
+
+
+def write_trees(checkpointer: ocp.AsyncCheckpointer, path: str, trees: Mapping[str, Any]) -> None:
+    """Copies a checkpoint's arrays, those of this process, and begins to write them."""
+    args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
+    checkpointer.save(Path(path), args=ocp.args.Composite(**args))
+
+
+def read_tree(path: str, item: str, template: Any, items: Sequence[str]) -> Any:
+    """A tree of a checkpoint in shapes and places of `template`, the parts of it that this process holds."""
+    with closing(ocp.Checkpointer(handler(items))) as reader:
+        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target(template))})
+        return reader.restore(Path(path), args=args)[item]
 
 
 def _sync(folder: Path) -> None:

@@ -1,0 +1,141 @@
+"""Messages through the coordinator of `jax.distributed`, and what is done when a process is gone.
+
+The coordinator runs in process 0. JAX has no public name for its client, which Orbax uses too; it is asked for here
+alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+from grpo_jax.runs.processes import HEARTBEAT_SECONDS
+
+_ATTEMPT_MS = 1_000  # one wait for a message, which no signal interrupts; it is asked for again
+_BARRIER_MS = 3_600_000  # who still compiles or loads the step before is waited for: whoever is gone ends the run
+_WATCH_SECONDS = 1.0
+_PARTING_SECONDS = 30.0
+_STOP = "grpo_jax/stop"
+
+
+def client() -> Any:
+    """The coordinator's client of this process."""
+    from jax._src.distributed import global_state
+
+    return global_state.client
+
+
+_count = itertools.count(1)  # the coordinator knows a name for as long as the processes live, whatever run they make
+
+
+class CoordinatorChannel:
+    """A message is a value of the coordinator's store until all have it."""
+
+    def __init__(self) -> None:
+        """No message yet."""
+        self._client = client()
+
+    def tell(self, message: bytes) -> None:
+        """Hands a message to all; returns when all have it."""
+        name = self._name()
+        self._client.key_value_set_bytes(name, message)
+        self._client.wait_at_barrier(f"{name}/heard", _BARRIER_MS)
+        self._client.key_value_delete(name)
+
+    def hear(self) -> bytes:
+        """The next message, once there is one and all have it."""
+        name = self._name()
+        while True:
+            try:
+                message = self._client.blocking_key_value_get_bytes(name, _ATTEMPT_MS)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        self._client.wait_at_barrier(f"{name}/heard", _BARRIER_MS)
+        return message
+
+    def _name(self) -> str:
+        return f"grpo_jax/call/{next(_count)}"
+
+
+class Watch:
+    """Looks, in a thread of its own, whether all processes are there: a collective waits for ever for one that is not.
+
+    When one is gone this process says so in a line and ends at once: nothing that it waits for will come.
+    """
+
+    def __init__(self, count: int, *, told: str = "", stop: Callable[[], None] | None = None):
+        """Begins to look.
+
+        Args:
+            count: Processes.
+            told: What else the line says; "" for no line at all: one process tells for all.
+            stop: Called where another process was asked to stop; process 0's alone.
+        """
+        self._client, self._told, self._stop, self._over = client(), told, stop, threading.Event()
+        self._everybody = list(range(count))
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
+
+    def over(self) -> None:
+        """Looks no more: processes may end."""
+        self._over.set()
+
+    def _look(self) -> None:
+        while not self._over.wait(_WATCH_SECONDS):
+            with suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone: JAX ends this process
+                live = self._client.get_live_nodes(self._everybody)
+                gone = sorted(set(self._everybody) - set(live))
+                if gone and not self._over.is_set():
+                    self._leave(gone)
+                if self._stop is not None and self._client.key_value_try_get(_STOP):
+                    self._stop()
+                    self._stop = None
+
+    def _leave(self, gone: list[int]) -> None:
+        who = f"process {gone[0]} of {len(self._everybody)} is gone"
+        if len(gone) > 1:
+            who = f"processes {', '.join(map(str, gone))} of {len(self._everybody)} are gone"
+        if self._told:
+            with suppress(OSError, ValueError):
+                print(f"error: {who}: {self._told}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def part() -> None:
+    """Leaves the company, at the end of a process: process 0, in which the coordinator runs, is the last.
+
+    A second time, and in a process that is alone, nothing happens.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    if jax.process_index():
+        jax.distributed.shutdown()
+        return
+
+    def wait_for_the_others() -> None:  # who asks is answered when all that are there do
+        with suppress(jax.errors.JaxRuntimeError):
+            client().get_live_nodes(list(range(jax.process_count())))
+
+    waiting = threading.Thread(target=wait_for_the_others, daemon=True)
+    waiting.start()
+    waiting.join(_PARTING_SECONDS)
+
+
+def ask_to_stop() -> None:
+    """Asks process 0 to stop the run, from another one."""
+    with suppress(jax.errors.JaxRuntimeError):  # it was asked already
+        client().key_value_set(_STOP, "1")
+
+
+def wait_for_the_watch() -> None:
+    """Where a call failed because another process is gone, the watch says so, and ends this one meanwhile."""
+    time.sleep(HEARTBEAT_SECONDS + 10)

@@ -1,0 +1,70 @@
+"""Which devices each part of a run takes: in this process, and the policy's in all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from grpo_jax.config import Config, PolicySection
+from grpo_jax.config.named import own_package
+from grpo_jax.config.run import POLICY
+from grpo_jax.errors import UserError
+from grpo_jax.tasks.task import Say
+
+
+def place_parts(config: Config, say: Say, *, processes: int = 1) -> dict[str, str]:
+    """The device of each part on this machine, decided before JAX starts.
+
+    Args:
+        config: The run's.
+        say: say(name, detail) prints a line.
+        processes: How many share out the policy's devices.
+    """
+    placement = own_package("bridges", "placement")
+    away = {name for name, judge in config.judges.items() if getattr(judge, "elsewhere", False)}
+    requests = {name: where for name, where in config.requests.items() if name not in away}
+    places, notes = placement.place(requests, policy_count=config.policy.devices // processes)
+    for note in [*(notes if config.judges else ()), *placement.prepare_jax(places)]:
+        say("devices", note)
+    return {**places, **{name: config.requests[name] for name in away}}
+
+
+def place_policy(config: Config, *, processes: int) -> dict[str, str]:
+    """The same for a process that has the policy alone."""
+    placement = own_package("bridges", "placement")
+    places, _ = placement.place({POLICY: config.requests[POLICY]}, policy_count=config.policy.devices // processes)
+    placement.prepare_jax(places)
+    return places
+
+
+def policy_devices(places: Mapping[str, str], section: PolicySection, *, processes: int = 1) -> list[jax.Device]:
+    """The JAX devices of the policy, as many as its mesh takes, and behind them its sampler's own.
+
+    Of several processes: those in the same places in each, one process after the other.
+
+    Raises:
+        UserError: There are too few.
+    """
+    devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
+    wanted = section.devices // processes
+    if len(devices) < wanted:
+        wants, smaller = f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes", "make the mesh smaller"
+        if section.sampler_devices == "own":
+            wants, smaller = "policy.sampler_devices: own takes", "name two in devices.policy, or say shared"
+        each = f" in each of {processes} processes" if processes > 1 else ""
+        raise UserError(
+            f"{wants} {wanted} devices{each}, but the policy has {len(devices)} ({listed(devices)}); {smaller} "
+            f"(XLA_FLAGS=--xla_force_host_platform_device_count={wanted} shows JAX that many on a CPU, for a trial)"
+        )
+    if processes == 1:
+        return devices[:wanted]
+    mine = jax.local_devices(backend=devices[0].platform)
+    numbers = [mine.index(device) for device in devices[:wanted]]
+    every = (jax.local_devices(process, devices[0].platform) for process in range(processes))
+    return [local[number] for local in every for number in numbers]
+
+
+def listed(devices: Sequence[jax.Device]) -> str:
+    """Their names."""
+    return ", ".join(map(str, devices))

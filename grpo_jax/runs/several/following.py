@@ -1,0 +1,63 @@
+"""What any process but the first does of a language run: its part of what process 0 calls.
+
+The functions are made as process 0 makes them, of the same config and folder; what else they need, a call has told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from grpo_jax.config import Config
+from grpo_jax.models.sharding import on_host
+from grpo_jax.runs.checkpoint.checkpoints import ITEMS
+from grpo_jax.runs.checkpoint.series import READ, WRITE, handler, read_tree, write_trees
+from grpo_jax.runs.loop.learner import LearningBrief, led_learner
+from grpo_jax.runs.policy import Policy, load_policy
+from grpo_jax.runs.several.company import Follower
+from grpo_jax.runs.several.devices import place_policy, policy_devices
+from grpo_jax.runs.several.led import Brief, led_samplers, led_see
+from grpo_jax.runs.warm_start import led_lessons
+
+
+def follow(config: Config, follower: Follower) -> Any:
+    """Takes part in a run until process 0 ends it.
+
+    Args:
+        config: The run's, as process 0 has it.
+        follower: How the calls come.
+
+    Returns:
+        What process 0 ended with.
+    """
+    places = place_policy(config, processes=follower.processes)
+    devices = policy_devices(places, config.policy, processes=follower.processes)
+    loaded: list[Policy] = []
+
+    def load(run_dir: str, pictures: bool) -> Policy:
+        own = dataclasses.replace(config, run_dir=run_dir)
+        loaded.append(load_policy(own, devices[: config.policy.mesh.size], lambda *_: None, pictures=pictures))
+        return loaded[0]
+
+    def sampling(brief: Brief) -> None:
+        led_samplers(config, loaded[0], brief, follower)
+        led_see(loaded[0], brief, follower)
+
+    def learning(brief: LearningBrief) -> None:
+        led_learner(config, loaded[0], brief, follower)
+
+    def lessons(brief: LearningBrief) -> None:
+        led_lessons(config, loaded[0], brief, follower)
+
+    for function in (load, sampling, learning, lessons):
+        follower.lead(function.__name__, function)
+    follower.lead("whole", on_host)
+    checkpointer = ocp.AsyncCheckpointer(handler(ITEMS))
+    follower.lead(WRITE, lambda path, trees: write_trees(checkpointer, path, trees))
+    follower.lead(READ, lambda path, item, template: read_tree(path, item, template, ITEMS))
+    try:
+        return follower.follow()
+    finally:
+        checkpointer.close()

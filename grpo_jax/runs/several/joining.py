@@ -1,0 +1,105 @@
+"""From what the environment announces to a company of processes, and how it parts."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from grpo_jax.config import Config
+from grpo_jax.config.fields import require
+from grpo_jax.errors import StageError, UserError
+from grpo_jax.runs.processes import join_processes
+from grpo_jax.runs.several.channel import CoordinatorChannel, Watch, ask_to_stop, part, wait_for_the_watch
+from grpo_jax.runs.several.company import ALONE, Company, Follower, Leader
+from grpo_jax.runs.several.following import follow
+
+
+def join(config: Any) -> Company:
+    """The processes that make this run: what the environment announces (`processes.announced`).
+
+    Raises:
+        UserError: It announces several, and this run cannot be one of several.
+    """
+    count = join_processes()
+    if count == 1:
+        return ALONE
+    atexit.register(part)
+    _require_fit(config, count)
+    return (Follower if jax.process_index() else Leader)(count, CoordinatorChannel())
+
+
+def _require_fit(config: Any, count: int) -> None:
+    if not isinstance(config, Config):
+        raise UserError(f"task: this one runs in one process, and {count} were started: start one (srun --ntasks=1)")
+    mesh, lag = config.policy.mesh, config.training.lag
+    require(mesh.size % count == 0, "policy.mesh", f"fsdp x tensor a multiple of the {count} processes", mesh.size)
+    require(lag == 0, "training.lag", f"0 with a policy over {count} processes", lag)
+
+
+@contextmanager
+def leading(company: Company, config: Any) -> Iterator[None]:
+    """Inside, the run is led; behind it the others may go. Nothing where the run is one process."""
+    if not isinstance(company, Leader):
+        yield
+        return
+
+    def stop() -> None:  # as if the signal had come here
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    again = f"the run ends, its last checkpoint is sound; go on with --resume --run_dir {config.run_dir}"
+    watch = Watch(company.processes, told=again, stop=stop)
+    try:
+        yield
+    except (UserError, StageError):
+        watch.over()
+        company.end(2)
+        raise
+    except jax.errors.JaxRuntimeError:
+        wait_for_the_watch()
+        raise
+    watch.over()
+    company.end(0)
+
+
+def take_part(config: Any, follower: Follower) -> dict[str, Any]:
+    """Any other process's whole run: it says nothing, and asks process 0 to stop where it is asked itself.
+
+    Returns:
+        That it is over: summary.json is process 0's.
+
+    Raises:
+        SystemExit: Process 0 ended with an error, which it has told.
+    """
+    watch = Watch(follower.processes)
+    with _signals_passed_on():
+        try:
+            code = follow(config, follower)
+        except jax.errors.JaxRuntimeError:
+            wait_for_the_watch()
+            raise
+    watch.over()
+    if code:
+        raise SystemExit(code)
+    return {}
+
+
+@contextmanager
+def _signals_passed_on() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    handle: Callable[..., None] = lambda *_: ask_to_stop()  # noqa: E731
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

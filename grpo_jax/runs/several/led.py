@@ -1,0 +1,67 @@
+"""Sampling and seeing as all processes do it; what they give is whole, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.config import Config
+from grpo_jax.core.trie import Trie
+from grpo_jax.models.sharding import on_host
+from grpo_jax.runs.policy import Policy
+from grpo_jax.runs.seeing import make_see
+from grpo_jax.runs.several.company import Company
+from grpo_jax.sampling.episodes import EpisodeSampler
+from grpo_jax.sampling.samplers import Samplers, make_samplers
+
+
+class Brief(NamedTuple):
+    """What of the data decides how is sampled: process 0 tells it the others.
+
+    Attributes:
+        allowed: bool [V], the tokens that may be written; None for all.
+        trie: The texts of which each completion is one, or None.
+        listed: How many of them a ranking has; 0 for all.
+        pictures: Whether the policy is shown pictures.
+    """
+
+    allowed: np.ndarray | None
+    trie: Trie | None
+    listed: int
+    pictures: bool
+
+
+def led_samplers(config: Config, policy: Policy, brief: Brief, company: Company) -> Samplers:
+    """The samplers of training and evaluation."""
+    samplers = make_samplers(config.sampling, config.evaluation, policy, brief.allowed, brief.trie, listed=brief.listed)
+    if company.processes == 1:
+        return samplers
+    return Samplers(*(_led(name, sampler, company) for name, sampler in samplers._asdict().items()))
+
+
+def _led(name: str, sampler: Any, company: Company) -> Any:
+    if sampler is None:
+        return None
+    if isinstance(sampler, EpisodeSampler):
+        return EpisodeSampler(*(_led_turn(f"{name}/{turn}", one, company) for turn, one in sampler._asdict().items()))
+    return company.lead(name, lambda *given, **shown: on_host(sampler(*given, **shown)))
+
+
+def _led_turn(name: str, write: Callable[..., Any], company: Company) -> Callable[..., Any]:
+    def turn(*given: Any, **shown: Any) -> Any:
+        samples, carried = write(*given, **shown)
+        return on_host(samples), carried
+
+    return company.lead(name, turn)
+
+
+def led_see(policy: Policy, brief: Brief, company: Company) -> Callable[..., Any] | None:
+    """What looks at the prompts' pictures (`rollout.See`); None where no prompt has any."""
+    if not brief.pictures:
+        return None
+    see = make_see(policy)
+    if company.processes == 1:
+        return see
+    return company.lead("see", lambda variables, pictures: on_host(see(variables, pictures)))

@@ -1,0 +1,114 @@
+"""One run on several processes of this machine, through the command: as on one, whoever dies, and resumed elsewhere."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from support import xla
+from support.text_task import environment, finish, finished_run, rows, train, wait_for
+
+pytestmark = pytest.mark.slow
+END = 60  # seconds in which a run ends everywhere when one of its processes is gone
+
+
+def start(place, run, count, *arguments, judge="work:0", devices=1):
+    """The training command `count` times, each with so many devices."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "XLA_FLAGS": xla.devices(devices)}
+    config = [] if "--resume" in arguments else ["--config", str(place.config)]
+    command = [sys.executable, "-m", "grpo_jax.train", *config, "--run_dir", str(run), *arguments]
+    return [
+        subprocess.Popen(
+            command,
+            env=environment(place, run, judge) | told | {"JAX_PROCESS_ID": str(number)},
+            cwd=place.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+
+
+def held(processes, run):
+    """Waits until the judge holds the run."""
+    wait_for((run / "held").exists, processes[0])
+
+
+def ended(processes):
+    """What each printed, once all have ended by themselves."""
+    deadline = time.monotonic() + END
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    still = [number for number, process in enumerate(processes) if process.poll() is None]
+    for process in processes:
+        process.kill()
+    assert not still, (still, [finish(process) for process in processes])
+    return [finish(process) for process in processes]
+
+
+def lines(text):
+    """What grpo_jax and Python wrote; the libraries beneath log in forms of their own."""
+    return [line for line in text.splitlines() if line.startswith(("error", "Traceback"))]
+
+
+def test_a_run_goes_on_whoever_is_stopped_or_dies_and_is_the_run_of_one_process(place, tmp_path):
+    expected, run = rows(finished_run(place)), tmp_path / "run"
+    mesh = ("--policy.mesh.fsdp=2", "--policy.mesh.tensor=2")
+
+    processes = start(place, run, 2, *mesh, devices=2, judge="hold:2")
+    held(processes, run)
+    processes[1].send_signal(signal.SIGTERM)  # it asks process 0, which stops the run
+    first, second = [finish(process) for process in processes]
+    assert first.returncode == 0 and "stopped and saved after iteration 2" in first.stdout, first.stderr
+    assert second.returncode == 0, second.stderr
+
+    (run / "held").unlink()
+    processes = start(place, run, 4, "--resume", *mesh, judge="hold:4")
+    held(processes, run)
+    processes[3].kill()
+    done = ended(processes)
+    assert done[0].returncode == 1 and "resumed after iteration 2 of 6" in done[0].stdout
+    again = f"the run ends, its last checkpoint is sound; go on with --resume --run_dir {run}"
+    assert lines(done[0].stderr) == [f"error: process 3 of 4 is gone: {again}"], done[0].stderr
+    assert [one.returncode for one in done[1:3]] == [1, 1] and not lines(done[1].stderr + done[2].stderr)
+
+    (run / "held").unlink()
+    processes = start(place, run, 2, "--resume", *mesh, devices=2, judge="hold:5")
+    held(processes, run)
+    processes[0].kill()
+    _, second = ended(processes)
+    assert second.returncode not in (0, 2)
+
+    (run / "held").unlink()
+    last = train(place, run, "--resume", "--policy.mesh.fsdp=1", "--policy.mesh.tensor=1")
+    assert last.returncode == 0 and "resumed after iteration 3 of 6" in last.stdout, last.stderr
+    for came, wanted in zip(rows(run), expected, strict=True):
+        assert came == {name: pytest.approx(value, rel=1e-3, abs=1e-4) for name, value in wanted.items()}
+
+
+def test_mistakes_are_told_once(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    for word, message in (
+        ("--policy.mesh.fsdp=1", "policy.mesh: expected fsdp x tensor a multiple of the 2 processes, got 1"),
+        ("--training.lag=1", "training.lag: expected 0 with a policy over 2 processes, got 1"),
+    ):
+        first, second = ended(start(place, tmp_path / "run", 2, "--policy.mesh.fsdp=2", word))
+        assert first.returncode == 2 and lines(first.stderr) == [f"error: {message}"]
+        assert second.returncode == 2 and not lines(second.stderr)
+    (first, second) = ended(start(place, tmp_path / "run", 2, "--policy.mesh.fsdp=3"))  # seen before they join
+    assert "expected a divisor of 2" in first.stderr and not lines(second.stderr)
+    assert not os.path.exists(tmp_path / "run")
+
+
+def test_a_judge_that_fails_ends_all(place, tmp_path):
+    run = tmp_path / "run"
+    first, second = ended(start(place, run, 2, "--policy.mesh.fsdp=2", judge="raise:1"))
+    assert first.returncode == 2 and "the judge is away. Saved after iteration 1" in first.stderr
+    assert second.returncode == 2 and not lines(second.stderr)

@@ -182,7 +182,8 @@ def _check_tower(config: Config, model: Any) -> None:
 
 def _load_tower(config: Config, loaded: Any, put: Callable[[Any], Any] | None, device: jax.Device) -> Any:
     dtype = "float32" if config.policy.vision == "train" else config.policy.frozen_dtype
-    return jax.device_put(hf.load_tower(loaded, param_dtype=dtype, put=put), None if put else device)
+    tower = hf.load_tower(loaded, param_dtype=dtype, put=put)
+    return tower if put else jax.device_put(tower, device)
 
 
 def _described(config: Config, variables: Mapping[str, Any], lora: Any, devices: Sequence[jax.Device]) -> str:

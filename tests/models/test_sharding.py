@@ -14,7 +14,7 @@ from support.text_task import finish, finished_run, rows, start, train, wait_for
 
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
-from grpo_jax.runs.processes import Announcement, announced, join_processes, refuse_several
+from grpo_jax.runs.processes import Announcement, announced, join_processes, number_of
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +94,7 @@ def test_a_tower_sees_what_it_sees_on_one_device(found, mesh):
     assert found["towers"][mesh]["rows"] == 8 // int(mesh[0])  # of eight prompts' pictures
 
 
+@pytest.mark.wide
 def test_two_processes_make_one_update():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -107,6 +108,7 @@ def test_two_processes_make_one_update():
         assert seen["loss"] < 1e-5 and seen["gradient"] < 1e-5 and seen["kept"]
 
 
+@pytest.mark.wide
 def test_a_run_on_a_mesh_is_the_run_on_one_device_also_when_resumed_on_another(place, tmp_path, monkeypatch):
     run = tmp_path / "run"
     expected = rows(finished_run(place))
@@ -148,13 +150,9 @@ def test_the_environment_tells_of_several_processes():
     assert announced({"SLURM_STEP_NUM_TASKS": "8"}) == Announcement(8, slurm=True)
     assert announced({"SLURM_NTASKS": "8"}).count == 1  # the batch script itself, outside srun
     assert announced(JAXS | {"SLURM_STEP_NUM_TASKS": "8"}) == Announcement(4, slurm=False)
+    assert number_of({}) == 0 and number_of(JAXS) == 1
+    assert number_of({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}) == 3
     with pytest.raises(UserError, match="JAX_PROCESS_ID: expected beside"):
         announced({name: value for name, value in JAXS.items() if name != "JAX_PROCESS_ID"})
     with pytest.raises(UserError, match="JAX_NUM_PROCESSES: expected a number >= 1, got 'x'"):
         announced(JAXS | {"JAX_NUM_PROCESSES": "x"})
-
-
-def test_the_command_refuses_to_be_one_of_several():
-    refuse_several({})
-    with pytest.raises(UserError, match="SLURM_STEP_NUM_TASKS is 8, but a run is one process"):
-        refuse_several({"SLURM_STEP_NUM_TASKS": "8"})

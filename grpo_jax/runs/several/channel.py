@@ -43,11 +43,15 @@ class CoordinatorChannel:
         """No message yet."""
         self._client = client()
 
-    def tell(self, message: bytes) -> None:
-        """Hands a message to all; returns when all have it."""
+    def tell(self, message: bytes, patience: float | None = None) -> None:
+        """Hands a message to all; returns when all have it, or after `patience` seconds."""
         name = self._name()
         self._client.key_value_set_bytes(name, message)
-        self._client.wait_at_barrier(f"{name}/heard", _BARRIER_MS)
+        try:
+            self._client.wait_at_barrier(f"{name}/heard", _BARRIER_MS if patience is None else int(1000 * patience))
+        except jax.errors.JaxRuntimeError:
+            if patience is None:
+                raise
         self._client.key_value_delete(name)
 
     def hear(self) -> bytes:

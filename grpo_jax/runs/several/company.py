@@ -30,8 +30,8 @@ _END = ""  # the name of the last message
 class Channel(Protocol):
     """How messages get from process 0 to the others, each of them once and in order."""
 
-    def tell(self, message: bytes) -> None:
-        """Hands a message to all; returns when all have it."""
+    def tell(self, message: bytes, patience: float | None = None) -> None:
+        """Hands a message to all; returns when all have it, or after `patience` seconds."""
 
     def hear(self) -> bytes:
         """The next message, once there is one and all have it."""
@@ -122,14 +122,15 @@ class Leader:
 
         return led
 
-    def end(self, result: Any) -> None:
+    def end(self, result: Any, patience: float | None = None) -> None:
         """Lets the others go.
 
         Args:
             result: What `Follower.follow` gives there.
+            patience: Seconds that they are waited for; None for as long as it takes.
         """
-        with self._lock:
-            self._channel.tell(pickle.dumps(_Message(_END, result, self._next, [], [])))
+        message = pickle.dumps(_Message(_END, result, self._next, [], []))
+        self._channel.tell(message, patience)  # no call is waited for: it may never end
 
     def _array(self, number: int) -> jax.Array:
         array = self._arrays[number]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,6 +12,8 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.task import Say
+
+_ON_THIS_MACHINE = "SLURM_LOCALID"
 
 
 def place_parts(config: Config, say: Say, *, processes: int = 1) -> dict[str, str]:
@@ -44,7 +47,7 @@ def policy_devices(places: Mapping[str, str], section: PolicySection, *, process
     Of several processes: those in the same places in each, one process after the other.
 
     Raises:
-        UserError: There are too few.
+        UserError: There are too few, or this is not the only process of its machine: all of them would take the same.
     """
     devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
     wanted = section.devices // processes
@@ -59,6 +62,8 @@ def policy_devices(places: Mapping[str, str], section: PolicySection, *, process
         )
     if processes == 1:
         return devices[:wanted]
+    if devices[0].platform == "gpu" and os.environ.get(_ON_THIS_MACHINE, "0") != "0":
+        raise UserError(f"{_ON_THIS_MACHINE}: expected one process on each machine (srun --ntasks-per-node=1)")
     mine = jax.local_devices(backend=devices[0].platform)
     numbers = [mine.index(device) for device in devices[:wanted]]
     every = (jax.local_devices(process, devices[0].platform) for process in range(processes))

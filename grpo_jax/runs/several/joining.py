@@ -20,6 +20,8 @@ from grpo_jax.runs.several.channel import CoordinatorChannel, Watch, ask_to_stop
 from grpo_jax.runs.several.company import ALONE, Company, Follower, Leader
 from grpo_jax.runs.several.following import follow
 
+_PATIENCE_SECONDS = 10.0  # for processes to hear that the run failed: they may wait in a collective
+
 
 def join(config: Any) -> Company:
     """The processes that make this run: what the environment announces (`processes.announced`).
@@ -57,12 +59,11 @@ def leading(company: Company, config: Any) -> Iterator[None]:
     watch = Watch(company.processes, told=again, stop=stop)
     try:
         yield
-    except (UserError, StageError):
+    except BaseException as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            wait_for_the_watch()
         watch.over()
-        company.end(2)
-        raise
-    except jax.errors.JaxRuntimeError:
-        wait_for_the_watch()
+        company.end(2 if isinstance(error, UserError | StageError) else 1, patience=_PATIENCE_SECONDS)
         raise
     watch.over()
     company.end(0)

@@ -138,7 +138,7 @@ def _checkpoint(folder: Path) -> Any:
     from grpo_jax.runs.checkpoint.series import Series
     from grpo_jax.runs.checkpoint.tree import leaves
 
-    series = Series(folder, "version", 1, read_only=True, items=("variables", "training"))
+    series = Series(folder, "version", 1, read_only=True)
     if not series.numbers():
         return None
     number = series.numbers()[-1]

@@ -9,9 +9,8 @@ checkpoints/final/version_1       the end of training
 Each is written elsewhere, listed in a manifest with the checksums of its files and only then put in its place
 (`series`); `best` and `final` are replaced by writing the next version and then deleting the previous one. So whatever
 has a name is whole, and what a disk did to it later is noticed. Checkpoints of one step have their arrays' files in
-common (`sharing`): each is whole without the others, and the arrays are on the disk once. What Orbax sees is nested
-dictionaries of arrays: the types of the state (optax's tuples, typed keys, Python numbers) come back from the template,
-not from the file.
+common (`sharing`). What Orbax sees is nested dictionaries of arrays: the types of the state (optax's tuples, typed keys,
+Python numbers) come back from the template, not from the file.
 """
 
 import json
@@ -36,7 +35,6 @@ from grpo_jax.runs.several.company import ALONE, Company
 
 PyTree = Any
 _NAMED = ("best", "final")
-ITEMS = (EVALUATED, "training")
 
 
 class Checkpoints:
@@ -62,12 +60,12 @@ class Checkpoints:
         Args:
           folder: the `checkpoints` folder of a run; made if absent.
           keep: how many `step_N` checkpoints stay; older ones are deleted after a newer one is committed.
-          keep_bytes: what all checkpoints may take together, `best` and `final` included; beyond it `step_N` are
-            deleted, the oldest first and never the newest. 0 for no bound.
-          read_only: open for restoring only: nothing is made or removed (another process may be writing).
+          keep_bytes: what all may take, `best` and `final` included; beyond it the oldest `step_N` are deleted, never
+            the newest. 0 for no bound.
+          read_only: for restoring alone: nothing is made or removed (another process may be writing).
           note: tells of a write that failed and is tried again.
           pauses: seconds before each further try; None for `runs.directory.PAUSES`.
-          company: the processes of the run, of which this is the first.
+          company: the processes of the run.
 
         Raises:
           UserError: the folder cannot be made or written, or is absent with `read_only`.
@@ -84,8 +82,7 @@ class Checkpoints:
         if read_only and not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder; give the run directory of a training run")
         try:
-            own = {"read_only": read_only, "items": ITEMS, "committed": self._make_room, "company": company}
-            opened = partial(Series, **own)
+            opened = partial(Series, read_only=read_only, committed=self._make_room, company=company)
             self._steps = opened(self.folder, "step", keep)
             self._named = {name: opened(self.folder / name, "version", 1) for name in _NAMED}
         except OSError as error:

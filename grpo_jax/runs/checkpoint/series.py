@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 
 from grpo_jax.runs.checkpoint.manifest import entries, seal
 from grpo_jax.runs.checkpoint.sharing import share
-from grpo_jax.runs.checkpoint.tree import target
+from grpo_jax.runs.checkpoint.tree import ITEMS, target
 from grpo_jax.runs.several.company import ALONE, Company
 
 _WRITING, _META = ".writing", "meta.json"
@@ -38,7 +38,6 @@ class Series:
         keep: int,
         *,
         read_only: bool,
-        items: tuple[str, ...],
         committed: Callable[[], None] = lambda: None,
         company: Company = ALONE,
     ):
@@ -49,7 +48,6 @@ class Series:
             prefix: Of the names.
             keep: How many stay.
             read_only: Nothing is made or removed: another process may be writing.
-            items: Names of the trees that a checkpoint may hold beside its meta.
             committed: Called when one has its place, by the thread that wrote it.
             company: The processes that hold the arrays, each of which writes and reads its own.
 
@@ -57,12 +55,12 @@ class Series:
             OSError: The folder cannot be made.
         """
         self._committed = committed
-        self.folder, self._prefix, self._keep, self._items = folder, prefix, keep, items
+        self.folder, self._prefix, self._keep = folder, prefix, keep
         self.writing: int | None = None  # the number of the write in the background
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._checkpointer: ocp.AsyncCheckpointer | None = None
-        self._write, self._read = company.lead(WRITE, self._write_trees), company.lead(READ, self._read_tree)
+        self._write, self._read = company.lead(WRITE, self._write_trees), company.lead(READ, read_tree)
         if not read_only:
             folder.mkdir(parents=True, exist_ok=True)
             self.clear()
@@ -139,7 +137,7 @@ class Series:
 
     def described(self, number: int, item: str) -> Any:
         """Shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""
-        with closing(ocp.Checkpointer(handler(self._items))) as reader:
+        with closing(ocp.Checkpointer(handler())) as reader:
             found = (reader.metadata(self.path(number)).item_metadata or {}).get(item)
         tree = getattr(found, "tree", found)
         return {} if tree is None else tree
@@ -179,19 +177,16 @@ class Series:
 
     def _opened(self) -> ocp.AsyncCheckpointer:
         if self._checkpointer is None:
-            self._checkpointer = ocp.AsyncCheckpointer(handler(self._items))
+            self._checkpointer = ocp.AsyncCheckpointer(handler())
         return self._checkpointer
 
     def _write_trees(self, path: str, trees: Mapping[str, Any]) -> None:
         write_trees(self._opened(), path, trees)
 
-    def _read_tree(self, path: str, item: str, template: Any) -> Any:
-        return read_tree(path, item, template, self._items)
 
-
-def handler(items: Sequence[str]) -> ocp.CompositeCheckpointHandler:
-    """What knows how trees of these names are stored."""
-    trees: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in items}
+def handler() -> ocp.CompositeCheckpointHandler:
+    """What knows how the trees of a checkpoint are stored."""
+    trees: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ITEMS}
     return ocp.CompositeCheckpointHandler(**trees)
 
 
@@ -201,9 +196,9 @@ def write_trees(checkpointer: ocp.AsyncCheckpointer, path: str, trees: Mapping[s
     checkpointer.save(Path(path), args=ocp.args.Composite(**args))
 
 
-def read_tree(path: str, item: str, template: Any, items: Sequence[str]) -> Any:
+def read_tree(path: str, item: str, template: Any) -> Any:
     """A tree of a checkpoint in shapes and places of `template`, the parts of it that this process holds."""
-    with closing(ocp.Checkpointer(handler(items))) as reader:
+    with closing(ocp.Checkpointer(handler())) as reader:
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target(template))})
         return reader.restore(Path(path), args=args)[item]
 

@@ -11,6 +11,7 @@ import numpy as np
 from grpo_jax.errors import UserError
 
 EVALUATED = "variables"  # the part of a state that evaluation needs; stored apart so that it is read alone
+ITEMS = (EVALUATED, "training")
 
 
 def items(state):

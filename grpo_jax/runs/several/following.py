@@ -12,7 +12,6 @@ import orbax.checkpoint as ocp
 
 from grpo_jax.config import Config
 from grpo_jax.models.sharding import on_host
-from grpo_jax.runs.checkpoint.checkpoints import ITEMS
 from grpo_jax.runs.checkpoint.series import READ, WRITE, handler, read_tree, write_trees
 from grpo_jax.runs.loop.learner import LearningBrief, led_learner
 from grpo_jax.runs.policy import Policy, load_policy
@@ -54,9 +53,9 @@ def follow(config: Config, follower: Follower) -> Any:
     for function in (load, sampling, learning, lessons):
         follower.lead(function.__name__, function)
     follower.lead("whole", on_host)
-    checkpointer = ocp.AsyncCheckpointer(handler(ITEMS))
+    checkpointer = ocp.AsyncCheckpointer(handler())
     follower.lead(WRITE, lambda path, trees: write_trees(checkpointer, path, trees))
-    follower.lead(READ, lambda path, item, template: read_tree(path, item, template, ITEMS))
+    follower.lead(READ, read_tree)
     try:
         return follower.follow()
     finally:

@@ -9,8 +9,8 @@ checkpoints/final/version_1       the end of training
 Each is written elsewhere, listed in a manifest with the checksums of its files and only then put in its place
 (`series`); `best` and `final` are replaced by writing the next version and then deleting the previous one. So whatever
 has a name is whole, and what a disk did to it later is noticed. Checkpoints of one step have their arrays' files in
-common (`sharing`). What Orbax sees is nested dictionaries of arrays: the types of the state (optax's tuples, typed keys,
-Python numbers) come back from the template, not from the file.
+common (`sharing`). What Orbax sees is nested dictionaries of arrays: the types of the state (optax's tuples, typed
+keys, Python numbers) come back from the template, not from the file.
 """
 
 import json

@@ -32,9 +32,11 @@ class Channel(Protocol):
 
     def tell(self, message: bytes, patience: float | None = None) -> None:
         """Hands a message to all; returns when all have it, or after `patience` seconds."""
+        ...
 
     def hear(self) -> bytes:
         """The next message, once there is one and all have it."""
+        ...
 
 
 class Company(Protocol):
@@ -43,9 +45,11 @@ class Company(Protocol):
     @property
     def processes(self) -> int:
         """How many they are."""
+        ...
 
     def lead(self, name: str, function: Function) -> Function:
         """The function as all processes carry it out, each with its own of that name."""
+        ...
 
 
 class Alone(NamedTuple):
@@ -217,7 +221,7 @@ def _incoming(leaf: Any, array: Callable[[int], jax.Array]) -> Any:
     if isinstance(leaf, _Number):
         return array(leaf.number)
     if isinstance(leaf, _Key):
-        return jax.random.wrap_key_data(leaf.data, impl=leaf.kind)
+        return jax.random.wrap_key_data(jnp.asarray(leaf.data), impl=leaf.kind)
     return leaf
 
 

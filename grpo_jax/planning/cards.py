@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
@@ -98,16 +99,22 @@ class Planner:
 
 
 def _places(config: Config, count: int) -> dict[str, tuple[str, ...]]:
-    """Devices of each part, by the rules that a run follows, on `count` cards or on this machine."""
+    """Devices of each part, by the rules that a run follows, on `count` cards or on this machine.
+
+    A judge that is elsewhere takes no part in them, and what its actors take of this machine is not a card's.
+    """
     size, placement = config.policy.devices, own_package("bridges", "placement")
     requests = config.requests
+    away = {name: requests.pop(name) for name, judge in config.judges.items() if getattr(judge, "elsewhere", False)}
+    for name, where in away.items():
+        require(where == "cpu", f"devices.{name}", "none for a judge in a pool, which has its resources", where)
     if not count:
         found, _ = placement.place(requests, policy_count=size)
     else:
         if requests[POLICY] == "auto" and size > 1:
             requests[POLICY] = ",".join(f"gpu:{card}" for card in range(size))
         found, _ = placement.resolve(requests, count)
-    places = {name: tuple(where.split(",")) for name, where in found.items()}
+    places = {name: tuple(where.split(",")) for name, where in {**found, **away}.items()}
     if config.policy.sampler_devices == "own":
         *learns, samples = places[POLICY]
         places |= {POLICY: tuple(learns) or (samples,), _SAMPLER: (samples,)}

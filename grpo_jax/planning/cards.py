@@ -21,7 +21,7 @@ RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""
 FREE = 0.05
 """Of a device, left for what does not fit between other things."""
-_SAMPLER = "policy, sampling ahead"  # of policy.sampler_devices own
+SAMPLER = "policy, sampling ahead"  # of policy.sampler_devices own
 
 
 class Line(NamedTuple):
@@ -73,12 +73,12 @@ class Planner:
 
     def cards(self, config: Config) -> list[Card]:
         """All devices with what would lie on them."""
-        places = _places(config, len(self._gib))
+        places = places_of(config, len(self._gib))
         names = list(dict.fromkeys([*(f"gpu:{i}" for i in range(len(self._gib))), *sum(places.values(), ())]))
         cards = {name: Card(name, _capacity(name, self._gib), {}) for name in names}
         lines = {POLICY: policy_lines(config, self.policy(config))}
         lines |= {name: judge_lines(judge) for name, judge in config.judges.items()}
-        lines[_SAMPLER] = sampler_lines(config, self.policy(config))
+        lines[SAMPLER] = sampler_lines(config, self.policy(config))
         for part, where in places.items():
             for name in where:
                 cards[name].parts[part] = lines[part]
@@ -98,7 +98,7 @@ class Planner:
         return Excess(sum(card.excess for card in full), parts, hopeless)
 
 
-def _places(config: Config, count: int) -> dict[str, tuple[str, ...]]:
+def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
     """Devices of each part, by the rules that a run follows, on `count` cards or on this machine.
 
     A judge that is elsewhere takes no part in them, and what its actors take of this machine is not a card's.
@@ -117,7 +117,7 @@ def _places(config: Config, count: int) -> dict[str, tuple[str, ...]]:
     places = {name: tuple(where.split(",")) for name, where in {**found, **away}.items()}
     if config.policy.sampler_devices == "own":
         *learns, samples = places[POLICY]
-        places |= {POLICY: tuple(learns) or (samples,), _SAMPLER: (samples,)}
+        places |= {POLICY: tuple(learns) or (samples,), SAMPLER: (samples,)}
     return places
 
 

@@ -8,7 +8,7 @@ stages, and behind it the busiest stage has the rest:
     lag 1    max(s_1, …, s_n, u, (M + u) / 2)                  batches follow each other through the stages
 
 At lag 1 update n waits for batch n, and batch n+2 for update n: the two go round in two iterations. Where chunks are
-alike and nobody shares a card this is what the pipeline does, to the call; a smaller last chunk makes it an upper bound.
+alike and nobody shares a card this is what the pipeline does; with a smaller last chunk it is an upper bound.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The real pipeline on a clock that jumps: a stage that sleeps costs no time, and what it took is exact.
 
-Threads that wait for each other wait in conditions, those that sleep in the clock. When nobody else can go on, the clock
-jumps to the sleeper who wakes first.
+Threads that wait for each other wait in conditions, those that sleep in the clock. When nobody else can go on, it jumps
+to the sleeper who wakes first.
 """
 
 import heapq

@@ -59,22 +59,35 @@ def show_pace(config: Any, request: Request) -> None:
 
 
 def turns(config: Config, work: dict[str, float], gib: tuple[float, ...] = ()) -> list[Turn]:
-    """What each change to a config would come to, the best first; changes that it refuses are left out."""
+    """What each change to a config would come to, the best first.
+
+    Left out are changes that the config or the cards refuse, and those of which a part alone comes to as much.
+    """
     found = []
     for change in _changes(config):
-        stages = stages_of(change.config, work, gib)
+        try:
+            stages = stages_of(change.config, work, gib)
+        except UserError:  # it takes more cards than there are
+            continue
         found.append(Turn(change.words, iteration_seconds(stages), slowest(stages), cards_of(change.config)))
-    return sorted(found, key=lambda turn: turn.seconds)
+    needed = [turn for turn in found if not any(_is_part(other, turn) for other in found)]
+    return sorted(needed, key=lambda turn: (turn.seconds, turn.cards))
+
+
+def _is_part(some: Turn, turn: Turn) -> bool:
+    """Whether a turn is another one and more, for nothing."""
+    options, more = (set(one.words.removeprefix("--").split(" --")) for one in (some, turn))
+    return options < more and some.seconds <= turn.seconds
 
 
 def _changes(config: Config) -> Iterator[Change]:
     """Twice of what there is, even work for actors, larger or smaller chunks, the next batch ahead."""
-    pools = pools_of(config)
-    for name in config.judges:
-        count = max(2 * pools[name].replicas, 2) if name in pools else 2
-        yield _pooled(config, name, "replicas", count)
-        if name in pools and (even := pools[name].even(chunk_of(config) * config.sampling.group_size)):
-            yield _pooled(config, name, "batch", even)
+    rows = chunk_of(config) * config.sampling.group_size
+    for name, pool in pools_of(config).items():
+        yield from _even(_pooled(Change("", config), name, "replicas", 2 * pool.replicas), name, rows)
+        yield from _even(Change("", config), name, rows)
+    for name in [name for name in config.judges if name not in pools_of(config)]:
+        yield _pooled(Change("", config), name, "replicas", 2)
     training, policy = config.training, config.policy
     prompts, chunk = training.prompts_per_batch, chunk_of(config)
     for size in dict.fromkeys((-(-chunk // 2), min(2 * chunk, prompts))):
@@ -87,12 +100,23 @@ def _changes(config: Config) -> Iterator[Change]:
         yield from _tried(config, training={} if training.lag else {"lag": 1}, policy={"sampler_devices": "own"})
 
 
-def _pooled(config: Config, name: str, field: str, value: int) -> Change:
-    kinds, judge = own_package("bridges", "pool.section"), config.judges[name]
+def _even(change: Change, name: str, rows: int) -> Iterator[Change]:
+    """A change, where it is one, with batches that share the rows of a chunk out evenly among a judge's actors."""
+    even = pools_of(change.config)[name].even(rows)
+    if even or change.words:
+        yield _pooled(change, name, "batch", even) if even else change
+
+
+def _pooled(change: Change, name: str, field: str, value: int) -> Change:
+    kinds, judge = own_package("bridges", "pool.section"), change.config.judges[name]
     before = judge if isinstance(judge, kinds.Pooled) else kinds.Pooled(judge)
     after = dataclasses.replace(before, pool=dataclasses.replace(before.pool, **{field: value}))
-    judges = {**config.judges, name: after}
-    return Change(f"--judges.{name}.{field} {value}", dataclasses.replace(config, judges=judges))
+    judges, devices = {**change.config.judges, name: after}, dict(change.config.devices)
+    words = f"{change.words} --judges.{name}.{field} {value}".strip()
+    if devices.get(name, "cpu") != "cpu":  # it is nowhere here any more
+        devices[name] = "cpu"
+        words += f" --devices.{name} cpu"
+    return Change(words, dataclasses.replace(change.config, judges=judges, devices=devices))
 
 
 def _tried(config: Config, **sections: dict[str, Any]) -> Iterator[Change]:
@@ -120,17 +144,19 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
 
 
 def _tell_stages(config: Config, measured: Measured, stages: Stages) -> None:
-    training, count = config.training, config.sampling.group_size
+    training, group = config.training, config.sampling.group_size
     chunks = -(-training.prompts_per_batch // chunk_of(config))
     cut = f"in {chunks} {'chunk' if chunks == 1 else 'chunks'}, lag {training.lag}"
     print(
-        f"Pace of {to_dict(config)['task']['kind']}: {training.prompts_per_batch} prompts x {count} completions {cut}"
+        f"Pace of {to_dict(config)['task']['kind']}: {training.prompts_per_batch} prompts x {group} completions {cut}"
     )
-    print(f"  measured: {measured.where}")
+    given = "measured" if measured.config is not None else "given"
+    count = measured.completions or completions_of(measured.config or config)
+    print(f"  seconds of an iteration of {count} completions: {measured.where}")
     if measured.config is not None and measured.total is not None:
         own = iteration_seconds(stages_of(measured.config, work_of(measured, measured.config)))
         print(f"  an iteration of that run: {_spelt(measured.total)} s measured, {_spelt(own)} s by this reckoning")
-    print(f"  {'stage':<8}{'measured':>10}{'here':>10}  by")
+    print(f"  {'stage':<8}{given:>10}{'here':>10}  by")
     for stage, seconds in [*stages.seconds.items(), (UPDATE, stages.update)]:
         times = f"{_spelt(measured.seconds[stage]):>10}{_spelt(seconds):>10}"
         print(f"  {stage:<8}{times}  {_made_by(config, stage)}")
@@ -164,22 +190,23 @@ def _waiting(config: Config) -> Iterator[str]:
 
 def _tell_turns(found: list[Turn], before: float, cards: float) -> None:
     worth = [turn for turn in found if before >= _WORTH * turn.seconds]
-    print("Next turns, the best first:" if worth else "No single turn brings 1 %.")
+    print("Next turns, each alone, the best first:" if worth else "No turn brings 1 % alone.")
     width = max((len(turn.words) for turn in worth), default=0)
     for turn in worth:
         more = turn.cards - cards
         cost = f"; {more:g} {'card' if more == 1 else 'cards'} more" if more > 0 else ""
         cost += "; off-policy by one iteration" if "training.lag" in turn.words else ""
-        faster = f"{_spelt(turn.seconds)} s, {before / turn.seconds:.2f} times as fast" if turn.seconds else "no time"
-        print(f"  {turn.words:<{width}}  {faster}, then slowest: {turn.slowest}{cost}")
+        faster = f"{_spelt(turn.seconds):>6} s  {before / max(turn.seconds, 1e-9):.2f}x"
+        print(f"  {turn.words:<{width}}  {faster}  slowest: {turn.slowest}{cost}")
     rest = [turn.words for turn in found if turn not in worth]
     if rest and worth:
-        print(f"  (less than 1 %: {', '.join(rest)})")
+        print("  less than 1 %:")
+        print("\n".join(f"  {words}" for words in rest))
 
 
 def _assumptions(config: Config, measured: Measured, request: Request) -> Iterator[str]:
     if measured.config is None:
-        yield "each stage was measured with one replica of each judge and one device of the policy"
+        yield "the given seconds are those of one replica of each judge and one device of the policy"
     else:
         yield "sizes, steps and lengths are those of the measured run"
     if measured.completions or measured.config is not None:

@@ -62,9 +62,14 @@ def iteration_seconds(stages: Stages) -> float:
 
 
 def slowest(stages: Stages) -> str:
-    """The stage that works longest, the update among them; the earlier of two."""
+    """The stage that works longest, the update among them; "one and another" where these take turns and hold it up."""
     seconds = {**stages.seconds, UPDATE: stages.update}
-    return max(seconds, key=seconds.__getitem__)
+    work = dict(seconds)
+    for group in stages.in_turns:
+        members = [name for name in seconds if name in group and (stages.lag or name != UPDATE)]
+        if len(members) > 1:
+            work[" and ".join(members)] = sum(seconds[name] for name in members)
+    return max(work, key=work.__getitem__)
 
 
 def _busiest(seconds: Mapping[str, float], in_turns: tuple[frozenset[str], ...]) -> float:

@@ -91,10 +91,17 @@ def test_turns_are_what_their_words_come_to():
     for turn in found:
         after = configured(*pool, "--training.chunk_prompts=4", *turn.words.split())
         assert turn.seconds == iteration_seconds(stages_of(after, work))
-    assert [(turn.words, turn.seconds, turn.cards) for turn in found[:3:2]] == [
+    assert [(turn.words, turn.seconds, turn.cards) for turn in found[:2]] == [
         ("--training.lag 1", 14, 7),  # the renderer's seven batches in turns of six
-        ("--judges.renderer.replicas 12", 17.25, 13),
+        ("--judges.renderer.replicas 12 --judges.renderer.batch 3", 15.0, 13),
     ]
+
+
+def test_turns_that_a_run_would_refuse_are_not_offered():
+    config = configured("--devices.renderer=gpu:0", "--devices.scorer=gpu:0")
+    found = {turn.words for turn in turns(config, work_of(Measured(GIVEN, "here"), config), (16.0,))}
+    assert "--judges.renderer.replicas 2 --devices.renderer cpu" in found
+    assert not any("fsdp" in words or "own" in words for words in found)  # there is one card
 
 
 def test_the_command_tells_stages_the_slowest_and_the_next_turn(capsys):
@@ -103,7 +110,7 @@ def test_the_command_tells_stages_the_slowest_and_the_next_turn(capsys):
     assert "  render       64.00     32.00  renderer, 2 replicas" in lines
     assert f"An iteration: {10.5 + 24 + 6:.2f} s, 6.32 completions a second." in lines
     assert "The slowest stage: render." in lines
-    best = lines[lines.index("Next turns, the best first:") + 1].split()
+    best = lines[lines.index("Next turns, each alone, the best first:") + 1].split()
     assert best[:3] == ["--judges.renderer.replicas", "4", f"{6.5 + 12 + 6:.2f}"]
     assert any("; off-policy by one iteration" in line for line in lines if "--training.lag 1" in line)
     shown = said(capsys, *BATCH, "--plan", NUMBERS, "--judges.renderer.replicas=60", "--judges.renderer.batch=8")
@@ -112,10 +119,12 @@ def test_the_command_tells_stages_the_slowest_and_the_next_turn(capsys):
 
 
 def test_parts_that_are_placed_on_one_card_take_turns(capsys, not_compiled):
-    apart = said(capsys, *BATCH, "--plan", NUMBERS, "--training.chunk_prompts=8", "--device_memory_gib=16,16,16")
-    assert "An iteration: 72.50 s" in apart and apart.endswith("It fits.\n")
-    shared = said(capsys, *BATCH, "--plan", NUMBERS, "--training.chunk_prompts=8", "--device_memory_gib=16,16")
-    assert "An iteration: 74.00 s" in shared  # renderer and scorer have the second
+    config = configured("--training.chunk_prompts=8")
+    stages = stages_of(config, work_of(Measured(GIVEN, "here"), config), (16.0, 16.0, 16.0))
+    assert iteration_seconds(stages) == 72.5
+    shown = said(capsys, *BATCH, "--plan", NUMBERS, "--training.chunk_prompts=8", "--device_memory_gib=16,16")
+    assert "An iteration: 74.00 s" in shown  # renderer and scorer have the second
+    assert shown.endswith("It fits.\n")
 
 
 # ---------------------------------------------------------------------------------------------------- a run's seconds
@@ -144,7 +153,7 @@ def plan(run, capsys):
 
 def test_a_runs_medians_behind_its_first_iteration(run, plan):
     told = plan("--judges")
-    assert f"measured: {run}, medians of 3 iterations behind the first" in told
+    assert f"seconds of an iteration of 16 completions: {run}, medians of 3 iterations behind the first" in told
     assert told == plan("--judges", str(run)) == plan(f"--judges={run / 'metrics.jsonl'}")
     assert "an iteration of that run: 12.00 s measured, 11.00 s by this reckoning" in told  # (2 + 6)/2 + 6/2 + 4
     assert "  score         6.00      6.00  the run's process\n" in told

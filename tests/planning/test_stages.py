@@ -73,3 +73,5 @@ def test_few_chunks_on_their_way_hold_up_short_stages():
 def test_the_slowest_stage_is_named():
     assert slowest(Stages({"sample": 1.0, "score": 3.0}, 2.0)) == "score"
     assert slowest(Stages({"sample": 1.0, "score": 3.0}, 4.0)) == "update"
+    card = Stages({"sample": 2.0, "score": 3.0}, 2.0, in_turns=(frozenset({"sample", "update"}),))
+    assert (slowest(card), slowest(card._replace(lag=1))) == ("score", "sample and update")

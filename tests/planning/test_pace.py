@@ -197,6 +197,14 @@ def test_runs_that_do_not_tell_are_refused(run, plan, tmp_path, capsys):
     assert "add --plan" in said(capsys, *BATCH, "--judges=sample=1,update=1", code=2)
 
 
+def test_help_says_how_it_is_asked(capsys):
+    with pytest.raises(SystemExit):
+        main(["--plan", "--judges", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "grpo plan [--device_memory_gib GIB,GIB,…] [--judges [RUN_DIR]]" in shown
+    assert "a run's seconds or by sample=12,score=40,update=9" in shown
+
+
 def test_judges_as_a_mapping_are_still_the_configs(capsys):
     words = ("--task=text", "--rewards=[{name: far}]", "--judges", '{far: {kind: http, url: "http://localhost:1/"}}')
     assert "score         2.00      2.00  far, in the run's process" in said(

@@ -4,6 +4,7 @@ On the command line:
 
     python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]
     python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
+    python -m grpo_jax.train … --plan --judges [RUN_DIR | METRICS_FILE | sample=SECONDS,render=SECONDS,…]
     python -m grpo_jax.train … --help [SECTION]
 """
 
@@ -108,7 +109,7 @@ def _run(config: Any, company: Company, callbacks: Callbacks, *, prompts: Any, r
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 0, also when stopped by a signal after saving; 2 for a user's mistake.
 
-    With --plan 0 says that the run fits, 1 that it does not.
+    With --plan 0 says that the run fits, 1 that it does not; with --judges, which asks for its pace alone, it is 0.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--version" in words:

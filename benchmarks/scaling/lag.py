@@ -6,8 +6,8 @@ Prints JSON. Sampling, judging and learning wait `--unit` seconds of a batch eac
 and update of a tiny policy. A case is a run of its own: training.lag 0 or 1, the batch in one chunk or in
 several. `seconds` is the mean time between one iteration's end and the next one's, but for the first three, in which
 programs are compiled and the pipe is filled; `ratio` is that over the case that overlaps nothing (lag 0, one chunk).
-`floor` is what the waiting alone comes to: 3 units where nothing overlaps, 2 + 1/chunks where the judge works while the
-sampler does, and at lag 1 1 + 1/(2 · chunks): update n waits for the last chunk of batch n, batch n+1 for update n-1.
+`floor` is what the waiting alone comes to by the formula of `--plan --judges` (`planning.stages`), `predicted` the same
+of the stages' seconds as the run measured them (medians): what is left is the pipeline's and the loop's own.
 """
 
 from __future__ import annotations
@@ -46,6 +46,21 @@ def slowed(program, unit: float, chunks: int):
     return dataclasses.replace(
         program, parts=parts._replace(environment=environment, samplers=samplers), learner=learner
     )
+
+
+def reckoned(sample: float, score: float, update: float, lag: int, chunks: int) -> float:
+    """Seconds of an iteration by the formula; nobody shares a card here, for who waits takes none."""
+    from grpo_jax.planning.stages import Stages, iteration_seconds
+
+    return round(iteration_seconds(Stages({"sample": sample, "score": score}, update, 1 / chunks, lag)), 4)
+
+
+def medians(run_dir: Path) -> dict[str, float]:
+    """Seconds of the stages, as the run's metrics have them."""
+    from grpo_jax.runs.directory import read_metrics
+
+    rows = read_metrics(run_dir / "metrics.jsonl")[SKIPPED:]
+    return {name: statistics.median(row[f"seconds/{name}"] for row in rows) for name in ("sample", "score", "update")}
 
 
 def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, iterations: int) -> dict:
@@ -96,7 +111,8 @@ def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, 
         "chunks": chunks,
         "seconds": round(statistics.mean(steady), 4),
         "slowest": round(max(steady), 4),
-        "floor": round(unit * (1 + 1 / (2 * chunks) if lag else 2 + 1 / chunks), 4),
+        "floor": reckoned(unit, unit, unit, lag, chunks),
+        "predicted": reckoned(**medians(Path(config.run_dir)), lag=lag, chunks=chunks),
         "load": round(statistics.mean(load for _, load in ends), 2),
     }
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
@@ -20,7 +21,7 @@ RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""
 FREE = 0.05
 """Of a device, left for what does not fit between other things."""
-_SAMPLER = "policy, sampling ahead"  # of policy.sampler_devices own
+SAMPLER = "policy, sampling ahead"  # of policy.sampler_devices own
 
 
 class Line(NamedTuple):
@@ -72,12 +73,12 @@ class Planner:
 
     def cards(self, config: Config) -> list[Card]:
         """All devices with what would lie on them."""
-        places = _places(config, len(self._gib))
+        places = places_of(config, len(self._gib))
         names = list(dict.fromkeys([*(f"gpu:{i}" for i in range(len(self._gib))), *sum(places.values(), ())]))
         cards = {name: Card(name, _capacity(name, self._gib), {}) for name in names}
         lines = {POLICY: policy_lines(config, self.policy(config))}
         lines |= {name: judge_lines(judge) for name, judge in config.judges.items()}
-        lines[_SAMPLER] = sampler_lines(config, self.policy(config))
+        lines[SAMPLER] = sampler_lines(config, self.policy(config))
         for part, where in places.items():
             for name in where:
                 cards[name].parts[part] = lines[part]
@@ -97,20 +98,26 @@ class Planner:
         return Excess(sum(card.excess for card in full), parts, hopeless)
 
 
-def _places(config: Config, count: int) -> dict[str, tuple[str, ...]]:
-    """Devices of each part, by the rules that a run follows, on `count` cards or on this machine."""
+def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
+    """Devices of each part, by the rules that a run follows, on `count` cards or on this machine.
+
+    A judge that is elsewhere takes no part in them, and what its actors take of this machine is not a card's.
+    """
     size, placement = config.policy.devices, own_package("bridges", "placement")
     requests = config.requests
+    away = {name: requests.pop(name) for name, judge in config.judges.items() if getattr(judge, "elsewhere", False)}
+    for name, where in away.items():
+        require(where == "cpu", f"devices.{name}", "none for a judge in a pool, which has its resources", where)
     if not count:
         found, _ = placement.place(requests, policy_count=size)
     else:
         if requests[POLICY] == "auto" and size > 1:
             requests[POLICY] = ",".join(f"gpu:{card}" for card in range(size))
         found, _ = placement.resolve(requests, count)
-    places = {name: tuple(where.split(",")) for name, where in found.items()}
+    places = {name: tuple(where.split(",")) for name, where in {**found, **away}.items()}
     if config.policy.sampler_devices == "own":
         *learns, samples = places[POLICY]
-        places |= {POLICY: tuple(learns) or (samples,), _SAMPLER: (samples,)}
+        places |= {POLICY: tuple(learns) or (samples,), SAMPLER: (samples,)}
     return places
 
 

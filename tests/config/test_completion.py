@@ -9,6 +9,7 @@ import pytest
 from support.text_task import ROOT
 
 from grpo_jax import __main__
+from grpo_jax.planning.request import JUDGES, MEMORY, PLAN
 
 ASK = """
 source "$1"
@@ -18,6 +19,7 @@ CASES = {
     "grpo tr": "train",
     "grpo train --sampling.group_": "--sampling.group_size",
     "grpo plan --dev": "--devices --device_memory_gib",
+    "grpo plan --judges runs": "",
     "grpo train --judges.renderer.st": "--judges.renderer.steps",
     "grpo train --rollout.gr": "--rollout.groups --rollout.group_size",
     "grpo train --task te": "text",
@@ -60,6 +62,10 @@ def test_bash_completes_commands_options_and_values(script):
     assert dict(line.split(" >", 1) for line in done.stdout.splitlines()) == {
         words: f" {found}" for words, found in CASES.items()
     }
+
+
+def test_what_a_plan_is_asked_is_among_the_words(script):
+    assert {PLAN, MEMORY, JUDGES} <= {*script("bash").read_text().replace(";", " ").replace('"', " ").split()}
 
 
 def test_bash_knows_whose_completion_it_is(script):

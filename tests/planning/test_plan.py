@@ -17,12 +17,10 @@ from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.quantised import quantise
 from grpo_jax.planning import advice, cards
-from grpo_jax.planning import policy as plan
 from grpo_jax.planning.policy import GIB, PolicyMemory, cache_bytes, policy_memory, tree_bytes
 from grpo_jax.planning.shapes import PUBLISHED_POLICIES, read_shape, tower_size
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
-from grpo_jax.training import memory as training_memory
 from grpo_jax.training.memory import batch_shapes, state_shapes
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
@@ -48,13 +46,6 @@ def folder(tmp_path):
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text(json.dumps(QWEN2_FIELDS))
     return tmp_path / "policy"
-
-
-@pytest.fixture
-def not_compiled(monkeypatch):
-    """Every program takes 3 GiB."""
-    for module in (plan, training_memory):
-        monkeypatch.setattr(module, "temporary_bytes", lambda *_: 3 * GIB)
 
 
 def configured(*arguments):

@@ -12,8 +12,7 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import read_config
 from grpo_jax.models.vision.tower import init_tower
-from grpo_jax.planning import policy as plan
-from grpo_jax.planning.policy import GIB, policy_memory, tree_bytes, tree_size
+from grpo_jax.planning.policy import policy_memory, tree_bytes, tree_size
 from grpo_jax.planning.shapes import read_shape, read_shown
 from grpo_jax.train import main
 from grpo_jax.training import memory as training_memory
@@ -42,13 +41,6 @@ ONE = Shown(prompt=1, answers=0, patches=64)
 
 def configured(*arguments):
     return parse(["--task=text", *SMALL, *arguments])
-
-
-@pytest.fixture
-def not_compiled(monkeypatch):
-    """Every program takes 3 GiB."""
-    for module in (plan, training_memory):
-        monkeypatch.setattr(module, "temporary_bytes", lambda *_: 3 * GIB)
 
 
 @pytest.fixture

@@ -17,5 +17,6 @@ def test_a_case_is_a_run_that_samples_ahead_in_chunks(tmp_path):
     assert (found["lag"], found["chunks"], found["floor"]) == (1, 2, 0.0125) and 0 < found["seconds"] <= found[
         "slowest"
     ]
+    assert found["predicted"] > found["floor"]  # the waiting, and the real work
     (metrics,) = tmp_path.glob("*/metrics.jsonl")
     assert [json.loads(line)["staleness"] for line in metrics.read_text().splitlines()] == [0, 1, 1, 1, 1]

@@ -1,0 +1,14 @@
+"""What tests of plans have in common."""
+
+import pytest
+
+from grpo_jax.planning import policy as plan
+from grpo_jax.planning.policy import GIB
+from grpo_jax.training import memory as training_memory
+
+
+@pytest.fixture
+def not_compiled(monkeypatch):
+    """Every program takes 3 GiB."""
+    for module in (plan, training_memory):
+        monkeypatch.setattr(module, "temporary_bytes", lambda *_: 3 * GIB)

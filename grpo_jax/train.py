@@ -11,10 +11,11 @@ On the command line:
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_jax.config.build import to_dict
@@ -139,9 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_led() -> bool:
     """Whether this is one of several processes, and not the first: all read the same command."""
+    if not {"JAX_PROCESS_ID", "SLURM_PROCID"} & os.environ.keys():
+        return False  # without JAX, which takes a second to import
     from grpo_jax.runs.processes import number_of
 
-    return number_of() > 0
+    with suppress(UserError):
+        return number_of() > 0
+    return False
 
 
 def command() -> NoReturn:

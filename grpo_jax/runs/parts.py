@@ -124,7 +124,7 @@ def load_parts(
         UserError: Something that the config names is missing, broken, or does not fit.
     """
     if config.deterministic:
-        _ask_for_determinism(torch_too=bool(config.judges))
+        ask_for_determinism(torch_too=bool(config.judges))
     placement = place_parts(config, say, processes=company.processes)
     world = config.task.load(Setup(config, prompts, say))
     _tell_prompts(config, world.prompts, world.source or config.data.prompts or "given", say)
@@ -302,8 +302,8 @@ def _check_early_stopping(config: Config, prompts: PromptSet, environment: Envir
     require(metric in names, "training.early_stopping_metric", f"one of {', '.join(names)}", metric)
 
 
-def _ask_for_determinism(*, torch_too: bool) -> None:
-    """Repeatable kernels on GPUs; must come before JAX's backend and torch's first use of cuBLAS."""
+def ask_for_determinism(*, torch_too: bool) -> None:
+    """Asks for repeatable kernels on GPUs; must come before JAX's backend and torch's first use of cuBLAS."""
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     if torch_too:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

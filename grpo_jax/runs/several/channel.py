@@ -101,8 +101,8 @@ class Watch:
                 if gone and not self._over.is_set():
                     self._leave(gone)
                 if self._stop is not None and self._client.key_value_try_get(_STOP):
+                    self._client.key_value_delete(_STOP)
                     self._stop()
-                    self._stop = None
 
     def _leave(self, gone: list[int]) -> None:
         who = f"process {gone[0]} of {len(self._everybody)} is gone"

@@ -14,6 +14,7 @@ from grpo_jax.config import Config
 from grpo_jax.models.sharding import on_host
 from grpo_jax.runs.checkpoint.series import READ, WRITE, handler, read_tree, write_trees
 from grpo_jax.runs.loop.learner import LearningBrief, led_learner
+from grpo_jax.runs.parts import ask_for_determinism
 from grpo_jax.runs.policy import Policy, load_policy
 from grpo_jax.runs.several.company import Follower
 from grpo_jax.runs.several.devices import place_policy, policy_devices
@@ -31,6 +32,8 @@ def follow(config: Config, follower: Follower) -> Any:
     Returns:
         What process 0 ended with.
     """
+    if config.deterministic:
+        ask_for_determinism(torch_too=False)
     places = place_policy(config, processes=follower.processes)
     devices = policy_devices(places, config.policy, processes=follower.processes)
     loaded: list[Policy] = []

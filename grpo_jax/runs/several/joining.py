@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import jax
 from grpo_jax.config import Config
 from grpo_jax.config.fields import require
 from grpo_jax.errors import StageError, UserError
-from grpo_jax.runs.processes import join_processes
+from grpo_jax.runs.processes import announced, join_processes
 from grpo_jax.runs.several.channel import CoordinatorChannel, Watch, ask_to_stop, part, wait_for_the_watch
 from grpo_jax.runs.several.company import ALONE, Company, Follower, Leader
 from grpo_jax.runs.several.following import follow
@@ -29,11 +30,12 @@ def join(config: Any) -> Company:
     Raises:
         UserError: It announces several, and this run cannot be one of several.
     """
-    count = join_processes()
+    count = announced().count
     if count == 1:
         return ALONE
-    atexit.register(part)
     _require_fit(config, count)
+    join_processes()
+    atexit.register(part)
     return (Follower if jax.process_index() else Leader)(count, CoordinatorChannel())
 
 
@@ -76,7 +78,7 @@ def take_part(config: Any, follower: Follower) -> dict[str, Any]:
         That it is over: summary.json is process 0's.
 
     Raises:
-        SystemExit: Process 0 ended with an error, which it has told.
+        SystemExit: Process 0 ended with an error, which it has told; or what the config names is not on this machine.
     """
     watch = Watch(follower.processes)
     with _signals_passed_on():
@@ -85,6 +87,9 @@ def take_part(config: Any, follower: Follower) -> dict[str, Any]:
         except jax.errors.JaxRuntimeError:
             wait_for_the_watch()
             raise
+        except UserError as error:  # of this machine: process 0 sees only that this one is gone
+            print(f"error: process {jax.process_index()}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from error
     watch.over()
     if code:
         raise SystemExit(code)

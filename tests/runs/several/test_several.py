@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 END = 60  # seconds in which a run ends everywhere when one of its processes is gone
 
 
-def start(place, run, count, *arguments, judge="work:0", devices=1):
-    """The training command `count` times, each with so many devices."""
+def start(place, run, count, *arguments, judge="work:0", devices=1, last=()):
+    """The training command `count` times, each with so many devices; the last one perhaps with arguments of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -25,7 +25,7 @@ def start(place, run, count, *arguments, judge="work:0", devices=1):
     command = [sys.executable, "-m", "grpo_jax.train", *config, "--run_dir", str(run), *arguments]
     return [
         subprocess.Popen(
-            command,
+            [*command, *last] if number == count - 1 else command,
             env=environment(place, run, judge) | told | {"JAX_PROCESS_ID": str(number)},
             cwd=place.folder,
             stdout=subprocess.PIPE,
@@ -122,6 +122,12 @@ def test_mistakes_are_told_once(place, tmp_path, monkeypatch):
     (first, second) = ended(start(place, tmp_path / "run", 2, "--policy.mesh.fsdp=3"))  # seen before they join
     assert "expected a divisor of 2" in first.stderr and not lines(second.stderr)
     assert not os.path.exists(tmp_path / "run")
+    lacking = start(place, tmp_path / "run", 2, "--policy.mesh.fsdp=2", last=["--policy.path=/nowhere"])
+    first, second = ended(lacking)  # what is wrong on one machine alone, its process tells
+    assert second.returncode == 2 and lines(second.stderr)[0].startswith(
+        "error: process 1: policy '/nowhere' is not on"
+    )
+    assert first.returncode == 1 and lines(first.stderr)[0].startswith("error: process 1 of 2 is gone: ")
 
 
 def test_a_judge_that_fails_ends_all(place, tmp_path):

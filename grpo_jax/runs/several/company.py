@@ -73,11 +73,11 @@ class _Number:
 
 
 @dataclass(frozen=True)
-class _Key:
-    """A typed random key."""
+class _Local:
+    """An array of JAX on no mesh, or of typed random keys."""
 
     data: np.ndarray
-    kind: str
+    keys: str | None = None
 
 
 class _Message(NamedTuple):
@@ -212,17 +212,18 @@ def _outgoing(leaf: Any, known: dict[int, int]) -> Any:
     if not leaf.is_fully_addressable:
         raise ValueError(f"an array {leaf.shape} over several processes was made by process 0 alone")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _Key(np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)))
-    return np.asarray(leaf)
+        return _Local(np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)))
+    return _Local(np.asarray(leaf))
 
 
 def _incoming(leaf: Any, array: Callable[[int], jax.Array]) -> Any:
     """An argument that has travelled, in process 0 too: all make the call with the same."""
     if isinstance(leaf, _Number):
         return array(leaf.number)
-    if isinstance(leaf, _Key):
-        return jax.random.wrap_key_data(jnp.asarray(leaf.data), impl=leaf.kind)
-    return leaf
+    if not isinstance(leaf, _Local):
+        return leaf
+    data = jnp.asarray(leaf.data)
+    return data if leaf.keys is None else jax.random.wrap_key_data(data, impl=leaf.keys)
 
 
 def _arrays_of(tree: Any) -> list[jax.Array]:

@@ -34,19 +34,20 @@ def test_both_compute_the_same_from_host_arguments_and_keys(both):
     seen = {}
 
     def draw(who):
-        def drawn(keys, scale, *, shape, name):
-            seen[who] = (jax.vmap(lambda key: jax.random.normal(key, shape))(keys) * scale, name)
+        def drawn(keys, scale, table, *, shape, name):
+            kinds = type(scale), isinstance(table, jax.Array)
+            seen[who] = (jax.vmap(lambda key: jax.random.normal(key, shape))(keys) * scale + table[2], name, kinds)
             return seen[who]
 
         return drawn
 
     follower.lead("draw", draw("follower"))
     led = leader.lead("draw", draw("leader"))
-    led(jax.random.split(jax.random.key(3), 4), np.float32(2), shape=(3,), name="x")
+    led(jax.random.split(jax.random.key(3), 4), np.float32(2), jnp.arange(3), shape=(3,), name="x")
     leader.end(7)
     assert follower.follow() == 7
     np.testing.assert_array_equal(seen["leader"][0], seen["follower"][0])
-    assert seen["leader"][1] == seen["follower"][1] == "x"
+    assert seen["leader"][1:] == seen["follower"][1:] == ("x", (np.float32, True))
 
 
 def test_a_state_stays_where_it_is_and_what_is_given_back_unchanged_has_one_name(both):

@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _evaluate_run(options: argparse.Namespace) -> None:
+    from grpo_jax.runs.loop.programs import keep_programs
+
+    keep_programs()
     with ExitStack() as leaving:
         _evaluate(options, leaving)
 

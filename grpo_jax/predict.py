@@ -111,7 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _predict(options: argparse.Namespace) -> None:
+    from grpo_jax.runs.loop.programs import keep_programs
+
     prompts = options.prompt if options.file is None else read_lines(options.file)
+    keep_programs()
     rewrite = load_rewriter(options.run, options.checkpoint)
     for prompt in prompts:
         text = rewrite(prompt, options.picture)

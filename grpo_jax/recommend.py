@@ -95,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _recommend(options: argparse.Namespace) -> None:
+    from grpo_jax.runs.loop.programs import keep_programs
+
+    keep_programs()
     if options.choose_prior:
         return _choose(options)
     if options.users is not None:

@@ -67,9 +67,11 @@ def run(
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
     from grpo_jax.runs.loop.callbacks import Callbacks
+    from grpo_jax.runs.loop.programs import keep_programs
     from grpo_jax.runs.several.company import Follower
     from grpo_jax.runs.several.joining import join, leading, take_part
 
+    keep_programs()
     company = join(config)
     if isinstance(company, Follower):
         return take_part(config, company)

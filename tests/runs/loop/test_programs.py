@@ -1,0 +1,48 @@
+"""What one run compiled the next one finds on the disk, unless JAX was told otherwise."""
+
+import jax
+import pytest
+from support.text_task import rows, train
+
+from grpo_jax.runs.loop.programs import keep_programs
+
+SETTINGS = ("dir", "max_size")
+
+
+@pytest.fixture
+def untold(monkeypatch):
+    """JAX without the cache that the tests share; as it was afterwards."""
+    names = [f"jax_compilation_cache_{name}" for name in SETTINGS] + ["jax_persistent_cache_min_compile_time_secs"]
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_a_second_run_compiles_nothing_anew(place, tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    short = ("--training.max_steps=1", "--training.save_every=0", "--evaluation.every=0")
+    found = []
+    for number in (1, 2):
+        done = train(place, tmp_path / f"run{number}", *short)
+        assert done.returncode == 0, done.stderr
+        found.append({file.name for file in (tmp_path / "cache").rglob("*-cache")})
+    assert len(found[0]) > 3 and found[1] == found[0]
+    assert rows(tmp_path / "run1") == rows(tmp_path / "run2")
+
+
+def test_what_jax_was_told_holds(untold, tmp_path):
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert keep_programs(home | {"JAX_COMPILATION_CACHE_DIR": "/mine"}) is None
+    assert keep_programs(home | {"JAX_ENABLE_COMPILATION_CACHE": "false"}) is None
+    (tmp_path / "file").touch()
+    assert keep_programs({"XDG_CACHE_HOME": str(tmp_path / "file")}) is None  # no folder can be made there
+    assert jax.config.jax_compilation_cache_dir is None and not (tmp_path / "cache").exists()
+    folder = keep_programs(home | {"JAX_COMPILATION_CACHE_MAX_SIZE": "5"})
+    assert folder.is_dir() and jax.config.jax_compilation_cache_dir == str(folder)
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.3
+    assert jax.config.jax_compilation_cache_max_size != 2 * 2**30
+    assert keep_programs(home) is None  # it is told now

@@ -1,6 +1,8 @@
 """A Ray cluster: how this process starts one or joins one, and leaves it; what Ray's own errors mean."""
 
+import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -149,7 +151,7 @@ def enter(address: str | None) -> None:
     ray = import_ray(token=address is None or _has_token())
     with _Here.lock:
         if _Here.users and address != _Here.address:
-            raise UserError(f"address: expected that of the run's other pools, {_Here.address}, got {address}")
+            raise UserError(f"expected the address of the run's other pools, {_Here.address}, got {address}")
         if not _Here.users:
             _Here.ours, _Here.address = not ray.is_initialized(), address
             if address is None:
@@ -188,6 +190,20 @@ def is_gone() -> bool:
         return not ray.is_initialized() or not answers(cluster_address())
     except Exception:  # of a connection that is being taken down
         return True
+
+
+def grows() -> bool:
+    """Whether the cluster of this process may get more machines: not where its own monitor only looks on.
+
+    That is so of machines that were put together by hand (`ray start`): Ray calls each kind of them by a number.
+    """
+    from ray.experimental import internal_kv
+
+    with quietly():
+        status = json.loads(internal_kv._internal_kv_get("__autoscaling_status"))
+        kinds = status["autoscaler_report"]["active_nodes"]
+        return not kinds or not all(re.fullmatch(r"node_[0-9a-f]{56}", kind) for kind in kinds)
+    return True  # it does not say
 
 
 def put(value: Any) -> Any:

@@ -52,7 +52,7 @@ def test_a_judge_that_is_a_reward_gets_its_columns_and_what_it_does_is_told_as_i
 
 def test_what_cannot_be_taken_apart_or_is_not_there_is_named(pool):
     judge = pool(replicas=1)
-    with pytest.raises(NotRowByRow, match=r"Odd.total answered a batch of 4 rows with int, .*set its `batch`"):
+    with pytest.raises(NotRowByRow, match=r"judges.odd.total answered a batch of 4 rows with int, .*set its `batch`"):
         judge.total(TEXTS)
     assert judge.total(["ab", "c"]) == 3  # a batch of its own
     with pytest.raises(AttributeError, match=r"hidden is in the actors of a pool.*: copies, dies, fails, lengths"):
@@ -78,16 +78,16 @@ def test_a_batch_that_every_actor_dies_over_is_the_judges_failure(pool):
 
 def test_a_pool_without_actors_stops_the_run(pool):
     judge = pool(max_restarts=0, batch_attempts=9)
-    with pytest.raises(PoolLost, match="Odd: no actor is left"):
+    with pytest.raises(PoolLost, match=r"judges\.odd: no actor is left"):
         judge.dies(["poison"])
     with pytest.raises(StopRun):
         judge.lengths(TEXTS)
 
 
 def test_what_does_not_start_says_why(pool, tmp_path):
-    with pytest.raises(UserError, match=r"resources.num_gpus: 2 actors need 2, this machine's cluster has 0"):
+    with pytest.raises(UserError, match=r"judges\.odd\.resources\.num_gpus: 2 actors need 2, .*cluster has 0"):
         pool(resources={"num_gpus": 1})
-    with pytest.raises(UserError, match="resources, runtime_env: "):
+    with pytest.raises(UserError, match=r"judges\.odd\.resources, runtime_env: "):
         pool(resources={"num_cpus": 0}, runtime_env={"pip": 3})
     (tmp_path / "broken").touch()
     with pytest.raises(ValueError, match="no such weights"):

@@ -75,7 +75,7 @@ def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_o
     deaths(9)
     assert train_here(config, run, "--resume", "--training.max_steps", "6") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and "Function: no actor is left" in error and error.count("\n") == 1
+    assert error.startswith("error: ") and "judges.letters: no actor is left" in error and error.count("\n") == 1
     assert re.search("Saved after iteration [2-5]; go on with --resume", error)
     for death in folder.glob("death*"):
         death.unlink()
@@ -96,5 +96,5 @@ def test_a_cluster_that_goes_away_ends_the_run_with_a_checkpoint(place, configur
     assert ended.returncode == 2, ended.stderr
     error = ended.stderr.strip().splitlines()[-1]
     saved = re.search(r"Saved after iteration (\d+); go on with --resume", error)
-    assert error.startswith("error: Function: ") and saved, error
+    assert error.startswith("error: judges.letters: ") and saved, error
     assert (run / "checkpoints" / f"step_{saved[1]}").is_dir() and len(rows(run)) == int(saved[1]) >= 2

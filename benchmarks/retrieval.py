@@ -59,7 +59,7 @@ def make_data(folder, items, queries):
 class Given:
     """An encoder whose texts are numbers of rows."""
 
-    identity = "given"
+    identity, emphasis = "given", None
 
     def __init__(self, vectors):
         self.vectors = vectors
@@ -225,7 +225,7 @@ def tfidf_rows(items, queries, repeats):
     texts = [" ".join(titles[target].split()[:4]) for target in targets]
 
     class Spread:
-        identity = "spread"
+        identity, emphasis = "spread", None
 
         def encode(self, texts):
             return encoder.encode(texts).toarray()

@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -199,11 +200,15 @@ def grows() -> bool:
     """
     from ray.experimental import internal_kv
 
-    with quietly():
-        status = json.loads(internal_kv._internal_kv_get("__autoscaling_status"))
-        kinds = status["autoscaler_report"]["active_nodes"]
-        return not kinds or not all(re.fullmatch(r"node_[0-9a-f]{56}", kind) for kind in kinds)
-    return True  # it does not say
+    deadline = time.monotonic() + _PROBE_SECONDS
+    while time.monotonic() < deadline:  # a cluster that has just started says nothing yet
+        with quietly():
+            status = json.loads(internal_kv._internal_kv_get("__autoscaling_status"))
+            kinds = status["autoscaler_report"]["active_nodes"]
+            if kinds:
+                return not all(re.fullmatch(r"node_[0-9a-f]{56}", kind) for kind in kinds)
+        time.sleep(0.5)
+    return True
 
 
 def put(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import Any
 from bridges.pool import actor, cluster
 from bridges.pool.section import PoolSection
 from grpo_jax.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 _RAYS = {"num_cpus": "CPU", "num_gpus": "GPU"}
 """What Ray calls the resources that it knows by another name too."""
@@ -61,21 +64,23 @@ def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: 
 
 
 def require_room(pool: str, section: PoolSection) -> None:
-    """Of a cluster that does not grow; what another one will have is left to Ray.
+    """That a cluster has what the actors need in all, unless it grows.
 
     Raises:
-        UserError: It has less of a resource than the actors need in all.
+        UserError: It has less of a resource.
     """
-    if section.address is not None and cluster.grows():
-        return
     import ray
 
     there = ray.cluster_resources()
     where = f"the Ray cluster at {section.address}" if section.address else "this machine's cluster"
     for name, amount in _given(section).items():
         wanted, has = section.replicas * amount, there.get(_RAYS.get(name, name), 0.0)
-        if wanted > has:
-            raise UserError(f"{pool}.resources.{name}: {section.replicas} actors need {wanted:g}, {where} has {has:g}")
+        if wanted <= has:
+            continue
+        lack = f"{pool}.resources.{name}: {section.replicas} actors need {wanted:g}, {where} has {has:g}"
+        if section.address is None or not cluster.grows():
+            raise UserError(lack)
+        _log.warning("%s; it is waited for until the cluster has grown", lack)
 
 
 def _given(section: PoolSection) -> dict[str, float]:

@@ -5,33 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip("ray")
 
 import psutil
 import ray
-from support.text_task import ROOT, finish, finished_run, rows, start, train_here, wait_for
+from support.text_task import finish, finished_run, rows, start, train_here, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-ODD = ROOT / "tests" / "bridges" / "pool" / "odd_judges.py"
 DEATHS = 20
-
-
-@pytest.fixture(scope="module")
-def configured(place, tmp_path_factory):
-    """configured(function, **fields) writes the config of `finished_run` with a judge in place of its first reward."""
-
-    def write(function="letters", **fields):
-        values = yaml.safe_load(place.config.read_text())
-        values["judges"] = {"letters": {"kind": "function", "name": f"{ODD}:{function}", **fields}}
-        values["rewards"][0] = {"name": "letters"}
-        file = tmp_path_factory.mktemp("pooled") / "config.yaml"
-        file.write_text(yaml.safe_dump(values))
-        return file
-
-    return write
 
 
 @pytest.fixture

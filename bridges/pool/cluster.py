@@ -20,6 +20,7 @@ from grpo_jax.errors import ABANDONED, UserError
 NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 10.0
+_LEAVE_SECONDS = 2.0  # for Ray to notice that there is nothing to leave any more
 _STARTS = 3  # how often it is tried to start one
 
 
@@ -180,7 +181,7 @@ def _shut_down() -> None:
         return
     leaving = threading.Thread(target=quietly()(ray.shutdown), name=f"{ABANDONED}ray", daemon=True)
     leaving.start()
-    leaving.join(_PROBE_SECONDS)
+    leaving.join(_LEAVE_SECONDS)
 
 
 def is_gone() -> bool:

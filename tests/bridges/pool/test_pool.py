@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray]
 TEXTS = ["ab" * (7 * i % 13) for i in range(30)]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 4])
 def test_any_number_of_actors_answers_alike(pool, replicas):
     judge = pool(replicas=replicas)
     assert judge.lengths(TEXTS) == [len(text) for text in TEXTS]
@@ -60,7 +60,7 @@ def test_what_cannot_be_taken_apart_or_is_not_there_is_named(pool):
 
 
 def test_a_slow_actor_gets_less_to_do(pool):
-    done = pool(slow=2.0).copies(["x"] * 4 * 12)
+    done = pool(slow=1.0).copies(["x"] * 4 * 12)
     assert len(done) == 48 and done.count(1) > done.count(0) > 0
 
 
@@ -71,7 +71,7 @@ def test_an_actor_that_hangs_is_ended_and_another_gets_its_batch(pool):
 
 def test_a_batch_that_every_actor_dies_over_is_the_judges_failure(pool):
     judge = pool(batch_attempts=2, in_flight=3)
-    with pytest.raises(BatchLost, match="2 actors died over a batch"):
+    with pytest.raises(BatchLost, match=r"judges\.odd: 2 actors died over a batch"):
         judge.dies([*TEXTS, "poison"])
     assert judge.dies(TEXTS) == [len(text) for text in TEXTS]  # the actors came back
 
@@ -99,9 +99,7 @@ def test_the_benchmark_measures_pools_as_they_are(cluster):
     spec = importlib.util.spec_from_file_location("farm", path)
     farm = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(farm)
-    found = farm.measure_waiting(0.01, 2, [1, 2], repeats=1)
-    assert [entry["batches"] for entry in found.values()] == [2, 4]
-    for count, entry in found.items():
-        assert entry["speedup_per_actor"] == pytest.approx(entry["speedup"] / int(count), abs=1e-3)
+    (waiting,) = farm.measure_waiting(0.01, 2, [2], repeats=1).values()
+    assert waiting["batches"] == 4 and waiting["speedup_per_actor"] == pytest.approx(waiting["speedup"] / 2, abs=1e-3)
     (pictures,) = farm.measure_pictures([8], 4, repeats=1).values()  # it asserts that the run's process fetched none
     assert pictures["megabytes"] == pytest.approx(8 * 8 * 3 * 4 / 1e6, abs=1e-3)

@@ -1,5 +1,6 @@
 """Two judges that need different versions of one package, each in a pool with an interpreter of its own."""
 
+import shutil
 import sys
 import sysconfig
 import venv
@@ -75,6 +76,9 @@ def make_wheel(folder, version):
 def test_a_judge_has_the_packages_that_ray_installs_for_it(cluster, tmp_path):
     pip = {"packages": [make_wheel(tmp_path, "3")], "pip_install_options": ["--no-index", "--no-cache-dir"]}
     judge = {"kind": f"{ODD}:Versioned", "replicas": 1, "runtime_env": {"pip": pip}}
-    loaded = make_config(task="text", judges={"judge": judge}).judges["judge"].load("cpu")
-    assert loaded.score(["ab", "c"]) == [6, 3]
-    loaded.close()
+    try:
+        loaded = make_config(task="text", judges={"judge": judge}).judges["judge"].load("cpu")
+        assert loaded.score(["ab", "c"]) == [6, 3]
+        loaded.close()
+    finally:  # Ray's copy of all packages would stay after its cluster
+        shutil.rmtree(Path("/tmp/ray", cluster.cluster_session(), "runtime_resources", "pip"), ignore_errors=True)

@@ -13,15 +13,24 @@ pytest.importorskip("ray")
 import ray
 from support.text_task import rows, train_here
 
+from grpo_jax.config import make_config
+
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-OPTIONS = ["--num-cpus=2", "--object-store-memory=80000000", "--include-dashboard=false", "--disable-usage-stats"]
+ODD = Path(__file__).with_name("odd_judges.py")
+OPTIONS = [
+    "--num-cpus=2",
+    "--num-gpus=2",
+    "--object-store-memory=80000000",
+    "--include-dashboard=false",
+    "--disable-usage-stats",
+]
 
 
 @pytest.fixture(scope="module")
 def address():
-    """HOST:PORT of a cluster as its owner starts it by hand."""
+    """HOST:PORT of a cluster as its owner starts it by hand, who says that the machine has two cards."""
     if not Path("~/.ray/auth_token").expanduser().is_file():
         subprocess.run([*RAY, "get-auth-token", "--generate"], check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -47,7 +56,7 @@ def test_a_run_asks_judges_on_a_cluster_of_others_and_leaves_it_running(address,
     assert train_here(configured(replicas=2, address=address), run, *steps) == 0
     assert [row["step"] for row in rows(run)] == [1, 2]
     for resources, message in (
-        ({"num_gpus": 1}, f"num_gpus: 2 actors need 2, the Ray cluster at {address} has 0"),
+        ({"num_gpus": 2}, f"num_gpus: 2 actors need 4, the Ray cluster at {address} has 2"),
         ({"card": 1}, f"card: 2 actors need 2, the Ray cluster at {address} has 0"),
         ({"num_cpus": 2}, f"num_cpus: 2 actors need 4, the Ray cluster at {address} has 2"),
     ):
@@ -55,3 +64,10 @@ def test_a_run_asks_judges_on_a_cluster_of_others_and_leaves_it_running(address,
         assert train_here(config, tmp_path / "none", *steps) == 2
         assert capsys.readouterr().err == f"error: judges.letters.resources.{message}\n"
     assert not ray.is_initialized()
+
+
+def test_each_actor_has_cards_of_its_own(address, tmp_path):
+    judge = {"kind": f"{ODD}:Odd", "folder": str(tmp_path), "replicas": 2, "resources": {"num_gpus": 1}}
+    loaded = make_config(task="text", judges={"odd": {**judge, "address": address}}).judges["odd"].load("cpu")
+    assert set(loaded.cards(["x"] * 4 * 40)) == {"gpu:0 of 0", "gpu:0 of 1"}
+    loaded.close()

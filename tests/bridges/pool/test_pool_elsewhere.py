@@ -1,8 +1,10 @@
 """A pool on a cluster that somebody else started: named by its address; what it has not is said at once."""
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -36,7 +38,19 @@ def address():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [*RAY, "start", "--head", "--block", f"--port={port}", *OPTIONS]
-    head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # not where Ray would find it for other tests
+        head = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "RAY_TMPDIR": folder},
+        )
+        yield from said_by(head, port)
+
+
+def said_by(head, port):
+    """Its address as soon as it says that it runs; afterwards it is ended."""
     said = ""
     try:
         while "Ray runtime started" not in said:

@@ -59,7 +59,7 @@ def make_data(folder, items, queries):
 class Given:
     """An encoder whose texts are numbers of rows."""
 
-    identity = "given"
+    identity, emphasis = "given", None
 
     def __init__(self, vectors):
         self.vectors = vectors
@@ -123,17 +123,18 @@ def bench_shard():
     from bridges.retrieval.local import Shard
 
     class BenchShard(service.RankShard):
-        def __init__(self, folder, shard, shards):
+        def load(self, device):
             from bridges.retrieval.dense import DenseShard  # noqa: F401
 
-            self.before = peak_mib()
-            self._encoder = Given(np.load(Path(folder) / "queries.npy"))
-            index = load_index(Path(folder) / "index")
-            self._shard = Shard(index, shard=shard, shards=shards)
-            self._description = service.Description(index.vectors.shape[0], shards, "given", index.fingerprint)
+            self._before = peak_mib()
+            self._encoder = Given(np.load(Path(self._folder) / "queries.npy"))
+            index = load_index(Path(self._folder) / "index")
+            self._shard = Shard(index, shard=self._number, shards=self.shards)
+            self.items, self.fingerprint = index.vectors.shape[0], tuple(index.fingerprint)
+            return self
 
         def memory(self):
-            return peak_mib() - self.before
+            return peak_mib() - self._before
 
     return BenchShard
 
@@ -143,18 +144,21 @@ def run_ray(folder, repeats, shards):
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (as the service does)
     import ray
 
+    from bridges.pool.pool import Limits, Pool, Request
+    from bridges.pool.section import PoolSection
+    from bridges.pool.starting import start_actors
     from bridges.retrieval import service
 
     ray.init(
         num_cpus=shards, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20, logging_level=40
     )
     try:
-        remote = ray.remote(bench_shard())
-        actors = [remote.options(num_cpus=1).remote(str(folder), i, shards) for i in range(shards)]
-        description = ray.get([actor.describe.remote() for actor in actors])[0]
-        backend = service.RayBackend("bench", actors, description, timeout=600, owner=True)
-        warm_up, speed = ask(backend, folder, repeats)
-        memory = sum(ray.get([actor.memory.remote() for actor in actors]))
+        kind = bench_shard()
+        parts = [kind(str(folder), "given", i, shards) for i in range(shards)]
+        actors = start_actors("bench", parts, PoolSection(resources={"num_cpus": 1}))
+        pool = Pool("bench", actors, Limits(timeout=0), whole=True)
+        warm_up, speed = ask(service.RayBackend("bench", pool, timeout=600), folder, repeats)
+        memory = sum(head[1] for head, _ in pool.ask([Request("memory", seat=i) for i in range(shards)]))
     finally:
         ray.shutdown()
     return [row(f"ray, {shards} actors", 0, warm_up, speed, memory)]
@@ -221,7 +225,7 @@ def tfidf_rows(items, queries, repeats):
     texts = [" ".join(titles[target].split()[:4]) for target in targets]
 
     class Spread:
-        identity = "spread"
+        identity, emphasis = "spread", None
 
         def encode(self, texts):
             return encoder.encode(texts).toarray()

@@ -1,6 +1,6 @@
 """Judges in a Ray cluster: how much faster many are than one, and what a pool costs.
 
-    python benchmarks/scaling/farm.py [--replicas 1 2 4 8] [--seconds 0.2] [--batches 8] [--no_miniature] [--json FILE]
+    python benchmarks/scaling/farm.py [--replicas 1 2 4 8] [--seconds 0.5] [--batches 8] [--no_miniature] [--json FILE]
 
 Prints JSON. "waiting" is a judge that sleeps for each batch, as one on a card of its own does as far as this machine
 is concerned: the seconds that it sleeps in all, those of a call to a pool, and their quotient, which is the speed-up.
@@ -16,6 +16,7 @@ import os
 import platform
 import statistics
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,48 +77,56 @@ class Canvas:
         return images[:, 0, 0, 0].clone()
 
 
-def in_pool(judge, replicas, **fields):
-    return Pooled(judge, PoolSection(replicas=replicas, **fields)).load("cpu")
+def alternated(ways, repeats):
+    """Median seconds of way(number) for each way by name, one call of each first to warm up, then in turns.
+
+    What else the machine does then slows all of them alike.
+    """
+    times = {name: [] for name in ways}
+    for number in range(repeats + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way(number)
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(spent[1:]) for name, spent in times.items()}
 
 
-def seconds_of(function, repeats):
-    """Median time of function(number), one call first to warm up."""
-    function(0)
-    times = []
-    for number in range(1, repeats + 1):
-        start = time.perf_counter()
-        function(number)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+@contextmanager
+def pools(judge, replicas):
+    """Pools of one judge by the number of their actors, all there at once: one that is not asked waits."""
+    made = {count: Pooled(judge, PoolSection(replicas=count)).load("cpu") for count in replicas}
+    yield made
+    for pool in made.values():
+        pool.close()
 
 
 def measure_waiting(seconds, batches, replicas, repeats):
     judge = Waiting(seconds)
+
+    def asking(pool, count):
+        return lambda _: pool.score(["x"] * judge.batch_size * batches * count)
+
+    with pools(judge, replicas) as made:
+        taken = alternated({count: asking(pool, count) for count, pool in made.items()}, repeats)
     found = {}
     for count in replicas:
-        texts = ["x"] * judge.batch_size * batches * count
         here = batches * count * seconds  # in one process it takes this long at least
-        pool = in_pool(judge, count)
-        taken = seconds_of(lambda _, pool=pool, texts=texts: pool.score(texts), repeats)
-        pool.close()
-        speedup = here / taken
         found[str(count)] = {
             "batches": batches * count,
             "in_process_seconds": round(here, 4),
-            "seconds": round(taken, 4),
-            "speedup": round(speedup, 3),
-            "speedup_per_actor": round(speedup / count, 4),
+            "seconds": round(taken[count], 4),
+            "speedup": round(here / taken[count], 3),
+            "speedup_per_actor": round(here / taken[count] / count, 4),
         }
     return found
 
 
 def measure_overhead(repeats):
     """Milliseconds that a batch of nothing takes, alone and among many."""
-    pool = in_pool(Waiting(), 1)
-    alone = seconds_of(lambda _: pool.score(["x"] * 4), 10 * repeats)
-    many = seconds_of(lambda _: pool.score(["x"] * 4 * 50), repeats) / 50
-    pool.close()
-    return {"batch_alone_ms": round(1e3 * alone, 3), "batch_among_50_ms": round(1e3 * many, 3)}
+    with pools(Waiting(), [1]) as made:
+        ways = {1: lambda _: made[1].score(["x"] * 4), 50: lambda _: made[1].score(["x"] * 4 * 50)}
+        taken = alternated(ways, 10 * repeats)
+    return {"batch_alone_ms": round(1e3 * taken[1], 3), "batch_among_50_ms": round(1e3 * taken[50] / 50, 3)}
 
 
 def measure_pictures(sizes, count, repeats):
@@ -125,55 +134,63 @@ def measure_pictures(sizes, count, repeats):
     found = {}
     for size in sizes:
         judge = Canvas(size)
-        drawer, looker = in_pool(judge, 1), in_pool(judge, 1)
+        drawer, looker = (Pooled(judge, PoolSection(replicas=1)).load("cpu") for _ in range(2))
 
         def work(number, drawer=drawer, looker=looker):
             images = drawer.draw([str(place) for place in range(count)], [number] * count)
             assert len(looker.look(images)) == count and not images.contents.fetched
 
         def here(number, judge=judge):
-            judge.look(judge.draw([str(place) for place in range(count)], [number] * count))
+            for _ in range(0, count, judge.batch_size):  # the same batches
+                judge.look(judge.draw([""] * judge.batch_size, [number] * judge.batch_size))
 
-        taken, own = seconds_of(work, repeats), seconds_of(here, repeats)
+        taken = alternated({"in_process": here, "pool": work}, repeats)
         drawer.close(), looker.close()
         found[str(size)] = {
             "megabytes": round(3 * size * size * 4 / 1e6, 3),
-            "in_process_ms": round(1e3 * own / count, 3),
-            "pool_ms": round(1e3 * taken / count, 3),
+            "in_process_ms": round(1e3 * taken["in_process"] / count, 3),
+            "pool_ms": round(1e3 * taken["pool"] / count, 3),
         }
     return found
 
 
 def measure_miniature(replicas, pictures, repeats):
-    """Pictures a second of the miniature's renderer; every call draws new ones."""
+    """Pictures a second of the miniature's renderer; every call draws new ones. An actor has one thread."""
     judge = StableDiffusion3(steps=2, batch_size=16, cache_megabytes=0)
+    threads = torch.get_num_threads()
 
-    def drawing(renderer):
+    def drawing(renderer, used=threads):
         def draw(number):
+            torch.set_num_threads(used)
             texts = [TEXTS[place % len(TEXTS)] for place in range(pictures)]
-            renderer.draw(texts, [1000 * number + place for place in range(pictures)], evaluation=False)
+            images = renderer.draw(texts, [1000 * number + place for place in range(pictures)], evaluation=False)
+            assert len(images) == pictures
+            torch.set_num_threads(threads)
 
         return draw
 
-    found = {"in_process": round(pictures / seconds_of(drawing(judge.load("cpu")), repeats), 2)}
-    for count in replicas:
-        pool = in_pool(judge, count)
-        found[str(count)] = round(pictures / seconds_of(drawing(pool), repeats), 2)
-        pool.close()
-    return {"pictures_a_second": found, "pictures": pictures, "torch_threads_here": torch.get_num_threads()}
+    own = judge.load("cpu")
+    with pools(judge, replicas) as made:
+        ways = {"in_process_one_thread": drawing(own, 1), f"in_process_{threads}_threads": drawing(own)}
+        taken = alternated({**ways, **{str(count): drawing(pool) for count, pool in made.items()}}, repeats)
+    return {
+        "pictures": pictures,
+        "pictures_a_second": {name: round(pictures / spent, 2) for name, spent in taken.items()},
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--seconds", type=float, default=0.2, help="of a batch of the waiting judge")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a batch of the waiting judge")
     parser.add_argument("--batches", type=int, default=8, help="for each actor")
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 512, 1024], help="of pictures")
     parser.add_argument("--pictures", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no_miniature", action="store_true")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
+    began = time.perf_counter()
     cluster.enter(None)  # one cluster for all pools
     report = {
         "benchmark": "farm",
@@ -187,7 +204,8 @@ def main():
         "pictures": measure_pictures(args.sizes, args.pictures, args.repeats),
     }
     if not args.no_miniature:
-        report["miniature"] = measure_miniature([1, 2], args.pictures, args.repeats)
+        report["miniature"] = measure_miniature([1, 2], 2 * args.pictures, args.repeats)
+    report["seconds"] = round(time.perf_counter() - began)
     report["load_after"] = [round(load, 2) for load in os.getloadavg()]
     cluster.leave()
     if args.json:

@@ -1,11 +1,14 @@
 """A Ray cluster: how this process starts one or joins one, and leaves it; what Ray's own errors mean."""
 
+import json
 import os
+import re
 import signal
 import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +20,7 @@ from grpo_jax.errors import ABANDONED, UserError
 NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 10.0
+_LEAVE_SECONDS = 2.0  # for Ray to notice that there is nothing to leave any more
 _STARTS = 3  # how often it is tried to start one
 
 
@@ -149,7 +153,7 @@ def enter(address: str | None) -> None:
     ray = import_ray(token=address is None or _has_token())
     with _Here.lock:
         if _Here.users and address != _Here.address:
-            raise UserError(f"address: expected that of the run's other pools, {_Here.address}, got {address}")
+            raise UserError(f"expected the address of the run's other pools, {_Here.address}, got {address}")
         if not _Here.users:
             _Here.ours, _Here.address = not ray.is_initialized(), address
             if address is None:
@@ -177,7 +181,7 @@ def _shut_down() -> None:
         return
     leaving = threading.Thread(target=quietly()(ray.shutdown), name=f"{ABANDONED}ray", daemon=True)
     leaving.start()
-    leaving.join(_PROBE_SECONDS)
+    leaving.join(_LEAVE_SECONDS)
 
 
 def is_gone() -> bool:
@@ -188,6 +192,24 @@ def is_gone() -> bool:
         return not ray.is_initialized() or not answers(cluster_address())
     except Exception:  # of a connection that is being taken down
         return True
+
+
+def grows() -> bool:
+    """Whether the cluster of this process may get more machines: not where its own monitor only looks on.
+
+    That is so of machines that were put together by hand (`ray start`): Ray calls each kind of them by a number.
+    """
+    from ray.experimental import internal_kv
+
+    deadline = time.monotonic() + _PROBE_SECONDS
+    while time.monotonic() < deadline:  # a cluster that has just started says nothing yet
+        with quietly():
+            status = json.loads(internal_kv._internal_kv_get("__autoscaling_status"))
+            kinds = status["autoscaler_report"]["active_nodes"]
+            if kinds:
+                return not all(re.fullmatch(r"node_[0-9a-f]{56}", kind) for kind in kinds)
+        time.sleep(0.5)
+    return True
 
 
 def put(value: Any) -> Any:

@@ -7,6 +7,10 @@ class PoolLost(StopRun):
     """No actor of a pool is left, or its cluster is gone: the run saves and ends."""
 
 
+class PoolLate(PoolLost):
+    """A pool did not start, or answer, within the time that it was given."""
+
+
 class BatchLost(RuntimeError):
     """Every actor that was given a batch died over it or was too late: the judge failed on it."""
 

@@ -7,15 +7,17 @@ was late, goes to another; its first answer counts, and what comes of it later i
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bridges.pool import cluster
-from bridges.pool.errors import BatchLost, PoolLost
+from bridges.pool.errors import BatchLost, PoolLate, PoolLost
 
 _PROBE_EVERY = 5.0  # seconds between two looks whether the cluster is there while nothing comes
 _PROBES = 2  # in a row that nobody answered: it is gone
@@ -30,13 +32,15 @@ class Request(NamedTuple):
         keywords: by name.
         pieces: arguments that are rows of stored arrays.
         stored: references to those arrays.
+        seat: number of the actor that is asked; None for whichever is free.
     """
 
     method: str
-    arguments: Sequence[Any]
-    keywords: Mapping[str, Any]
-    pieces: Mapping[Any, Any]
-    stored: Sequence[Any]
+    arguments: Sequence[Any] = ()
+    keywords: Mapping[str, Any] = MappingProxyType({})
+    pieces: Mapping[Any, Any] = MappingProxyType({})
+    stored: Sequence[Any] = ()
+    seat: int | None = None
 
 
 class Limits(NamedTuple):
@@ -78,31 +82,33 @@ class Seat:
 
     Attributes:
         handle: Ray's.
+        number: among those of the pool.
         state: "starting", "ready" or "gone".
         doing: its batches in their order; the first is the one that it is at.
         since: when it began that one.
     """
 
-    def __init__(self, handle: Any):
+    def __init__(self, handle: Any, number: int):
         """It is starting."""
-        self.handle, self.state, self.since = handle, "starting", 0.0
+        self.handle, self.number, self.state, self.since = handle, number, "starting", 0.0
         self.doing: deque[_Batch] = deque()
 
 
 class Pool:
     """Actors and the batches that wait for them; of any number of threads."""
 
-    def __init__(self, name: str, handles: Sequence[Any], limits: Limits):
+    def __init__(self, name: str, handles: Sequence[Any], limits: Limits, *, whole: bool = False):
         """Takes actors that may still be starting.
 
         Args:
             name: for errors.
             handles: of `actor.JudgeActor`, as Ray gives them.
             limits: of patience.
+            whole: whether each actor has a part of its own, so that the pool is lost with any of them.
         """
-        self.name, self._limits = name, limits
-        self.seats = [Seat(handle) for handle in handles]
-        self.descriptions: list[Any] = []
+        self.name, self._limits, self._needed = name, limits, len(handles) if whole else 1
+        self.seats = [Seat(handle, number) for number, handle in enumerate(handles)]
+        self._said: list[Any] = []
         self._queue: deque[_Batch] = deque()
         self._lock, self._bell = threading.Lock(), threading.Condition()
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -111,11 +117,12 @@ class Pool:
         for seat in self.seats:
             self._greet(seat)
 
-    def wait_until_ready(self, seconds: float) -> list[Any]:
-        """What the actors that are there say of their judge (`describe`), once all are or the time is over.
+    def wait_until_ready(self, seconds: float) -> Any:
+        """What an actor says of its judge (`actor.described`), once all have started or the time is over.
 
         Raises:
-            PoolLost: none came.
+            PoolLost: none came, or not all of those that are needed.
+            Exception: what loading the judge raised in one of them.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -126,21 +133,25 @@ class Pool:
                 if not any(seat.state == "starting" for seat in self.seats) or self._closed:
                     break
             self._listen(tick, min(1.0, max(deadline - time.monotonic(), 0.0)))
-        if not self.descriptions:
-            raise PoolLost(
-                f"{self.name}: {self._closed or f'no actor has started within {seconds:g} s (`ray status`)'}"
-            )
-        return self.descriptions
+        raised = [told for kind, told in self._said if kind == "raised"]
+        if raised:
+            raise failure_of(raised[0])
+        if len(self._said) >= self._needed:
+            return self._said[0][1]
+        if self._closed:
+            raise PoolLost(f"{self.name}: {self._closed}")
+        raise PoolLate(f"{self.name}: no actor has started within {seconds:g} s (`ray status`)")
 
-    def ask(self, requests: Sequence[Request]) -> list[tuple[Any, Any]]:
+    def ask(self, requests: Sequence[Request], seconds: float = math.inf) -> list[tuple[Any, Any]]:
         """The answers to some requests, in their order: each a head and a reference to what is kept (`answer`).
 
         Raises:
-            PoolLost: no actor is left, or the cluster is gone.
+            PoolLost: too few actors are left, or the cluster is gone.
+            PoolLate: they did not come within the seconds; the actors are left alone.
             BatchLost: a batch cost as many actors as the limits allow.
             Exception: what the judge raised, which `failure_of` makes of its answer.
         """
-        call = _Call(len(requests))
+        call, deadline = _Call(len(requests)), time.monotonic() + seconds
         with self._lock:
             self._queue.extend(_Batch(call, place, request) for place, request in enumerate(requests))
         try:
@@ -154,7 +165,9 @@ class Pool:
                         raise PoolLost(f"{self.name}: {self._closed}")
                 if not call.open:
                     break
-                self._listen(tick, self._patience())
+                if time.monotonic() > deadline:
+                    raise PoolLate(f"{self.name}: no answer within {seconds:g} s")
+                self._listen(tick, min(self._patience(), max(deadline - time.monotonic(), 0.0)))
         finally:
             with self._lock:
                 self._queue = deque(batch for batch in self._queue if batch.call is not call)
@@ -189,14 +202,17 @@ class Pool:
             self._ring()  # it may be what another thread waits for
 
     def _hand_out(self) -> None:
-        """Gives waiting batches to those actors that have the fewest."""
+        """Gives waiting batches to those actors that have the fewest, or to that which they ask for."""
         while self._queue:
             free = [s for s in self.seats if s.state == "ready" and len(s.doing) < self._limits.in_flight]
-            if not free:
+            free.sort(key=lambda seat: len(seat.doing))
+            ways = ((batch, s) for batch in self._queue for s in free if batch.request.seat in (None, s.number))
+            batch, seat = next(ways, (None, None))
+            if batch is None or seat is None:
                 return
-            batch = self._queue.popleft()
+            self._queue.remove(batch)
             if batch.call.open:
-                self._send(batch, min(free, key=lambda seat: len(seat.doing)))
+                self._send(batch, seat)
 
     def _send(self, batch: _Batch, seat: Seat) -> None:
         asked, ticket = batch.request, object()
@@ -282,7 +298,7 @@ class Pool:
         if failure is not None:
             self._gone(seat, cluster.last_line(failure))
             return
-        self.descriptions.append(came)
+        self._said.append(came)
         if came[0] == "raised":
             self._gone(seat, f"{came[1][1]}: {came[1][2]}")
         else:
@@ -290,8 +306,9 @@ class Pool:
 
     def _gone(self, seat: Seat, reason: str) -> None:
         seat.state, self._reason = "gone", reason
-        if all(seat.state == "gone" for seat in self.seats):
-            self._lose_all(f"no actor is left; the last: {reason}")
+        left = sum(seat.state != "gone" for seat in self.seats)
+        if left < self._needed:
+            self._lose_all(f"{'an actor is gone' if left else 'no actor is left; the last'}: {reason}")
 
     def _lose_all(self, reason: str) -> None:
         self._closed = self._closed or reason

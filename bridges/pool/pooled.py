@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from bridges.placement import cards_left
-from bridges.pool import actor, batches, cluster
+from bridges.pool import batches, cluster
 from bridges.pool.errors import PoolLost
-from bridges.pool.pool import Limits, Pool, failure_of
+from bridges.pool.pool import Limits, Pool
 from bridges.pool.section import PoolSection
+from bridges.pool.starting import require_room, start_actors
 from grpo_jax.errors import UserError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -45,7 +44,8 @@ class PooledJudge:
         vars(self).update({name: value for name, value in attributes.items() if name not in ("device", "close")})
         self._pool, self._methods, self._size, self._close = pool, frozenset(methods), size, close
         self.placed = f"{len(pool.seats)} actors of a Ray cluster"
-        self.summary = f"{attributes.get('summary', pool.name)}; {self.placed}, {size} rows at a time"
+        own = f"{attributes['summary']}; " if "summary" in attributes else ""
+        self.summary = f"{own}{self.placed}, {size} rows at a time"
 
     def __getattr__(self, name: str) -> Any:
         """A method of the judge."""
@@ -91,32 +91,32 @@ def _parameter(name: str, kind: str, optional: bool) -> inspect.Parameter:
     return inspect.Parameter(name, getattr(inspect.Parameter, kind), default=default)
 
 
-def load_pooled(judge: Any, section: PoolSection) -> PooledJudge:
+def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
     """Starts the actors of a pool and waits until they have loaded the judge.
 
     Args:
         judge: as its file has it.
         section: of the pool.
+        name: of the judge, for errors.
 
     Raises:
         UserError: Ray or the cluster is not there or has not room enough, or no actor started.
         Exception: what loading the judge raised in an actor.
     """
-    with _other_cards(section.address):
-        cluster.enter(section.address)
+    try:
+        with _other_cards(section.address):
+            cluster.enter(section.address)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
     pool = None
     try:
-        _require_room(section)
-        pool = Pool(type(judge).__name__, _start(judge, section), _limits(section))
-        said = pool.wait_until_ready(_START_SECONDS)
-        raised = [told for kind, told in said if kind == "raised"]
-        if raised:
-            raise failure_of(raised[0])
-        description = said[0][1]
+        require_room(name, section)
+        pool = Pool(name, start_actors(name, [judge] * section.replicas, section), _limits(section))
+        description = pool.wait_until_ready(_START_SECONDS)
     except BaseException as error:
         _end(pool)
         if isinstance(error, PoolLost):  # nothing has begun that could be saved
-            raise UserError(f"the pool did not start: {error}") from error
+            raise UserError(f"{error}; the pool did not start") from error
         raise
     kind = PooledJudge if description[2] is None else PooledReward
     ended = functools.cache(lambda: _end(pool))
@@ -154,70 +154,3 @@ def _limits(section: PoolSection) -> Limits:
 def _rows(judge: Any, section: PoolSection, attributes: Mapping[str, Any]) -> int:
     own = getattr(judge, "batch_size", None) or attributes.get("batch_size")
     return section.batch or (own if isinstance(own, int) and own > 0 else ROWS)
-
-
-def _start(judge: Any, section: PoolSection) -> list[Any]:
-    """The actors' handles."""
-    import ray
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(actor)  # an interpreter of the judge's own need not have this package
-    try:
-        packed = _packed(judge)
-        settings = {
-            "folder": os.getcwd(),
-            "check": bool(section.runtime_env or section.address),
-            "deterministic": _deterministic(),
-        }
-        given = {"num_cpus": 1.0 if section.address else 0.0, "num_gpus": 0.0, **section.resources}
-        known = {name: given.pop(name) for name in ("num_cpus", "num_gpus", "memory") if name in given}
-        remote = ray.remote(actor.JudgeActor).options(
-            **known,
-            resources=given or None,
-            runtime_env=section.runtime_env or None,
-            max_restarts=section.max_restarts,
-            max_task_retries=0,
-        )
-        device = "gpu:0" if section.cards else "cpu"
-        return [remote.remote(packed, device, settings) for _ in range(section.replicas)]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"resources, runtime_env: {cluster.first_line(error)}") from error
-    finally:
-        cloudpickle.unregister_pickle_by_value(actor)
-
-
-def _packed(judge: Any) -> bytes:
-    """A judge pickled, with the code of its file where no import finds that."""
-    from ray import cloudpickle
-
-    module = sys.modules.get(type(judge).__module__)
-    file = Path(getattr(module, "__file__", None) or "")
-    own = module is not None and file.stem not in ("", "__init__", module.__name__.rpartition(".")[2])
-    if not own:
-        return cloudpickle.dumps(judge)
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        return cloudpickle.dumps(judge)
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def _deterministic() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.are_deterministic_algorithms_enabled()
-
-
-def _require_room(section: PoolSection) -> None:
-    """Of a cluster of the run's own, which does not grow; what another one has or will have is left to Ray."""
-    if section.address is not None:
-        return
-    import ray
-
-    there = ray.cluster_resources()
-    for name, key in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-        wanted = section.replicas * section.resources.get(name, 0.0)
-        if wanted > there.get(key, 0):
-            raise UserError(
-                f"resources.{name}: {section.replicas} actors need {wanted:g}, this machine's cluster has "
-                f"{there.get(key, 0):g}"
-            )

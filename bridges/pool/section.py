@@ -59,14 +59,16 @@ class Pooled:
     Attributes:
         judge: As its file has it.
         pool: Where it runs.
+        called: What the config calls it, such as "judges.scorer"; "" for its class.
     """
 
     judge: Any
     pool: PoolSection = field(default_factory=PoolSection)
+    called: str = field(default="", compare=False)
 
     def __getattr__(self, name: str) -> Any:
         """A field of the judge, or what else its file says of it."""
-        if name.startswith("__") or name in ("judge", "pool"):  # of one that is being copied
+        if name.startswith("__") or name in ("judge", "pool", "called"):  # of one that is being copied
             raise AttributeError(name)
         return getattr(self.judge, name)
 
@@ -97,7 +99,7 @@ class Pooled:
             raise UserError(f"devices: expected none for a judge in a pool, which has its resources; got {device}")
         from bridges.pool.pooled import load_pooled
 
-        return load_pooled(self.judge, self.pool)
+        return load_pooled(self.judge, self.pool, self.called or type(self.judge).__name__)
 
     def memory(self) -> list[tuple[str, int, str]]:
         """What the actors take of this machine's memory; cards of a pool and other machines are not counted."""

@@ -1,24 +1,24 @@
 """The cluster that a retrieval service is on: how a run finds it, waits for its answers, and names what goes wrong."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from bridges.pool.cluster import (
     NotJoined,
     TokenRefused,
     cluster_session,
     first_line,
+    is_gone,
     is_joined,
     join,
     leave_where_gone,
 )
+from bridges.pool.errors import BatchLost, PoolLate, PoolLost
 from bridges.retrieval.errors import (
     ActorLost,
     ConnectionLost,
-    NonFiniteScores,
     RetrievalError,
     RetrievalTimeout,
     ServiceNotFound,
@@ -77,47 +77,23 @@ def _foreign() -> str:
     return f"; the Ray cluster at {found} is joined only if task.retrieval.address names it" if found else ""
 
 
-def fetch(references: list[Any], timeout: float) -> list[Any]:
-    """The results of remote calls, or a RetrievalError."""
-    import ray
-
-    with typed_errors():
-        try:
-            return ray.get(references, timeout=timeout)
-        except ray.exceptions.GetTimeoutError as error:
-            for reference in references:
-                ray.cancel(reference, recursive=False)  # what has not begun need not begin
-            raise RetrievalTimeout(f"no answer within {timeout:g} s") from error
-
-
 @contextmanager
-def typed_errors():
-    """Ray's errors as those of `bridges.retrieval.errors`."""
+def typed_errors(seconds: float) -> Iterator[None]:
+    """What goes wrong with a pool, which is given so many seconds, as errors of `bridges.retrieval.errors`."""
     from ray import exceptions
 
-    gone = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError)
-    lost = (exceptions.ObjectLostError, exceptions.OutOfMemoryError, exceptions.TaskCancelledError)
-    cut = (exceptions.RaySystemError, exceptions.RpcError, exceptions.LocalRayletDiedError, ConnectionError)
     try:
         yield
-    except RetrievalError as error:
-        if isinstance(error, exceptions.RayTaskError):  # raised in the actor: without its traceback
-            raise _plain(error) from error
+    except RetrievalError:  # raised here, or in an actor
         raise
-    except (*gone, *lost) as error:
-        # the first line tells that it died, the last one why
-        raise ActorLost(f"{first_line(error)} {str(error).splitlines()[-1].strip()}") from error
-    except cut as error:
+    except PoolLate as error:
+        raise RetrievalTimeout(f"no answer within {seconds:g} s") from error
+    except (PoolLost, BatchLost) as error:
+        raise (ConnectionLost if is_gone() else ActorLost)(f"a shard died, or the cluster is gone: {error}") from error
+    except (exceptions.RayError, ConnectionError) as error:
         raise ConnectionLost(first_line(error)) from error
-    except exceptions.RayTaskError as error:
-        raise RetrievalError(f"the service failed: {first_line(error.cause or error)}") from error
-    except exceptions.RayError as error:
-        raise RetrievalError(first_line(error)) from error
-
-
-def _plain(error: Any) -> RetrievalError:
-    kind: Callable[[str], RetrievalError] = NonFiniteScores if isinstance(error, NonFiniteScores) else RetrievalError
-    return kind(first_line(error.cause))
+    except Exception as error:
+        raise RetrievalError(f"the service failed: {first_line(error)}") from error
 
 
 def not_found(service: str, reason: str) -> str:

@@ -1,18 +1,23 @@
-"""Retrieval in actors of a Ray cluster: each holds a part of the catalogue and an encoder.
+"""Retrieval in a pool of actors of a Ray cluster: each holds a part of the catalogue and an encoder.
 
-A call is one round: the batches of texts are encoded by the shards in turn, their vectors go from actor to actor,
-every shard counts its part, and the sums come back. An actor that dies is started again by Ray, loads its vectors
-from the cache and repeats the call; only what Ray does not mend arrives here, as an error with a type.
+A call is two rounds: whichever shard is free encodes a batch of the texts, then every shard counts its part with all
+their vectors. An actor that dies is started again by Ray, loads its vectors from the cache and is asked again; what the
+pool does not mend arrives here as an error with a type.
 """
 
+import itertools
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bridges.pool.cluster import LOOPBACK, NAMESPACE, start_cluster
+from bridges.pool.pool import Limits, Pool, Request
+from bridges.pool.section import PoolSection
+from bridges.pool.starting import start_actors
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
-from bridges.retrieval.cluster import fetch, join_cluster, not_found, rejoin_cluster, typed_errors
+from bridges.retrieval.cluster import join_cluster, not_found, rejoin_cluster, typed_errors
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
 from bridges.retrieval.errors import ActorLost, RetrievalError, ServiceNotFound
 from bridges.retrieval.local import Shard
@@ -22,52 +27,45 @@ from grpo_jax.errors import StopRun, UserError
 
 _OBJECT_STORE = 256 * 2**20  # bytes, of a cluster started here: only queries and counts pass through it
 _START_SECONDS = 600.0  # for actors to load encoder and vectors; a large catalogue on a slow disk takes minutes
-
-
-class Description(NamedTuple):
-    """What a shard says about its service.
-
-    Attributes:
-        items: of the whole catalogue.
-        shards: number of them.
-        encoder: name it was started with.
-        fingerprint: of catalogue and encoder.
-    """
-
-    items: int
-    shards: int
-    encoder: str
-    fingerprint: Fingerprint
+_LIMITS = Limits(attempts=100, timeout=0)  # Ray ends the restarts, and an actor that is late may serve others
 
 
 class RankShard:
-    """The actor. It is made from a folder of the cache, so that a restart finds the same vectors."""
+    """A judge of a pool: a part of the catalogue, and the encoder. Its attributes are plain, as a pool tells them.
 
-    def __init__(self, folder: str, encoder: str, shard: int, shards: int, device: str = "cpu"):
-        """Loads the encoder and this shard's vectors.
+    Attributes:
+        shards: number of parts.
+        encoder: name that the service was started with.
+        items: of the whole catalogue, when it is loaded.
+        fingerprint: of catalogue and encoder, when they are loaded.
+    """
+
+    def __init__(self, folder: str, encoder: str, shard: int, shards: int):
+        """Says which part.
 
         Args:
-            folder: of the index, as `open_index` made it.
+            folder: of the index, as `open_index` made it, so that a restart finds the same vectors.
             encoder: as `load_encoder`.
             shard: which part, from 0.
             shards: number of parts.
-            device: "cpu" or "gpu:N" as the actor sees its cards; of a sentence encoder and of dense vectors.
         """
-        if device == "cpu":
-            os.environ["JAX_PLATFORMS"] = "cpu"  # JAX is imported later, and only for dense vectors
-        else:
-            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the encoder is on the same card
-        self._encoder = load_encoder(encoder, load_titles(folder), device=device)
-        index = load_index(folder)
-        if self._encoder.identity != index.fingerprint.encoder:
-            raise UserError(f"encoder {encoder} is not the one that {folder} was made with")
-        device, emphasis = _jax_device(device), self._encoder.emphasis
-        self._shard = Shard(index, emphasis=emphasis, shard=shard, shards=shards, device=device)
-        self._description = Description(index.vectors.shape[0], shards, encoder, index.fingerprint)
+        self._folder, self.encoder, self._number, self.shards = folder, encoder, shard, shards
 
-    def describe(self) -> Description:
-        """What this is; answered when everything is loaded."""
-        return self._description
+    def load(self, device: str) -> "RankShard":
+        """Loads the encoder and this part's vectors onto "cpu" or "gpu:N", as the actor sees its cards.
+
+        The device is that of a sentence encoder and of dense vectors.
+        """
+        if device != "cpu":
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the encoder is on the same card
+        self._encoder = load_encoder(self.encoder, load_titles(self._folder), device=device)
+        index = load_index(self._folder)
+        if self._encoder.identity != index.fingerprint.encoder:
+            raise UserError(f"encoder {self.encoder} is not the one that {self._folder} was made with")
+        part = {"emphasis": self._encoder.emphasis, "shard": self._number, "shards": self.shards}
+        self._shard = Shard(index, **part, device=_jax_device(device))
+        self.items, self.fingerprint = index.vectors.shape[0], tuple(index.fingerprint)
+        return self
 
     def encode(self, texts: list[str]) -> Vectors:
         """Vectors of one batch.
@@ -94,31 +92,29 @@ class RayBackend:
     def __init__(
         self,
         service: str,
-        actors: list[Any],
-        description: Description,
+        pool: Pool,
         *,
         timeout: float,
         owner: bool = False,
         address: str | None = None,
     ):
-        """Takes the actors in the order of their shards.
+        """Takes the actors.
 
         Args:
             service: name.
-            actors: handles.
-            description: that they gave.
+            pool: the actors in the order of their shards.
             timeout: seconds that one attempt may take.
             owner: whether closing ends the service.
             address: of a cluster to join where this one is gone, as `connect`.
         """
-        self.items = description.items
-        self.fingerprint = description.fingerprint
+        said = _said(pool, timeout)
+        self.items, self.encoder, self.fingerprint = said["items"], said["encoder"], Fingerprint(*said["fingerprint"])
         self._service = service
-        self._actors = actors
+        self._pool: Pool | None = pool
         self._timeout = timeout
         self._address = address
         # Ray ends an actor when the handle goes with which it was made, whoever else holds one
-        self._owned = list(actors) if owner else []
+        self._owned = pool if owner else None
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """As `retriever.Backend.count`, within the timeout."""
@@ -130,39 +126,37 @@ class RayBackend:
 
     def _asked(self, method: str, queries: Queries, argument: Any) -> list[Any]:
         """What every shard's method says of the queries."""
-        if not self._actors:  # the last look-up failed; handles of a cluster that was left must not be used
-            self.reconnect()
-        turns = len(self._actors)
-        with typed_errors():
-            vectors = [self._actors[i % turns].encode.remote(batch) for i, batch in enumerate(queries.texts)]
-            asked = queries._replace(texts=[])  # their vectors go instead
-            answers = [getattr(actor, method).remote(asked, argument, *vectors) for actor in self._actors]
-        return fetch(answers, self._timeout)
+        pool = self._pool or self.reconnect()  # handles of a cluster that was left must not be used
+        deadline = time.monotonic() + self._timeout
+        with typed_errors(self._timeout):
+            vectors = pool.ask([Request("encode", [batch]) for batch in queries.texts], self._timeout)
+            asked = [queries._replace(texts=[]), argument, *(answer for (_, answer), _ in vectors)]
+            counted = [Request(method, asked, seat=seat.number) for seat in pool.seats]
+            return [answer for (_, answer), _ in pool.ask(counted, deadline - time.monotonic())]
 
-    def reconnect(self) -> None:
+    def reconnect(self) -> Pool:
         """Looks cluster and actors up again: the service may have been started again by hand.
 
         Raises:
             ServiceNotFound: One of them is not there.
             StopRun: Another catalogue or encoder is served under its name.
         """
-        self._actors = []
+        self._pool = None
         rejoin_cluster(self._address, self._service)
-        actors, description = _look_up(self._service, self._timeout)
-        if description.fingerprint != self.fingerprint:
+        pool = _look_up(self._service, self._timeout)
+        found = RayBackend(self._service, pool, timeout=self._timeout)
+        if found.fingerprint != self.fingerprint:
             raise StopRun(
                 f"the retrieval service {self._service!r} was started again with something else: "
-                f"{description.fingerprint} instead of {self.fingerprint}"
+                f"{found.fingerprint} instead of {self.fingerprint}"
             )
-        self._actors = actors
+        self._pool = pool
+        return pool
 
     def close(self) -> None:
         """Ends the actors if they were started through this object; a service started elsewhere goes on."""
-        import ray
-
-        for actor in self._owned:
-            ray.kill(actor)
-        self._owned = []
+        if self._owned is not None:
+            self._owned.close()
 
 
 def connect(
@@ -189,18 +183,19 @@ def connect(
     if not timeout > 0:
         raise ValueError(f"timeout: expected a number > 0, got {timeout}")
     join_cluster(address, service)
-    actors, description = _look_up(service, max(timeout, _START_SECONDS))
-    if description.encoder != resolved_name(encoder):
+    pool = _look_up(service, max(timeout, _START_SECONDS))
+    found = RayBackend(service, pool, timeout=timeout, address=address)
+    if found.encoder != resolved_name(encoder):
         raise UserError(
-            f"the retrieval service {service!r} was started with the encoder {description.encoder}, not {encoder}"
+            f"the retrieval service {service!r} was started with the encoder {found.encoder}, not {encoder}"
         )
     ours = f"{len(titles)} titles, {titles_digest(titles)}"
-    if description.fingerprint.catalogue != ours:
+    if found.fingerprint.catalogue != ours:
         raise UserError(
-            f"the retrieval service {service!r} serves another catalogue ({description.fingerprint.catalogue}) than "
+            f"the retrieval service {service!r} serves another catalogue ({found.fingerprint.catalogue}) than "
             f"this run's ({ours})"
         )
-    return RayBackend(service, actors, description, timeout=timeout, address=address)
+    return found
 
 
 def start_service(
@@ -233,8 +228,8 @@ def start_service(
         cpus: of each actor.
         gpus: of each actor; 0 keeps it on the CPU.
         timeout: seconds of a call made through the returned backend.
-        restarts: how often Ray starts a dead actor again, and repeats a call that died with it.
-        shard_class: class of the actors.
+        restarts: how often Ray starts a dead actor again.
+        shard_class: what they load.
 
     Raises:
         UserError: A service of that name runs, there is not room enough for it, or encoder or cache are not usable.
@@ -258,22 +253,16 @@ def start_service(
             )
     name = resolved_name(encoder)
     index = open_index(titles, load_encoder(name, titles), cache or default_cache())
-    options = {"namespace": NAMESPACE, "num_cpus": cpus, "num_gpus": gpus}
-    patience = {"max_restarts": restarts, "max_task_retries": restarts}
-    remote = ray.remote(shard_class)
-    actors = [
-        remote.options(name=_actor_name(service, i), **options, **patience).remote(
-            str(index.folder), name, i, shards, "gpu:0" if gpus else "cpu"
-        )
-        for i in range(shards)
-    ]
+    parts = [shard_class(str(index.folder), name, i, shards) for i in range(shards)]
+    section = PoolSection(resources={"num_cpus": cpus, "num_gpus": gpus}, max_restarts=restarts)
+    actors = start_actors(service, parts, section, [_actor_name(service, i) for i in range(shards)])
+    pool = Pool(service, actors, _LIMITS, whole=True)
     try:
-        descriptions = fetch([actor.describe.remote() for actor in actors], _START_SECONDS)
+        _said(pool, _START_SECONDS)
     except RetrievalError as error:
-        for actor in actors:
-            ray.kill(actor)
+        pool.close()
         raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
-    return RayBackend(service, actors, descriptions[0], timeout=timeout, owner=True)
+    return RayBackend(service, pool, timeout=timeout, owner=True)
 
 
 def _actor_name(service: str, shard: int) -> str:
@@ -289,20 +278,26 @@ def _find_actor(service: str, shard: int) -> Any | None:
         return None
 
 
-def _look_up(service: str, timeout: float) -> tuple[list[Any], Description]:
-    """The actors of a service and what they say."""
-    with typed_errors():
-        first = _find_actor(service, 0)
-        if first is None:
-            raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
-        try:
-            description = fetch([first.describe.remote()], timeout)[0]
-        except ActorLost as error:  # it keeps its name until whoever started it ends
-            raise ServiceNotFound(not_found(service, f"its actor is dead, end its `serve`: {error}")) from error
-        actors = [first, *(_find_actor(service, i) for i in range(1, description.shards))]
-    if None in actors:
-        raise ServiceNotFound(not_found(service, f"shard {actors.index(None)} of {len(actors)} is gone"))
-    return actors, description
+def _look_up(service: str, timeout: float) -> Pool:
+    """The actors of a service."""
+    with typed_errors(timeout):
+        found = (_find_actor(service, i) for i in itertools.count())
+        pool = Pool(service, [*itertools.takewhile(bool, found)], _LIMITS, whole=True)
+    if not pool.seats:
+        raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
+    try:
+        shards = _said(pool, timeout)["shards"]
+    except ActorLost as error:  # it keeps its name until whoever started it ends
+        raise ServiceNotFound(not_found(service, f"its actor is dead, end its `serve`: {error}")) from error
+    if len(pool.seats) < shards:
+        raise ServiceNotFound(not_found(service, f"shard {len(pool.seats)} of {shards} is gone"))
+    return pool
+
+
+def _said(pool: Pool, seconds: float) -> dict[str, Any]:
+    """What a shard says of its service, once all have loaded theirs."""
+    with typed_errors(seconds):
+        return pool.wait_until_ready(seconds)[0]
 
 
 def _jax_device(name: str) -> Any:

@@ -15,7 +15,7 @@ class Beside(NamedTuple):
     """What may stand beside an object's own fields.
 
     Attributes:
-        holder: Dataclass of two fields, the object and the section.
+        holder: Dataclass of the object, the section, and what a config calls them, in this order.
         section: Dataclass whose fields these are.
     """
 
@@ -48,7 +48,7 @@ def beside_of(metadata: Mapping[str, Any]) -> Beside | None:
     if not metadata.get(BESIDE):
         return None
     holder = load_object(metadata[BESIDE], "config")
-    _, section = dataclasses.fields(holder)
+    _, section, _ = dataclasses.fields(holder)
     return Beside(holder, get_type_hints(holder)[section.name])
 
 
@@ -57,5 +57,5 @@ def object_of(value: Any, metadata: Mapping[str, Any]) -> tuple[Any, Any]:
     shared = beside_of(metadata)
     if shared is None or not isinstance(value, shared.holder):
         return value, None
-    first, second = dataclasses.fields(shared.holder)
+    first, second, _ = dataclasses.fields(shared.holder)
     return getattr(value, first.name), getattr(value, second.name)

@@ -199,7 +199,7 @@ def _named_object(field: dataclasses.Field, value: Mapping[str, Any], name: str)
     own, more = (others, {}) if shared is None else shared.split(others, kind, name)
     try:
         made = build(kind, own, name)
-        return shared.holder(made, build(shared.section, more, name)) if shared and more else made
+        return shared.holder(made, build(shared.section, more, name), name) if shared and more else made
     except UserError as error:  # the class names its own fields; what it is called here it does not know
         raise error if str(error).startswith(name) else UserError(f"{name}.{error}") from error
 

@@ -50,7 +50,7 @@ def named(
         places: Modules of the built-in ones, such as "package.scorers.{}".
         default_factory: Of the field.
         may_change: As `may_change` says.
-        beside: Import path of a dataclass of two fields, an object and a section: the section's fields may stand beside
+        beside: Import path of a dataclass of an object, a section and a name: the section's fields may stand beside
             those of an object of any class, which is then held in one of it.
     """
     return _field(dataclasses.MISSING, default_factory, {CLASSES: places, MAY_CHANGE: may_change, BESIDE: beside})

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported
 
@@ -36,3 +37,18 @@ def pool(cluster, tmp_path):
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture(scope="module")
+def configured(place, tmp_path_factory):
+    """configured(function, **fields) writes the config of `finished_run` with a judge in place of its first reward."""
+
+    def write(function="letters", **fields):
+        values = yaml.safe_load(place.config.read_text())
+        values["judges"] = {"letters": {"kind": "function", "name": f"{ODD}:{function}", **fields}}
+        values["rewards"][0] = {"name": "letters"}
+        file = tmp_path_factory.mktemp("pooled") / "config.yaml"
+        file.write_text(yaml.safe_dump(values))
+        return file
+
+    return write

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray]
 TEXTS = ["ab" * (7 * i % 13) for i in range(30)]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 4])
 def test_any_number_of_actors_answers_alike(pool, replicas):
     judge = pool(replicas=replicas)
     assert judge.lengths(TEXTS) == [len(text) for text in TEXTS]
@@ -52,15 +52,15 @@ def test_a_judge_that_is_a_reward_gets_its_columns_and_what_it_does_is_told_as_i
 
 def test_what_cannot_be_taken_apart_or_is_not_there_is_named(pool):
     judge = pool(replicas=1)
-    with pytest.raises(NotRowByRow, match=r"Odd.total answered a batch of 4 rows with int, .*set its `batch`"):
+    with pytest.raises(NotRowByRow, match=r"judges.odd.total answered a batch of 4 rows with int, .*set its `batch`"):
         judge.total(TEXTS)
     assert judge.total(["ab", "c"]) == 3  # a batch of its own
-    with pytest.raises(AttributeError, match=r"hidden is in the actors of a pool.*: copies, dies, fails, lengths"):
+    with pytest.raises(AttributeError, match=r"hidden is in the actors of a pool.*: cards, copies, dies, fails, l"):
         _ = judge.hidden
 
 
 def test_a_slow_actor_gets_less_to_do(pool):
-    done = pool(slow=2.0).copies(["x"] * 4 * 12)
+    done = pool(slow=1.0).copies(["x"] * 4 * 12)
     assert len(done) == 48 and done.count(1) > done.count(0) > 0
 
 
@@ -71,23 +71,23 @@ def test_an_actor_that_hangs_is_ended_and_another_gets_its_batch(pool):
 
 def test_a_batch_that_every_actor_dies_over_is_the_judges_failure(pool):
     judge = pool(batch_attempts=2, in_flight=3)
-    with pytest.raises(BatchLost, match="2 actors died over a batch"):
+    with pytest.raises(BatchLost, match=r"judges\.odd: 2 actors died over a batch"):
         judge.dies([*TEXTS, "poison"])
     assert judge.dies(TEXTS) == [len(text) for text in TEXTS]  # the actors came back
 
 
 def test_a_pool_without_actors_stops_the_run(pool):
     judge = pool(max_restarts=0, batch_attempts=9)
-    with pytest.raises(PoolLost, match="Odd: no actor is left"):
+    with pytest.raises(PoolLost, match=r"judges\.odd: no actor is left"):
         judge.dies(["poison"])
     with pytest.raises(StopRun):
         judge.lengths(TEXTS)
 
 
 def test_what_does_not_start_says_why(pool, tmp_path):
-    with pytest.raises(UserError, match=r"resources.num_gpus: 2 actors need 2, this machine's cluster has 0"):
+    with pytest.raises(UserError, match=r"judges\.odd\.resources\.num_gpus: 2 actors need 2, .*cluster has 0"):
         pool(resources={"num_gpus": 1})
-    with pytest.raises(UserError, match="resources, runtime_env: "):
+    with pytest.raises(UserError, match=r"judges\.odd\.resources, runtime_env: "):
         pool(resources={"num_cpus": 0}, runtime_env={"pip": 3})
     (tmp_path / "broken").touch()
     with pytest.raises(ValueError, match="no such weights"):
@@ -99,9 +99,7 @@ def test_the_benchmark_measures_pools_as_they_are(cluster):
     spec = importlib.util.spec_from_file_location("farm", path)
     farm = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(farm)
-    found = farm.measure_waiting(0.01, 2, [1, 2], repeats=1)
-    assert [entry["batches"] for entry in found.values()] == [2, 4]
-    for count, entry in found.items():
-        assert entry["speedup_per_actor"] == pytest.approx(entry["speedup"] / int(count), abs=1e-3)
+    (waiting,) = farm.measure_waiting(0.01, 2, [2], repeats=1).values()
+    assert waiting["batches"] == 4 and waiting["speedup_per_actor"] == pytest.approx(waiting["speedup"] / 2, abs=1e-3)
     (pictures,) = farm.measure_pictures([8], 4, repeats=1).values()  # it asserts that the run's process fetched none
     assert pictures["megabytes"] == pytest.approx(8 * 8 * 3 * 4 / 1e6, abs=1e-3)

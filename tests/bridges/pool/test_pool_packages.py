@@ -1,8 +1,10 @@
 """Two judges that need different versions of one package, each in a pool with an interpreter of its own."""
 
+import shutil
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,31 @@ def test_judges_that_need_different_versions_of_a_package_judge_side_by_side(clu
     finally:
         for one in loaded.values():
             one.close()
+
+
+def make_wheel(folder, version):
+    """The package as a wheel, for pip to install without a network."""
+    about = f"little-{version}.dist-info"
+    files = {
+        "little.py": LITTLE.format(version=version),
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: little\nVersion: {version}\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{about}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{about}/RECORD"))
+    path = folder / f"little-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    return str(path)
+
+
+@pytest.mark.wide
+def test_a_judge_has_the_packages_that_ray_installs_for_it(cluster, tmp_path):
+    pip = {"packages": [make_wheel(tmp_path, "3")], "pip_install_options": ["--no-index", "--no-cache-dir"]}
+    judge = {"kind": f"{ODD}:Versioned", "replicas": 1, "runtime_env": {"pip": pip}}
+    try:
+        loaded = make_config(task="text", judges={"judge": judge}).judges["judge"].load("cpu")
+        assert loaded.score(["ab", "c"]) == [6, 3]
+        loaded.close()
+    finally:  # Ray's copy of all packages would stay after its cluster
+        shutil.rmtree(Path("/tmp/ray", cluster.cluster_session(), "runtime_resources", "pip"), ignore_errors=True)

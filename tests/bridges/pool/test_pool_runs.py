@@ -5,33 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip("ray")
 
 import psutil
 import ray
-from support.text_task import ROOT, finish, finished_run, rows, start, train_here, wait_for
+from support.text_task import finish, finished_run, rows, start, train_here, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-ODD = ROOT / "tests" / "bridges" / "pool" / "odd_judges.py"
 DEATHS = 20
-
-
-@pytest.fixture(scope="module")
-def configured(place, tmp_path_factory):
-    """configured(function, **fields) writes the config of `finished_run` with a judge in place of its first reward."""
-
-    def write(function="letters", **fields):
-        values = yaml.safe_load(place.config.read_text())
-        values["judges"] = {"letters": {"kind": "function", "name": f"{ODD}:{function}", **fields}}
-        values["rewards"][0] = {"name": "letters"}
-        file = tmp_path_factory.mktemp("pooled") / "config.yaml"
-        file.write_text(yaml.safe_dump(values))
-        return file
-
-    return write
 
 
 @pytest.fixture
@@ -46,22 +29,18 @@ def deaths(tmp_path):
     return leave
 
 
-def test_a_run_starts_its_cluster_learns_the_same_and_ends_it(place, configured, tmp_path):
-    run = tmp_path / "run"
-    assert train_here(configured(replicas=2, batch=3), run) == 0
+def test_a_run_starts_its_cluster_learns_the_same_though_actors_die_at_random_and_ends_it(
+    place, configured, deaths, tmp_path
+):
+    folder, run = deaths(DEATHS), tmp_path / "run"
+    options = {"options": {"folder": str(folder)}, "batch": 3, "batch_attempts": 50, "max_restarts": -1}
+    assert train_here(configured("deadly", replicas=3, **options), run) == 0
     assert not ray.is_initialized()
+    assert not list(folder.glob("death*"))
     weights, undisturbed = "policy/model.safetensors", finished_run(place)
     assert rows(run) == rows(undisturbed)
     assert (run / weights).read_bytes() == (undisturbed / weights).read_bytes()
-    assert "2 actors of a Ray cluster, 3 rows at a time" in (run / "train.log").read_text()
-
-
-def test_actors_that_die_at_random_change_nothing(cluster, place, configured, deaths, tmp_path):
-    folder, run = deaths(DEATHS), tmp_path / "run"
-    options = {"options": {"folder": str(folder)}, "batch": 2, "batch_attempts": 50, "max_restarts": -1}
-    assert train_here(configured("deadly", replicas=3, **options), run) == 0
-    assert not list(folder.glob("death*"))
-    assert rows(run) == rows(finished_run(place))
+    assert "3 actors of a Ray cluster, 3 rows at a time" in (run / "train.log").read_text()
 
 
 def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
@@ -75,7 +54,7 @@ def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_o
     deaths(9)
     assert train_here(config, run, "--resume", "--training.max_steps", "6") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and "Function: no actor is left" in error and error.count("\n") == 1
+    assert error.startswith("error: ") and "judges.letters: no actor is left" in error and error.count("\n") == 1
     assert re.search("Saved after iteration [2-5]; go on with --resume", error)
     for death in folder.glob("death*"):
         death.unlink()
@@ -96,5 +75,5 @@ def test_a_cluster_that_goes_away_ends_the_run_with_a_checkpoint(place, configur
     assert ended.returncode == 2, ended.stderr
     error = ended.stderr.strip().splitlines()[-1]
     saved = re.search(r"Saved after iteration (\d+); go on with --resume", error)
-    assert error.startswith("error: Function: ") and saved, error
+    assert error.startswith("error: judges.letters: ") and saved, error
     assert (run / "checkpoints" / f"step_{saved[1]}").is_dir() and len(rows(run)) == int(saved[1]) >= 2

@@ -18,6 +18,9 @@ ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
 from bridges.pool import cluster  # noqa: E402
+from bridges.pool.pool import Limits, Pool  # noqa: E402
+from bridges.pool.section import PoolSection  # noqa: E402
+from bridges.pool.starting import start_actors  # noqa: E402
 from bridges.retrieval import catalogue, local, service  # noqa: E402
 from bridges.retrieval.queries import make_queries  # noqa: E402
 from bridges.retrieval.retriever import Retriever  # noqa: E402
@@ -35,7 +38,7 @@ IMPATIENT = retrieval.Patience(attempts=1, budget=0, window=1)
 
 
 def make_faulty(path):
-    """The actor's class with faults that a file orders; made in a function, so that Ray sends its code along."""
+    """What the actors load, with faults that a file orders; made in a function, so that Ray sends its code along."""
 
     class FaultyShard(service.RankShard):
         def count(self, queries, scale, *vectors):
@@ -101,19 +104,19 @@ def test_ray_and_in_process_agree(running):
 
 
 def make_dense(vectors, queries):
-    """An actor's class over dense vectors, whose texts are numbers of rows of `queries`."""
+    """What actors load over dense vectors; texts are numbers of rows of `queries`."""
+    index = catalogue.Index(vectors, catalogue.Fingerprint("random", "given"), None)
 
-    class DenseActor(service.RankShard):
-        def __init__(self, shard, shards):
-            os.environ["JAX_PLATFORMS"] = "cpu"
-            index = catalogue.Index(vectors, catalogue.Fingerprint("random", "given"), None)
-            self._shard = local.Shard(index, shard=shard, shards=shards)
-            self._description = service.Description(len(vectors), shards, "given", index.fingerprint)
+    class DenseShard(service.RankShard):
+        def load(self, device):
+            self._shard = local.Shard(index, shard=self._number, shards=self.shards)
+            self.items, self.fingerprint = len(vectors), ("random", "given")
+            return self
 
         def encode(self, texts):
             return queries[[int(text) for text in texts]]
 
-    return DenseActor
+    return DenseShard
 
 
 def test_dense_vectors_over_ray_and_in_process_agree(running):
@@ -122,9 +125,9 @@ def test_dense_vectors_over_ray_and_in_process_agree(running):
     vectors[[7, 4999]] = vectors[3]  # a tie across shards
     wanted = vectors[RNG.integers(0, 5000, 70)] + np.float32(0.1)
     kind = make_dense(vectors, wanted)
-    actors = [ray.remote(kind).options(num_cpus=0.1).remote(i, 2) for i in range(2)]
-    description = ray.get(actors[0].describe.remote())
-    over_ray = Retriever(service.RayBackend("dense", actors, description, timeout=120, owner=True))
+    parts = [kind("", "given", i, 2) for i in range(2)]
+    actors = Pool("dense", start_actors("dense", parts, PoolSection(resources={"num_cpus": 0.1})), Limits(), whole=True)
+    over_ray = Retriever(service.RayBackend("dense", actors, timeout=120, owner=True))
 
     class Given:
         emphasis = None
@@ -132,7 +135,7 @@ def test_dense_vectors_over_ray_and_in_process_agree(running):
         def encode(self, texts):
             return wanted[[int(text) for text in texts]]
 
-    here = Retriever(local.LocalBackend(catalogue.Index(vectors, description.fingerprint, None), Given()))
+    here = Retriever(local.LocalBackend(catalogue.Index(vectors, over_ray.fingerprint, None), Given()))
     targets = [3, *RNG.integers(0, 5000, 69).tolist()]
     asked = [str(i) for i in range(70)], targets, [RNG.integers(0, 5000, 5).tolist() for _ in targets]
     found, expected = over_ray.score_ranks(*asked), here.score_ranks(*asked)
@@ -195,14 +198,15 @@ def test_an_answer_that_comes_too_late_is_a_failure(running, misbehave):
 def test_an_actor_killed_in_mid_step_is_restarted_and_the_step_repeated(running, misbehave):
     backend = running[0]
     expected = Retriever(backend).score_ranks(QUERIES, TARGETS, EXCLUDE)
-    before = actor_pid(backend._actors[1])
+    actor = backend._pool.seats[1].handle
+    before = actor_pid(actor)
     misbehave(sleep=1.0)
-    killer = threading.Timer(0.3, ray.kill, [backend._actors[1]], {"no_restart": False})
+    killer = threading.Timer(0.3, ray.kill, [actor], {"no_restart": False})
     killer.start()
     retriever = Retriever(backend, patience=IMPATIENT)
     found = retriever.score_ranks(QUERIES, TARGETS, EXCLUDE)
     killer.join()
-    assert actor_pid(backend._actors[1]) != before
+    assert actor_pid(actor) != before
     np.testing.assert_array_equal(found.rank, expected.rank)
     np.testing.assert_array_equal(found.probability, expected.probability)
     assert retriever.retries == 0
@@ -212,7 +216,7 @@ def test_an_actor_that_stays_dead_stops_the_run(running, misbehave):
     """The last test of the service: afterwards it is gone."""
     backend = running[0]
     misbehave(sleep=1.0)
-    threading.Timer(0.3, ray.kill, [backend._actors[0]], {"no_restart": True}).start()
+    threading.Timer(0.3, ray.kill, [backend._pool.seats[0].handle], {"no_restart": True}).start()
     with pytest.raises(retrieval.ActorLost, match="died"):
         backend.count(make_queries([["a"]], [[1.0]], [0], [[]]), retrieval.Scale())
     retriever = Retriever(backend, patience=retrieval.Patience(attempts=2, first_wait=0.1, budget=1))

@@ -41,7 +41,7 @@ OPTIONS = {
 
 
 def make_faulty(folder):
-    """The actor's class, which does what folder/order says in the second training batch that it is asked about.
+    """What the actor loads, which does what folder/order says in the second training batch that it is asked about.
 
     Made in a function, so that Ray sends its code along; batches are counted in a file, which survives the actor.
     """

@@ -1,0 +1,87 @@
+"""A pool on a cluster that somebody else started: named by its address; what it has not is said at once."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+from support.text_task import rows, train_here
+
+from grpo_jax.config import make_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
+
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+ODD = Path(__file__).with_name("odd_judges.py")
+OPTIONS = [
+    "--num-cpus=2",
+    "--num-gpus=2",
+    "--object-store-memory=80000000",
+    "--include-dashboard=false",
+    "--disable-usage-stats",
+]
+
+
+@pytest.fixture(scope="module")
+def address():
+    """HOST:PORT of a cluster as its owner starts it by hand, who says that the machine has two cards."""
+    if not Path("~/.ray/auth_token").expanduser().is_file():
+        subprocess.run([*RAY, "get-auth-token", "--generate"], check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [*RAY, "start", "--head", "--block", f"--port={port}", *OPTIONS]
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # not where Ray would find it for other tests
+        head = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "RAY_TMPDIR": folder},
+        )
+        yield from said_by(head, port)
+
+
+def said_by(head, port):
+    """Its address as soon as it says that it runs; afterwards it is ended."""
+    said = ""
+    try:
+        while "Ray runtime started" not in said:
+            line = head.stdout.readline()
+            assert line, said
+            said += line
+        host = said.split("Local node IP: ")[1].split()[0]
+        yield f"{host}:{port}"
+    finally:
+        for process in [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]:
+            process.kill()
+        head.communicate()
+
+
+def test_a_run_asks_judges_on_a_cluster_of_others_and_leaves_it_running(address, configured, tmp_path, capsys):
+    run, steps = tmp_path / "run", ["--training.max_steps", "2"]
+    assert train_here(configured(replicas=2, address=address), run, *steps) == 0
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    for resources, message in (
+        ({"num_gpus": 2}, f"num_gpus: 2 actors need 4, the Ray cluster at {address} has 2"),
+        ({"card": 1}, f"card: 2 actors need 2, the Ray cluster at {address} has 0"),
+        ({"num_cpus": 2}, f"num_cpus: 2 actors need 4, the Ray cluster at {address} has 2"),
+    ):
+        config = configured(replicas=2, address=address, resources=resources)
+        assert train_here(config, tmp_path / "none", *steps) == 2
+        assert capsys.readouterr().err == f"error: judges.letters.resources.{message}\n"
+    assert not ray.is_initialized()
+
+
+def test_each_actor_has_cards_of_its_own(address, tmp_path):
+    judge = {"kind": f"{ODD}:Odd", "folder": str(tmp_path), "replicas": 2, "resources": {"num_gpus": 1}}
+    loaded = make_config(task="text", judges={"odd": {**judge, "address": address}}).judges["odd"].load("cpu")
+    assert set(loaded.cards(["x"] * 4 * 40)) == {"gpu:0 of 0", "gpu:0 of 1"}
+    loaded.close()

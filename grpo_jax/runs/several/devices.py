@@ -52,13 +52,14 @@ def policy_devices(places: Mapping[str, str], section: PolicySection, *, process
     devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
     wanted = section.devices // processes
     if len(devices) < wanted:
-        wants, smaller = f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes", "make the mesh smaller"
+        wants = f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes"
+        smaller = "make the mesh smaller (evaluate: --mesh FSDP TENSOR)"
         if section.sampler_devices == "own":
             wants, smaller = "policy.sampler_devices: own takes", "name two in devices.policy, or say shared"
         each = f" in each of {processes} processes" if processes > 1 else ""
         raise UserError(
-            f"{wants} {wanted} devices{each}, but the policy has {len(devices)} ({listed(devices)}); {smaller} "
-            f"(XLA_FLAGS=--xla_force_host_platform_device_count={wanted} shows JAX that many on a CPU, for a trial)"
+            f"{wants} {wanted} devices{each}, but the policy has {len(devices)} ({listed(devices)}); {smaller}; "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} shows JAX that many on a CPU, for a trial"
         )
     if processes == 1:
         return devices[:wanted]

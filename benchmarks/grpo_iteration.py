@@ -6,8 +6,10 @@
 An iteration samples G completions of every prompt (temperature 1, whole vocabulary, no end of sequence), computes the
 reference's log-probabilities (KL 0.04), rewards and group advantages, and makes one AdamW update behind a norm clip.
 Weights are random, from one folder that transformers wrote. Every library runs in a process and an environment of its
-own, pinned to the cores it may use; in each round they take turns. A process runs one iteration that compiles (timed
-apart, `first`) and `iterations` more; figures are medians over all of these, peak memory is the process's.
+own, pinned to the cores it may use; in each round they take turns, in every other one from the last to the first. A
+process runs one iteration that compiles (timed apart, `first`) and `iterations` more; seconds are medians over all of
+these, peak memory is the process's. A ratio of times is of one round, in which both met the same machine; told are the
+median of all rounds, the least and the largest.
 
 TRL runs with gradient checkpointing off and on, grpo_jax with `policy.remat` as it is by default and with `layer`, its
 gradient checkpointing; after the first round only the faster goes on. Compared are the times of each library's fastest
@@ -157,7 +159,8 @@ def measure(
     runs: dict[str, list[dict]] = {}
     skipped: set[str] = set()
     for turn in range(rounds):
-        for library, python in libraries.items():
+        for library in sorted(libraries, reverse=turn % 2 == 1):
+            python = libraries[library]
             for variant in VARIANTS[library]:
                 name = f"{library}/{variant}" if variant else library
                 if name in skipped:
@@ -204,16 +207,33 @@ def summary(reports: list[dict]) -> dict:
     }
 
 
-def ratios(rows: dict[str, dict]) -> dict[str, float]:
-    """Our best over each peer's best: "time/trl" and so on; a library that failed has none."""
+def ratios(runs: dict[str, list[dict]]) -> dict[str, list[float]]:
+    """Our best over each peer's best, round by round: "time/trl" and so on.
 
-    def least(library: str, key: str) -> float:
-        found = [row[key] for name, row in rows.items() if name.split("/")[0] == library and key in row]
-        return min(found, default=math.nan)
+    A round in which either failed has none. Memory is compared once, of what takes least.
+    """
+    rounds = range(max(map(len, runs.values()), default=0))
+    times = [{name: summary(reports[turn : turn + 1]) for name, reports in runs.items()} for turn in rounds]
+    whole = [{name: summary(reports) for name, reports in runs.items()}]
+    found = {
+        f"{kind}/{peer}": [least("ours", rows, key) / least(peer, rows, key) for rows in every]
+        for kind, key, every in (("time", "total", times), ("memory", "peak_mib", whole))
+        for peer in PEERS
+    }
+    kept = {name: [value for value in values if not math.isnan(value)] for name, values in found.items()}
+    return {name: values for name, values in kept.items() if values}
 
-    kinds = {"time": "total", "memory": "peak_mib"}
-    found = {f"{kind}/{peer}": least("ours", key) / least(peer, key) for kind, key in kinds.items() for peer in PEERS}
-    return {name: ratio for name, ratio in found.items() if not math.isnan(ratio)}
+
+def least(library: str, rows: dict[str, dict], key: str) -> float:
+    """Of the library's variants; NaN where there is none."""
+    found = [row[key] for name, row in rows.items() if name.split("/")[0] == library and key in row]
+    return min(found, default=math.nan)
+
+
+def told(values: list[float]) -> str:
+    """The median of the rounds, and between what they lie where there are several."""
+    middle = f"{statistics.median(values):.2f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
 
 
 def table(results: list[dict]) -> str:
@@ -236,7 +256,7 @@ def table(results: list[dict]) -> str:
     names = [f"{kind}/{peer}" for kind in ("time", "memory") for peer in PEERS]
     lines += ["", f"| case | threads | {' | '.join(names)} |", "|" + "---|" * (2 + len(names))]
     for result in results:
-        cells = [f"{result['ratios'][name]:.2f}" if name in result["ratios"] else "–" for name in names]
+        cells = [told(result["ratios"][name]) if name in result["ratios"] else "–" for name in names]
         lines.append(f"| {result['case']} | {result['threads']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -297,7 +317,7 @@ def main() -> int:
                 runs = measure(work.CASES[name], count, libraries, rounds, iterations, chosen.clock, Path(root))
                 rows = {library: summary(reports) for library, reports in runs.items()}
                 outcome["results"].append(
-                    {"case": name, "threads": count, "libraries": rows, "ratios": ratios(rows), "runs": runs}
+                    {"case": name, "threads": count, "libraries": rows, "ratios": ratios(runs), "runs": runs}
                 )
                 chosen.out.write_text(json.dumps(outcome, indent=1) + "\n")
     print(table(outcome["results"]))

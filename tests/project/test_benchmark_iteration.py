@@ -77,8 +77,8 @@ def test_ratios_take_the_best_of_each_library_for_time_and_for_memory():
         "tunix": [{"error": "no such module"}],
     }
     rows = {name: grpo_iteration.summary(reports) for name, reports in runs.items()}
-    ratios = grpo_iteration.ratios(rows)
-    assert ratios == {"time/trl": 0.25, "memory/trl": 0.25}
+    ratios = grpo_iteration.ratios(runs)
+    assert ratios == {"time/trl": [0.25], "memory/trl": [0.25]}
     assert grpo_iteration.slower_variants(runs, "trl") == {"trl/checkpointing"}
     assert grpo_iteration.slower_variants(runs, "ours") == {"ours/layer"}
     assert grpo_iteration.slower_variants(runs, "tunix") == set()
@@ -87,6 +87,19 @@ def test_ratios_take_the_best_of_each_library_for_time_and_for_memory():
     assert "| tiny | 1 | tunix | 1 process(es) failed | | | | | | |" in lines
     assert "| tiny | 1 | ours | 1.00 | 1.00 | 0.00 | 2.00 | 250.0 | 0.0 | 100 |" in lines
     assert lines[-1] == "| tiny | 1 | 0.25 | – | 0.25 | – |"
+
+
+def test_a_ratio_of_times_is_of_one_round_and_its_spread_is_told():
+    """The machine was twice as slow in the second round, and the peer failed in the third."""
+    first, slow = row(0, 0, 0), row(9, 9, 9)
+    runs = {
+        "ours": [report(slow, row(1, 1, 0), peak=10), report(slow, row(2, 2, 0)), report(slow, row(3, 3, 0))],
+        "ours/layer": [report(slow, row(9, 9, 9), peak=10)],  # slower: it took part in one round
+        "trl/plain": [report(first, row(2, 2, 1)), report(first, row(4, 2, 2)), {"error": "killed"}],
+    }
+    ratios = grpo_iteration.ratios(runs)
+    assert ratios["time/trl"] == [2 / 5, 4 / 8] and ratios["memory/trl"] == [0.1]
+    assert grpo_iteration.told(ratios["time/trl"]) == "0.45 (0.40 to 0.50)"
 
 
 def test_a_worker_that_fails_is_reported(tmp_path):

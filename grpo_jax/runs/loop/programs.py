@@ -28,14 +28,17 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> Path | None:
         environment: XDG_CACHE_HOME in place of `~/.cache`, and JAX's variables.
 
     Returns:
-        The folder; None where this has changed nothing, also where it cannot be made.
+        The folder; None where this has changed nothing, also where it cannot be made or is another user's.
     """
     if _FOLDER in environment or jax.config.jax_compilation_cache_dir or _ENABLED in environment:
         return None
     try:
         cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = cache / "grpo_jax" / "programs" / _processor()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)  # what lies there is run
+        if folder.stat().st_uid != os.getuid():
+            return None
     except (OSError, RuntimeError):  # nobody's home
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -42,7 +42,8 @@ def test_what_jax_was_told_holds(untold, tmp_path):
     assert keep_programs({"XDG_CACHE_HOME": str(tmp_path / "file")}) is None  # no folder can be made there
     assert jax.config.jax_compilation_cache_dir is None and not (tmp_path / "cache").exists()
     folder = keep_programs(home | {"JAX_COMPILATION_CACHE_MAX_SIZE": "5"})
-    assert folder.is_dir() and jax.config.jax_compilation_cache_dir == str(folder)
+    assert folder.is_dir() and folder.stat().st_mode & 0o77 == 0
+    assert jax.config.jax_compilation_cache_dir == str(folder)
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.3
     assert jax.config.jax_compilation_cache_max_size != 2 * 2**30
     assert keep_programs(home) is None  # it is told now

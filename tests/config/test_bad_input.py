@@ -258,6 +258,7 @@ def test_resume_without_a_run_directory(capsys):
     assert "say which run with --run_dir DIR" in error_line(capsys.readouterr())
 
 
+@pytest.mark.wide
 def test_a_full_disk_keeps_the_last_checkpoint(refused, run, impatient):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")

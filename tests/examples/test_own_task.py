@@ -83,6 +83,7 @@ def test_its_table_and_measures_are_reported(finished):
     assert "40 puzzles of numbers up to 9" in (finished / "train.log").read_text()
 
 
+@pytest.mark.wide
 def test_stopped_and_resumed_is_uninterrupted(finished, tmp_path, monkeypatch, capsys):
     """From another folder: the run knows where the task's file is."""
     run = tmp_path / "run"

@@ -169,6 +169,7 @@ def test_a_checkpoint_is_measured_again_turn_by_turn(guessed, capsys):
     assert {name: values["after"] for name, values in summary.items()} == again
 
 
+@pytest.mark.wide
 def test_stopped_and_resumed_is_uninterrupted(guessed, tmp_path):
     run = tmp_path / "run"
     with stopped_after(run, 1):

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, which this system cannot"),
 ]
 
-KINDS = {"kills": "kills:2:text,cartpole", "terminal": "terminal:1", "concurrency": "concurrency:1",
+KINDS = {"kills": "kills:2:text", "terminal": "terminal:1", "concurrency": "concurrency:1",
          "corruption": "corruption:20", "disk": "disk:2:cartpole"}  # fmt: skip
 
 

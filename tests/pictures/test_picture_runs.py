@@ -84,6 +84,7 @@ def test_completions_and_report_show_the_picture(run, home):
     assert "alt='shown by the prompt'" in (run / "report.html").read_text()
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_as_if_it_had_never_stopped(run, tmp_path):
     again = rewound(run, tmp_path / "again", 1)
     assert train_here(run, again, "--resume") == 0

@@ -93,6 +93,7 @@ def test_adapters_on_a_tower_are_trained(place, tmp_path):
     assert left
 
 
+@pytest.mark.wide
 def test_a_resumed_run_goes_on_with_its_tower(place, trained, tmp_path):
     parts = configured(place, tmp_path / "parts", *TRAINED)
     with pytest.raises(UserError, match="the judge is away"):

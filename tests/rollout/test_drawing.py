@@ -16,6 +16,7 @@ from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.inputs.encoding import Encoded
 from grpo_jax.runs.iteration import batch_of, sample_batch
 from grpo_jax.runs.parts import objectives_of
+from grpo_jax.runs.several.company import ALONE
 from grpo_jax.sampling.writing import Samples
 from grpo_jax.training.estimators import learning_groups
 
@@ -83,6 +84,7 @@ def make_parts(teaches, **algorithm):
         config=make_config(values), environment=environment, prompts=prompts, key=jax.random.key(0), timeout=None,
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None), see=None,
+        company=ALONE,
     )  # fmt: skip
     return parts, judged
 

@@ -39,6 +39,7 @@ def test_six_steps_at_once_have_something_to_restore(uninterrupted):
     assert state["reference"] is not None and progress["iteration"] == 6 and progress["best_score"] is not None
 
 
+@pytest.mark.wide
 def test_killed_before_the_first_checkpoint_then_during_a_write(place, uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     process = start(place, run, "--training.save_every", "1", judge="hold:0")

@@ -212,6 +212,7 @@ def config(place, tmp_path):
     return config
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(config, tmp_path, monkeypatch):
     whole = tmp_path / "whole"

@@ -94,6 +94,7 @@ def test_what_does_not_start_says_why(pool, tmp_path):
         pool()
 
 
+@pytest.mark.wide
 def test_the_benchmark_measures_pools_as_they_are(cluster):
     path = Path(__file__).parents[3] / "benchmarks" / "scaling" / "farm.py"
     spec = importlib.util.spec_from_file_location("farm", path)

@@ -94,6 +94,7 @@ def kill_a_child_that_draws(run: Path, killed: list[int]) -> None:
     killed.append(first.pid)
 
 
+@pytest.mark.wide
 def test_a_run_draws_and_scores_in_pools_what_it_does_in_one_process(cluster, tmp_path, monkeypatch):
     assert train(tmp_path / "here") == 0
     fetched, killed = [], []

@@ -60,6 +60,7 @@ def running(tmp_path_factory):
     # a worker of low priority takes minutes to start beside other tests
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,

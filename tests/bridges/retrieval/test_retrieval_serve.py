@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 FOREIGN = """
 import sys, ray
 from ray._private.state import state
-ray.init(include_dashboard=False, logging_level="ERROR", object_store_memory=80 * 2**20, num_cpus=1)
+ray.init(address="local", include_dashboard=False, logging_level="ERROR", object_store_memory=80 * 2**20, num_cpus=1)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.readline()
 print(len(state.job_table()), flush=True)

@@ -141,6 +141,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     np.testing.assert_array_equal(second.rewards, samples.judgement.rewards)
 
 
+@pytest.mark.wide
 def test_adapters_alone_are_kept_and_a_value_head_is_not(config):
     """The frozen weights are shared; what is left of the state that was donated is not asked for."""
     values = ["--policy.lora.rank=2", "--algorithm.advantage=gae", "--algorithm.update_ref_every=0"]
@@ -173,6 +174,7 @@ def test_other_prompts_for_silent_groups_and_an_early_end(config, tmp_path, caps
     assert [(row["draws"], row["staleness"], row["log/seen"]) for row in rows(run)] == [(2, 0, 0), (2, UPDATES, 1)]
 
 
+@pytest.mark.wide
 def test_episodes_of_several_turns(tmp_path):
     small = {"policy.new.width": 16, "policy.new.layers": 1, "policy.new.heads": 2, "warm_start.steps": 2}
     small |= {"sampling.group_size": 4, "training.prompts_per_batch": 4, "training.max_steps": 3, "training.lag": 1}

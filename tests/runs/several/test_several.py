@@ -130,6 +130,7 @@ def test_mistakes_are_told_once(place, tmp_path, monkeypatch):
     assert first.returncode == 1 and lines(first.stderr)[0].startswith("error: process 1 of 2 is gone: ")
 
 
+@pytest.mark.wide
 def test_a_judge_that_fails_ends_all(place, tmp_path):
     run = tmp_path / "run"
     first, second = ended(start(place, run, 2, "--policy.mesh.fsdp=2", judge="raise:1"))

@@ -70,6 +70,7 @@ def serve(tmp_path_factory):
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,

@@ -6,7 +6,7 @@ import iteration_work as work
 import jax
 import jax.numpy as jnp
 import numpy as np
-from transformers import AutoProcessor, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
 from grpo_jax.models.decoder import make_policy
@@ -84,7 +84,9 @@ def iterate(given: work.Assignment, loaded, processor) -> list[dict[str, float]]
 if __name__ == "__main__":
     given = work.assignment()
     # AutoTokenizer would make a Qwen2 tokenizer of this folder, in every library: the words are whole tokens here.
-    reader = AutoProcessor if given.case.picture else PreTrainedTokenizerFast
+    reader = PreTrainedTokenizerFast
+    if given.case.picture:
+        from transformers import AutoProcessor as reader  # brings torch with it, which counts as memory
     loaded = load_folder(given.folder, tokenizer=False, vision=bool(given.case.picture))
     rows = iterate(given, loaded, reader.from_pretrained(str(given.folder)))
     work.write_report(given, rows, ("grpo_jax", "jax", "jaxlib", "flax", "optax"))

@@ -105,7 +105,8 @@ def narrow(family: str) -> Figures:
     tiny, batch = tiny_decoders.tiny(family), tiny_decoders.group_batch()
     half = make_policy(tiny.config, lora=tiny.lora, compute_dtype="bfloat16")
     exact, rounded = (
-        np.asarray(jax.jit(functools.partial(looked_at, policy))(tiny.variables, batch)) for policy in (tiny.policy, half)
+        np.asarray(jax.jit(functools.partial(looked_at, policy))(tiny.variables, batch))
+        for policy in (tiny.policy, half)
     )
     differences = np.abs(exact - rounded)[batch[3]]
     return compared(differences.mean(), NARROW, largest=float(differences.max()))
@@ -132,12 +133,12 @@ def sampler(family: str) -> Figures:
 
 
 def update() -> Figures:
-    """Weights after an update by plain gradient descent, with KL and entropy, in two micro-batches."""
+    """Weights after an update by plain gradient descent, with KL and entropy."""
     section = AlgorithmSection(kl_coef=0.1, entropy_coef=0.01)
 
     def weights(place: Any) -> Any:
         with jax.default_device(place):
-            start, state, _ = tiny_update.updated(tiny_update.make_batch(), section, accumulation=2)
+            start, state, _ = tiny_update.updated(tiny_update.make_batch(), section)
             return jax.device_get((start["params"], state.variables["params"]))
 
     before, after = weights(jax.devices()[0])

@@ -44,9 +44,7 @@ def measurements(tiny: bool, size: str = "0.5B") -> Measurements:
 def case_of(size: str, batch: int, tiny: bool) -> iteration_work.Case:
     """So many completions at once, eight of each prompt."""
     lengths = (8, 4) if tiny else (PROMPT_TOKENS, NEW_TOKENS)
-    return shapes.case(
-        size, tiny, prompts=batch // GROUP, group=GROUP, prompt_tokens=lengths[0], new_tokens=lengths[1]
-    )
+    return shapes.case(size, tiny, prompts=batch // GROUP, group=GROUP, prompt_tokens=lengths[0], new_tokens=lengths[1])
 
 
 def floor_seconds(case: iteration_work.Case, tiny: bool) -> float:
@@ -110,7 +108,8 @@ def transformers_generate(case: iteration_work.Case, tiny: bool) -> Figures:
 def vllm_generate(cases: list[iteration_work.Case], tiny: bool) -> Figures:
     """vLLM with dummy weights of the same shape, started once for all batches."""
     needs("vllm")
-    from vllm import LLM, SamplingParams as Settings
+    from vllm import LLM
+    from vllm import SamplingParams as Settings
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(published_config(cases[0])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib
 import json
 import os
@@ -23,6 +24,8 @@ BUDGET = 480.0
 """Seconds of all parts together."""
 LIMIT = 115.0
 """Seconds of one part, after which it is ended; what it has found by then counts."""
+LEAST = 10.0
+"""Seconds with which no part is begun."""
 SHARE = 0.8
 """Of a part's seconds: after them it begins no further measurement."""
 
@@ -45,7 +48,8 @@ PARTS = {
     "decode-1.5B": Part("decode", ("1.5B",)),
 }
 """In the order of their worth: the last ones may find no time left."""
-TINY = tuple(name for name in PARTS if name not in ("decode-7B", "decode-1.5B"))  # tiny shapes are all the same
+TINY = (("correctness", "handover", "iteration", "decode-0.5B", "update"), ("resuming",))
+"""By process: where everything is tiny, importing takes longest. Other sizes would be the same tiny shape again."""
 
 
 def describe() -> Figures:
@@ -78,11 +82,14 @@ def environment(programs: str) -> dict[str, str]:
 
     Nothing is fetched from a network.
     """
+    platforms = os.environ.get("JAX_PLATFORMS", "")  # correctness compares with the CPU
+    beside = {"JAX_PLATFORMS": f"{platforms},cpu"} if platforms and "cpu" not in platforms else {}
     return {
         "JAX_COMPILATION_CACHE_DIR": programs,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         **os.environ,
+        **beside,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -113,29 +120,46 @@ def run_worker(words: Sequence[str], seconds: float, folder: Path) -> Told:
         except subprocess.TimeoutExpired:
             ending = f"ended after {seconds:.0f} s"
         finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)  # whatever it started and left
-            except ProcessLookupError:
-                pass
-            process.wait()
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     found = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else None
     return Told(found, ending, log.read_text(encoding="utf-8", errors="replace")[-4000:])
 
 
-def run_part(name: str, tiny: bool, left: float, folder: Path) -> Figures:
-    """What a part found, its seconds, and what it said if it did not end well or something failed."""
-    seconds, start = min(LIMIT, left), time.monotonic()
-    if seconds < 10:
-        return {"skipped": "no time was left", "measurements": {}}
-    words = ["--worker", name, "--seconds", str(SHARE * seconds), *(["--tiny"] if tiny else [])]
+def run_parts(names: Sequence[str], tiny: bool, left: float, folder: Path) -> dict[str, Figures]:
+    """What parts found in one process, its seconds, and what it said if it did not end well or something failed."""
+    seconds, start = min(LIMIT * len(names), left), time.monotonic()
+    if seconds < LEAST:
+        return {name: {"skipped": "no time was left", "measurements": {}} for name in names}
+    words = ["--worker", *names, "--seconds", str(SHARE * seconds / len(names)), *(["--tiny"] if tiny else [])]
     told = run_worker(words, seconds, folder)
-    rows = told.found or {}
-    part: Figures = {"seconds": time.monotonic() - start, "measurements": rows}
-    if told.ending:
-        part["failed"] = told.ending
-    if told.ending or any("failed" in row for row in rows.values()):
-        part["said"] = told.said
-    return part
+    parts = {name: {"measurements": (told.found or {}).get(name, {})} for name in names}
+    for part in parts.values():
+        part["seconds"] = time.monotonic() - start
+        if told.ending:
+            part["failed"] = told.ending
+        if told.ending or any("failed" in row for row in part["measurements"].values()):
+            part["said"] = told.said
+    return parts
+
+
+def do_parts(names: Sequence[str], tiny: bool, seconds: float, out: Path) -> None:
+    """A worker's work; the file always holds what was found so far."""
+    found: dict[str, dict[str, Figures]] = {}
+
+    def tell(name: str, rows: dict[str, Figures]) -> None:
+        found[name] = rows
+        keep(found, out)
+
+    for name in names:
+        part = PARTS[name]
+        try:
+            measurements = importlib.import_module(part.module).measurements(tiny, *part.arguments)
+        except ModuleNotFoundError as error:
+            tell(name, {"all of it": {"skipped": f"the package {error.name} is not installed"}})
+            continue
+        work(measurements, seconds, functools.partial(tell, name))
 
 
 def is_well(part: Figures) -> bool:
@@ -182,7 +206,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="these alone, in this order")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds of all parts together")
     parser.add_argument("--out", type=Path, default=HERE.with_suffix(".json"), help="JSON file to write")
-    parser.add_argument("--worker", choices=[*PARTS, "describe"], help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs="+", choices=[*PARTS, "describe"], help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=LIMIT, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -190,17 +214,21 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0, or 1 where something failed or disagreed."""
     chosen = options(arguments)
-    if chosen.worker == "describe":
+    if chosen.worker == ["describe"]:
         keep(describe(), chosen.out)
         return 0
     if chosen.worker:
-        part = PARTS[chosen.worker]
-        work(importlib.import_module(part.module).measurements(chosen.tiny, *part.arguments), chosen.out, chosen.seconds)
+        do_parts(chosen.worker, chosen.tiny, chosen.seconds, chosen.out)
         return 0
+    return drive(chosen)
+
+
+def drive(chosen: argparse.Namespace) -> int:
+    """Describes the machine, runs the parts, writes and prints."""
     deadline = time.monotonic() + chosen.budget
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        asked = run_worker(["--worker", "describe"], 60, folder)
+        asked = run_worker(["--worker", "describe"], 120, folder)
         if asked.found is None:
             print(f"JAX did not start ({asked.ending}):\n{asked.said}", file=sys.stderr)
             return 1
@@ -208,9 +236,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if report["backend"] != "gpu" and not chosen.tiny:
             report["tiny"] = True
             print("JAX sees no GPU: tiny sizes on the CPU, which say nothing of a card.", flush=True)
-        for part in chosen.parts or (TINY if report["tiny"] else PARTS):
-            print(f"{part} …", file=sys.stderr, flush=True)
-            report["parts"][part] = run_part(part, report["tiny"], deadline - time.monotonic(), folder)
+        apart = [(part,) for part in chosen.parts or PARTS]
+        for names in TINY if report["tiny"] and not chosen.parts else apart:
+            print(f"{', '.join(names)} …", file=sys.stderr, flush=True)
+            report["parts"] |= run_parts(names, report["tiny"], deadline - time.monotonic(), folder)
             keep(report, chosen.out)
     print(f"{report['device']}, jax {report['versions']['jax']}, {report['date']}\n\n{table(report['parts'])}")
     return 0 if all(map(is_well, report["parts"].values())) else 1

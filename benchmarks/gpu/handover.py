@@ -1,13 +1,14 @@
 """Arrays between JAX and torch on one card: the same memory, for as long as either needs it, complete when it is read.
 
-A kernel is in flight when its result is handed over: whether the receiver waited for it shows in the values. `in_flight`
-counts the hand-overs that came before the kernels had ended; where it is 0 nothing was tested.
+A kernel is in flight when its result is handed over: whether the receiver waited for it shows in the values.
+`in_flight` counts the hand-overs that came before the kernels had ended; where it is 0 nothing was tested.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -81,9 +82,9 @@ def jax_in_flight(tiny: bool) -> Figures:
 
     @jax.jit
     def chain(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, turns, lambda _, y: jnp.cos(x @ y), x)
+        return jax.lax.fori_loop(0, turns, lambda _, y: x + x * x + jnp.sin(x @ y / size), x)
 
-    starts = [jax.random.normal(jax.random.key(seed), (size, size)) for seed in range(2)]
+    starts = [(seed + 1) * jax.random.normal(jax.random.key(seed), (size, size)) for seed in range(2)]
     expected = [np.asarray(chain(start)).sum(dtype=np.float64) for start in starts]
 
     def hand_over(number: int) -> tuple[bool, float]:
@@ -103,13 +104,13 @@ def torch_in_flight(tiny: bool, *, side: bool) -> Figures:
         raise Skip("a CPU has no streams")
     size, turns = (64, 3) if tiny else (4096, 20)
     generator = torch.Generator(device).manual_seed(0)
-    starts = [torch.randn(size, size, device=device, generator=generator) for _ in range(2)]
+    starts = [(seed + 1) * torch.randn(size, size, device=device, generator=generator) for seed in range(2)]
     total = jax.jit(jnp.sum)
 
     def chain(x: torch.Tensor) -> torch.Tensor:
         y = x
         for _ in range(turns):
-            y = torch.cos(x @ y)
+            y = x + x * x + torch.sin(x @ y / size)
         return y
 
     expected = [chain(start).double().sum().item() for start in starts]
@@ -136,8 +137,8 @@ def _tried(hand_over: Callable[[int], tuple[bool, float]], expected: list[float]
     for number in range(TRIES):
         flying, found = hand_over(number % 2)
         in_flight += flying
-        # Sums of float32 in another order; the two starts' sums are further apart.
-        wrong += not np.isclose(found, expected[number % 2], rtol=1e-3, atol=1e-3 * abs(expected[0] - expected[1]))
+        # Sums of float32 in another order; the two starts' sums are one to four.
+        wrong += not np.isclose(found, expected[number % 2], rtol=1e-2)
     return {"tries": TRIES, "in_flight": in_flight, "wrong": wrong, "agrees": wrong == 0}
 
 
@@ -160,21 +161,22 @@ def side_by_side(tiny: bool) -> Figures:
     free, total = torch.cuda.mem_get_info()
     used = timing.card_bytes("bytes_in_use") or 0
     reserved = timing.card_bytes("bytes_reserved") or timing.card_bytes("pool_bytes")
-    share = int(free * (0.01 if tiny else 0.4)) // 4
+    shape = int(free * (0.01 if tiny else 0.3)) // 4 // 2**20, 2**20  # an index of one axis would not fit 32 bits
     try:
-        array = jnp.ones(share).block_until_ready()
-        tensor = torch.ones(share, device="cuda")
-        both = float(array[-1]) + tensor[-1].item()
+        array = jnp.ones(shape).block_until_ready()
+        tensor = torch.ones(shape, device="cuda")
+        both = float(array[-1, -1]) + tensor[-1, -1].item()
     except (RuntimeError, UserError) as error:  # out of memory, of either library
         return {"failed_after": str(error).splitlines()[0][:200], "agrees": False}
     del array, tensor
+    torch.cuda.empty_cache()
     left = torch.cuda.mem_get_info()[0]
     return {
         "card_gib": timing.gib(total),
         "free_before_gib": timing.gib(free),
         "jax_used_before_gib": timing.gib(used),
         "jax_reserved_before_gib": timing.gib(reserved),
-        "each_took_gib": timing.gib(4 * share),
+        "each_took_gib": timing.gib(4 * math.prod(shape)),
         "free_after_gib": timing.gib(left),
         "agrees": both == 2,
     }

@@ -30,7 +30,7 @@ def needs(*packages: str) -> None:
 
 
 def needs_torch_beside_jax() -> str:
-    """The torch device where JAX's first device is: "cuda" on a card, "cpu" without; skips where torch cannot use it."""
+    """The torch device where JAX's first is: "cuda" on a card, "cpu" without; skips where torch cannot use it."""
     needs("torch")
     import jax
     import torch
@@ -74,12 +74,12 @@ def release() -> None:
         sys.modules["torch"].cuda.empty_cache()
 
 
-def work(measurements: Measurements, out: Path, seconds: float) -> None:
-    """Makes all measurements for which there are seconds; the file always holds those made so far."""
+def work(measurements: Measurements, seconds: float, tell: Callable[[dict[str, Figures]], None]) -> None:
+    """Makes all measurements for which there are seconds; tell(those made so far) after each."""
     deadline, rows = time.monotonic() + seconds, {}
     for name, measure in measurements.items():
         rows[name] = outcome(measure, deadline - time.monotonic())
-        keep(rows, out)
+        tell(rows)
         release()
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import grpo_iteration
 import iteration_work
 import jax
+import jax.numpy as jnp
 
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families.llama_config import DecoderConfig
+from grpo_jax.models.lora import LoraConfig, init_adapters
 
 _TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=256)
 SIZES = {
@@ -42,10 +46,30 @@ def decoder(case: iteration_work.Case) -> DecoderConfig:
     )
 
 
-def variables(config: Any, dtype: str, **options: Any) -> dict[str, Any]:
-    """Random weights, drawn on the device in one program: nothing is there in float32 first."""
-    draw = jax.jit(lambda key: init_variables(config, key, param_dtype=dtype, **options))
-    return jax.block_until_ready(draw(jax.random.key(0)))
+def variables(config: Any, dtype: str, lora: LoraConfig | None = None) -> dict[str, Any]:
+    """Random weights and fresh adapters on the first device.
+
+    Weights are made leaf by leaf in their own type, with nothing beside them: what JAX's generators need for a stack of
+    7 B's matrices would be the peak of the whole process.
+    """
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(lambda: init_variables(config, key, param_dtype=dtype))["params"]
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    params = [_fill(path[-1].key, leaf.shape, leaf.dtype, number) for number, (path, leaf) in enumerate(leaves)]
+    found = {"params": jax.block_until_ready(jax.tree_util.tree_unflatten(structure, params))}
+    return found if lora is None else found | {"lora": init_adapters(found["params"], key, lora)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _fill(name: str, shape: tuple[int, ...], dtype: Any, number: int) -> jax.Array:
+    """Ones for a norm, zeros for a bias, else even numbers of deviation 0.02, hashed from their places."""
+    if name in ("scale", "bias"):
+        return jnp.full(shape, name == "scale", dtype)
+    mixed = (jax.lax.iota(jnp.uint32, math.prod(shape)) + jnp.uint32(number)) * jnp.uint32(2654435761)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(2246822519)
+    mixed = mixed ^ (mixed >> 13)
+    even = (mixed >> 8).astype(jnp.float32) / 2**23 - 1  # in [-1, 1)
+    return (0.02 * 3**0.5 * even).astype(dtype).reshape(shape)
 
 
 def torch_model(case: iteration_work.Case, device: str, dtype: str) -> Any:

@@ -20,7 +20,9 @@ def seconds(function: Callable[..., Any], *arrays: Any, rounds: int = 5, wait: A
     return statistics.median(durations(function, *arrays, rounds=rounds, wait=wait))
 
 
-def durations(function: Callable[..., Any], *arrays: Any, rounds: int, wait: Any = jax.block_until_ready) -> list[float]:
+def durations(
+    function: Callable[..., Any], *arrays: Any, rounds: int, wait: Any = jax.block_until_ready
+) -> list[float]:
     """Seconds of each of so many calls."""
     found = []
     for _ in range(rounds):

@@ -81,7 +81,7 @@ def torch_model(case: iteration_work.Case, device: str, dtype: str) -> Any:
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device(device):
-            model = grpo_iteration.make_model(case)
+            model: Any = grpo_iteration.make_model(case)
     finally:
         torch.set_default_dtype(before)
     # Every completion is written to its full length, here as with us.

@@ -155,7 +155,7 @@ def packing() -> Figures:
     mask = np.arange(8) < lengths[..., None]
     prompts, prompt_mask = tiny_decoders.group_batch()[:2]
     tokens = rng.integers(0, 64, mask.shape).astype(np.int32)
-    batch = Batch(*(jnp.asarray(part) for part in (prompts, prompt_mask)), jnp.asarray(tokens), jnp.asarray(mask))
+    batch = Batch(jnp.asarray(prompts), jnp.asarray(prompt_mask), jnp.asarray(tokens), jnp.asarray(mask))
     shared = pack(mask, shortest=1)
     assert shared is not None and shared.source.shape[1] < mask.shape[1]
     forward = jax.jit(make_forward(tiny.policy, temperature=0.7))

@@ -1,0 +1,21 @@
+"""Everything that only a card can tell, in one command; without a card the same at tiny sizes, on the CPU.
+
+    python benchmarks/gpu [--tiny] [--parts correctness handover …] [--out benchmarks/gpu.json]
+
+Each part runs in a process of its own (tiny ones share it), under two minutes, eight minutes in all; what lacks a
+package is left out with a reason, and so is what no time is left for. Writes one JSON and prints one table. The exit
+code is 1 where something failed or disagreed.
+"""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# Scripts beside this one, other benchmarks, the checkout itself, and the tests' tiny models.
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+sys.path.append(str(HERE.parents[1] / "tests"))
+
+if __name__ == "__main__":
+    from driver import main
+
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What becomes of a measurement: figures, left out with a reason, or failed; kept on disk as soon as it is known."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, Any]
+Measurements = Mapping[str, Callable[[], Figures]]
+"""By name, in the order of their worth: the last ones may find no time left."""
+
+
+class Skip(Exception):
+    """A measurement cannot be made here; the message says why."""
+
+
+def needs(*packages: str) -> None:
+    """Skips a measurement where a package is missing."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise Skip(f"the package {package} is not installed")
+
+
+def needs_torch_beside_jax() -> str:
+    """The torch device where JAX's first is: "cuda" on a card, "cpu" without; skips where torch cannot use it."""
+    needs("torch")
+    import jax
+    import torch
+
+    if jax.default_backend() == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise Skip("torch sees no CUDA device")
+    return "cuda"
+
+
+def compared(difference: float, allowed: float, **more: Any) -> Figures:
+    """Figures of two results that ought to agree."""
+    return {"difference": float(difference), "allowed": allowed, **more, "agrees": bool(difference <= allowed)}
+
+
+def outcome(measure: Callable[[], Figures], left: float) -> Figures:
+    """Figures and seconds of a measurement; "skipped" or "failed" with the reason."""
+    if left <= 0:
+        return {"skipped": "no time was left"}
+    start = time.monotonic()
+    try:
+        figures = measure()
+    except Skip as reason:
+        return {"skipped": str(reason)}
+    except ModuleNotFoundError as error:
+        return {"skipped": f"the package {error.name} is not installed"}
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).strip().splitlines() or [""])[0]
+        return {"failed": f"{type(error).__name__}: {first}"[:300], "took": time.monotonic() - start}
+    return {**figures, "took": time.monotonic() - start}
+
+
+def release() -> None:
+    """Gives back what the last measurement held, so that the next one finds the card empty."""
+    gc.collect()
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        sys.modules["torch"].cuda.empty_cache()
+
+
+def work(measurements: Measurements, seconds: float, tell: Callable[[dict[str, Figures]], None]) -> None:
+    """Makes all measurements for which there are seconds; tell(those made so far) after each."""
+    deadline, rows = time.monotonic() + seconds, {}
+    for name, measure in measurements.items():
+        rows[name] = outcome(measure, deadline - time.monotonic())
+        tell(rows)
+        release()
+
+
+def keep(content: Any, path: Path) -> None:
+    """Writes JSON that is there as a whole or as it was."""
+    beside = path.with_suffix(".writing")
+    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, path)

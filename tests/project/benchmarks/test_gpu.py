@@ -36,6 +36,7 @@ def ran(tmp_path_factory):
     return done.stdout, json.loads(out.read_text())
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_without_a_card_all_parts_run_at_tiny_sizes(ran):
     printed, report = ran
@@ -54,6 +55,7 @@ def test_without_a_card_all_parts_run_at_tiny_sizes(ran):
             assert f"| {name} | {measurement} |" in printed
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_what_is_compared_agrees_and_what_is_timed_has_figures(ran):
     parts = {name: part["measurements"] for name, part in ran[1]["parts"].items()}

@@ -93,7 +93,9 @@ def test_a_text_file_with_nul(tmp_path):
 
 @pytest.mark.parametrize("path", ["a\0b.txt", f"{'x' * 5000}.jsonl"])
 def test_names_that_no_file_has(path):
-    with pytest.raises(UserError, match=r"cannot be read: (embedded null byte|stat: embedded null|File name too long)") as error:
+    with pytest.raises(
+        UserError, match=r"cannot be read: (embedded null byte|stat: embedded null|File name too long)"
+    ) as error:
         load_prompts(path)
     assert len(str(error.value)) < 300
 

@@ -1,6 +1,6 @@
 """The work of the iteration benchmark, the same for every library: shapes, prompts, reward, and what a worker reports.
 
-Imported by the workers, each in its own environment: the standard library alone.
+Imported by the workers, each in its own environment: the standard library alone, but for `decoder_config`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 KL_COEF = 0.04
 LEARNING_RATE = 1e-5
@@ -55,6 +56,24 @@ class Case:
         """Names the model's shape: cases of one shape share a folder."""
         own = f"{self.hidden}x{self.layers}x{self.heads}x{self.kv_heads}x{self.mlp}x{self.vocabulary}"
         return f"{own}-{self.picture}x{self.tower_layers}x{self.tower_width}" if self.picture else own
+
+
+def decoder_config(case: Case) -> Any:
+    """The shape as our `DecoderConfig`; of its text part, where it has pictures."""
+    from grpo_jax.models.families.llama_config import DecoderConfig
+
+    return DecoderConfig(
+        model_type="qwen2",
+        vocab_size=case.vocabulary,
+        hidden_size=case.hidden,
+        intermediate_size=case.mlp,
+        num_layers=case.layers,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_size,
+        qkv_bias=True,
+        tie_word_embeddings=True,
+    )
 
 
 GROUPS = (2, 4, 16, 64)

@@ -72,7 +72,7 @@ def prompts_of(case: iteration_work.Case) -> np.ndarray:
 
 def ours(case: iteration_work.Case, tiny: bool) -> Figures:
     """Prefill and decoding, by the sampler of a run; the host's work and the copy of the layers included."""
-    config = shapes.decoder(case)
+    config = iteration_work.decoder_config(case)
     policy = make_policy(config, compute_dtype="bfloat16")
     variables = shapes.variables(config, "bfloat16")
     sample = make_sampler(policy, SamplingParams(case.group, case.new_tokens), eos_ids=(), pad_id=0)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.lora import LoraConfig, init_adapters
 
 _TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=256)
@@ -27,23 +26,6 @@ SIZES = {
 def case(size: str, tiny: bool, **work: int) -> iteration_work.Case:
     """A shape and its work: prompts, group, prompt_tokens, new_tokens; a tiny shape keeps the number of rows."""
     return iteration_work.Case(size, **work, **(_TINY if tiny else SIZES[size]))
-
-
-def decoder(case: iteration_work.Case) -> DecoderConfig:
-    """Our config of the shape."""
-    return DecoderConfig(
-        model_type="qwen2",
-        vocab_size=case.vocabulary,
-        hidden_size=case.hidden,
-        intermediate_size=case.mlp,
-        num_layers=case.layers,
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_size,
-        qkv_bias=True,
-        tie_word_embeddings=True,
-        initializer_range=0.02,
-    )
 
 
 def variables(config: Any, dtype: str, lora: LoraConfig | None = None) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def tokens_of(case: iteration_work.Case) -> tuple[np.ndarray, np.ndarray, np.nda
 
 def ours(case: iteration_work.Case, tiny: bool) -> Figures:
     """The compiled step of a run."""
-    config, section = shapes.decoder(case), OptimizerSection(learning_rate=LEARNING_RATE)
+    config, section = iteration_work.decoder_config(case), OptimizerSection(learning_rate=LEARNING_RATE)
     policy = make_policy(config, compute_dtype="bfloat16", remat=PolicySection().remat)
     optimizer = make_optimizer(section, make_schedule(section, 1))
     algorithm, training = AlgorithmSection(advantage="grpo"), TrainingSection(prompts_per_batch=case.prompts)

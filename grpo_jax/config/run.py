@@ -126,6 +126,11 @@ class Config:
         return {POLICY: "auto", **own, **self.devices}
 
     @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Names of the judges that take none of this process's devices."""
+        return tuple(name for name, judge in self.judges.items() if getattr(judge, "elsewhere", False))
+
+    @property
     def learning_rate(self) -> float:
         """Peak learning rate: the given one, or what is safe for what is trained."""
         return self.optimizer.learning_rate or _SAFE_RATES[self.policy.lora.used]

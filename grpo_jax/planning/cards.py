@@ -105,7 +105,7 @@ def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
     """
     size, placement = config.policy.devices, own_package("bridges", "placement")
     requests = config.requests
-    away = {name: requests.pop(name) for name, judge in config.judges.items() if getattr(judge, "elsewhere", False)}
+    away = {name: requests.pop(name) for name in config.elsewhere}
     for name, where in away.items():
         require(where == "cpu", f"devices.{name}", "none for a judge in a pool, which has its resources", where)
     if not count:

@@ -48,7 +48,7 @@ class Pool(NamedTuple):
 
 def pools_of(config: Config) -> dict[str, Pool]:
     """The judges that are in a pool."""
-    pooled = {name: judge for name, judge in config.judges.items() if getattr(judge, "elsewhere", False)}
+    pooled = {name: config.judges[name] for name in config.elsewhere}
     return {name: Pool(judge.pool.replicas, _rows(judge), judge.pool.cards) for name, judge in pooled.items()}
 
 

@@ -19,7 +19,6 @@ import iteration_work as work  # noqa: E402
 
 from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.models.decoder import init_variables, make_policy  # noqa: E402
-from grpo_jax.models.families.llama_config import DecoderConfig  # noqa: E402
 
 TINY = work.CASES["tiny"]
 
@@ -139,18 +138,7 @@ def flops(function, *arrays) -> float:
 def test_the_floor_counts_the_operations_xla_counts():
     # One layer, so that no loop hides work; wide next to its length, so that masked attention and norms weigh little.
     case = work.Case("counted", 2, 4, 6, 9, hidden=128, layers=1, heads=4, kv_heads=2, mlp=320, vocabulary=256)
-    config = DecoderConfig(
-        model_type="qwen2",
-        vocab_size=case.vocabulary,
-        hidden_size=case.hidden,
-        intermediate_size=case.mlp,
-        num_layers=case.layers,
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_size,
-        qkv_bias=True,
-        tie_word_embeddings=True,
-    )
+    config = work.decoder_config(case)
     policy = make_policy(config, remat="none")
     variables = init_variables(config, jax.random.key(0))
     prompts = jnp.ones((case.prompts, case.prompt_tokens), jnp.int32)

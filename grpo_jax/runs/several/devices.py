@@ -25,12 +25,12 @@ def place_parts(config: Config, say: Say, *, processes: int = 1) -> dict[str, st
         processes: How many share out the policy's devices.
     """
     placement = own_package("bridges", "placement")
-    away = {name for name, judge in config.judges.items() if getattr(judge, "elsewhere", False)}
-    requests = {name: where for name, where in config.requests.items() if name not in away}
+    requests = config.requests
+    away = {name: requests.pop(name) for name in config.elsewhere}
     places, notes = placement.place(requests, policy_count=config.policy.devices // processes)
     for note in [*(notes if config.judges else ()), *placement.prepare_jax(places)]:
         say("devices", note)
-    return {**places, **{name: config.requests[name] for name in away}}
+    return {**places, **away}
 
 
 def place_policy(config: Config, *, processes: int) -> dict[str, str]:

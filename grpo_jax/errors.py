@@ -174,10 +174,10 @@ def guarded(function: Callable[[], Any], *, debug: bool = False, silent: Callabl
             raise
         # One line whatever a user's file, or a library, put into the message.
         if not silent():
-            _complain(f"error: {' '.join(str(error).split())}")
+            complain(f"error: {' '.join(str(error).split())}")
         return 2
     except KeyboardInterrupt:
-        _complain("interrupted")
+        complain("interrupted")
         return 130
     return result if isinstance(result, int) else 0
 
@@ -204,7 +204,8 @@ def carry_out(
     return guarded(read_and_act, debug="--debug" in words)
 
 
-def _complain(text: str) -> None:
+def complain(text: str) -> None:
+    """Writes a line to standard error, if anybody listens."""
     with suppress(OSError, ValueError):  # nobody may be listening any more
         print(text, file=sys.stderr, flush=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -96,21 +97,32 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announcement:
     """How many processes were started together: by JAX_NUM_PROCESSES, else by SLURM's step, else one.
 
     Raises:
-        UserError: a variable that is no number, or of JAX's three one that is missing.
+        UserError: a variable that is no number or address, or of JAX's three one that is missing.
     """
     if COUNT not in environment and COORDINATOR not in environment:
         return Announcement(_number(environment, SLURM_COUNT, 1), slurm=True)
     missing = [name for name in (COORDINATOR, COUNT, NUMBER) if name not in environment]
     if missing:
         raise UserError(f"{', '.join(missing)}: expected beside the other variables that join JAX's processes")
+    if not re.fullmatch(r".+:[0-9]{1,5}", environment[COORDINATOR]):
+        raise UserError(f"{COORDINATOR}: expected HOST:PORT, got {one_line(repr(environment[COORDINATOR]))}")
     return Announcement(_number(environment, COUNT, 1), slurm=False)
 
 
 def number_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Which of the announced processes this is, from 0."""
-    if announced(environment).count == 1:
+    """Which of the announced processes this is, from 0.
+
+    Raises:
+        UserError: as `announced`, or there are not so many.
+    """
+    count = announced(environment).count
+    if count == 1:
         return 0
-    return _number(environment, NUMBER if COUNT in environment else SLURM_NUMBER, 0)
+    name = NUMBER if COUNT in environment else SLURM_NUMBER
+    number = _number(environment, name, 0)
+    if number >= count:
+        raise UserError(f"{name}: expected a number below {count}, that of the processes, got {number}")
+    return number
 
 
 def join_processes(environment: Mapping[str, str] = os.environ) -> int:
@@ -127,20 +139,32 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> int:
         The number of processes.
 
     Raises:
-        UserError: as `announced`.
+        UserError: as `announced` and `number_of`, or the first process cannot have its port.
     """
     count, slurm = announced(environment)
     if count == 1 or jax.distributed.is_initialized():
         return count
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # One that is gone is noticed by the others themselves (`several.channel.Watch`); JAX would abort them all.
-    jax.config.update("jax_enable_recoverability", True)
     given: dict[str, Any] = {"cluster_detection_method": "slurm"}
     if not slurm:
         number = number_of(environment)
         given = {"coordinator_address": environment[COORDINATOR], "num_processes": count, "process_id": number}
+        if number == 0:
+            _require_free(environment[COORDINATOR])
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # One that is gone is noticed by the others themselves (`several.channel.Watch`); JAX would abort them all.
+    jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(**given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     return count
+
+
+def _require_free(address: str) -> None:
+    """That the coordinator, which is here, can have its port: over one that is taken JAX may crash."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was left a moment ago is free
+        try:
+            probe.bind(("", int(address.rpartition(":")[2])))
+        except (OSError, OverflowError) as error:
+            raise UserError(f"{COORDINATOR}: the port of {address} is not free here ({one_line(error)})") from error
 
 
 def _number(environment: Mapping[str, str], name: str, least: int) -> int:

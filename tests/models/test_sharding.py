@@ -156,3 +156,14 @@ def test_the_environment_tells_of_several_processes():
         announced({name: value for name, value in JAXS.items() if name != "JAX_PROCESS_ID"})
     with pytest.raises(UserError, match="JAX_NUM_PROCESSES: expected a number >= 1, got 'x'"):
         announced(JAXS | {"JAX_NUM_PROCESSES": "x"})
+    with pytest.raises(UserError, match="JAX_COORDINATOR_ADDRESS: expected HOST:PORT, got 'host'"):
+        announced(JAXS | {"JAX_COORDINATOR_ADDRESS": "host"})
+    with pytest.raises(UserError, match="JAX_PROCESS_ID: expected a number below 4, that of the processes, got 4"):
+        number_of(JAXS | {"JAX_PROCESS_ID": "4"})
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.create_server(("", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"JAX_COORDINATOR_ADDRESS: the port of {address} is not free here"):
+            join_processes(JAXS | {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": "0"})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,12 +16,14 @@ from typing import Any
 
 import jax
 
+from grpo_jax.errors import complain
 from grpo_jax.runs.processes import HEARTBEAT_SECONDS
 
 _ATTEMPT_MS = 1_000  # one wait for a message, which no signal interrupts; it is asked for again
 _BARRIER_MS = 3_600_000  # who still compiles or loads the step before is waited for: whoever is gone ends the run
 _WATCH_SECONDS = 1.0
 _PARTING_SECONDS = 30.0
+_LEAVING_SECONDS = 2.0  # for one that has left in good order to hear the coordinator say so: JAX would abort it
 _STOP = "grpo_jax/stop"
 
 
@@ -109,8 +110,8 @@ class Watch:
         if len(gone) > 1:
             who = f"processes {', '.join(map(str, gone))} of {len(self._everybody)} are gone"
         if self._told:
-            with suppress(OSError, ValueError):
-                print(f"error: {who}: {self._told}", file=sys.stderr, flush=True)
+            complain(f"error: {who}: {self._told}")
+        time.sleep(_LEAVING_SECONDS)
         os._exit(1)
 
 

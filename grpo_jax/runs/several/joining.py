@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ import jax
 
 from grpo_jax.config import Config
 from grpo_jax.config.fields import require
-from grpo_jax.errors import StageError, UserError
-from grpo_jax.runs.processes import announced, join_processes
+from grpo_jax.errors import StageError, UserError, complain
+from grpo_jax.runs.processes import announced, join_processes, number_of
 from grpo_jax.runs.several.channel import CoordinatorChannel, Watch, ask_to_stop, part, wait_for_the_watch
 from grpo_jax.runs.several.company import ALONE, Company, Follower, Leader
 from grpo_jax.runs.several.following import follow
@@ -34,7 +33,8 @@ def join(config: Any) -> Company:
     if count == 1:
         return ALONE
     _require_fit(config, count)
-    join_processes()
+    with _told_by_itself():
+        join_processes()
     atexit.register(part)
     return (Follower if jax.process_index() else Leader)(count, CoordinatorChannel())
 
@@ -81,19 +81,28 @@ def take_part(config: Any, follower: Follower) -> dict[str, Any]:
         SystemExit: Process 0 ended with an error, which it has told; or what the config names is not on this machine.
     """
     watch = Watch(follower.processes)
-    with _signals_passed_on():
+    with _signals_passed_on(), _told_by_itself():
         try:
             code = follow(config, follower)
         except jax.errors.JaxRuntimeError:
             wait_for_the_watch()
             raise
-        except UserError as error:  # of this machine: process 0 sees only that this one is gone
-            print(f"error: process {jax.process_index()}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-            raise SystemExit(2) from error
     watch.over()
     if code:
         raise SystemExit(code)
     return {}
+
+
+@contextmanager
+def _told_by_itself() -> Iterator[None]:
+    """A mistake inside is this machine's: process 0 sees only that its process is gone. Its own go where all do."""
+    try:
+        yield
+    except UserError as error:
+        if not number_of():
+            raise
+        complain(f"error: process {number_of()}: {' '.join(str(error).split())}")
+        raise SystemExit(2) from error
 
 
 @contextmanager

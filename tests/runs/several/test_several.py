@@ -11,6 +11,8 @@ import pytest
 from support import xla
 from support.text_task import environment, finish, finished_run, rows, train, wait_for
 
+from grpo_jax import evaluate
+
 pytestmark = pytest.mark.slow
 END = 60  # seconds in which a run ends everywhere when one of its processes is gone
 
@@ -92,6 +94,8 @@ def assert_ends_as(expected, place, run, monkeypatch):
 def test_a_run_that_was_stopped_and_killed_is_the_run_of_one_process(place, tmp_path, monkeypatch):
     expected = rows(finished_run(place))
     stop_and_kill(place, tmp_path / "run")
+    monkeypatch.setenv("JUDGE_RUN", str(tmp_path / "run"))
+    assert evaluate.main(["--run", str(tmp_path / "run"), "--checkpoint", "3", "--mesh", "1", "1"]) == 0
     assert_ends_as(expected, place, tmp_path / "run", monkeypatch)
 
 

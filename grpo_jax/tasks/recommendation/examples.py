@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row, split_rows
+from grpo_jax.tasks.recommendation.baselines import item_similarity
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.sequences import UserSequence
 from grpo_jax.tasks.recommendation.splits import Split, Target, known_targets, last_split
@@ -204,6 +207,36 @@ def asking_pairs(rows: Sequence[Row], *, characters: int = 0, seed: int = 0) -> 
         drawn = hashlib.sha256(f"{seed} {row.id}".encode()).digest()[0] % len(forms)
         pairs.append((row.prompt, forms[drawn].strip()))
     return [(prompt, text) for prompt, text in pairs if text]
+
+
+def together_pairs(
+    rows: Sequence[Row], catalogue: Catalogue, users: Sequence[UserSequence], *, characters: int = 0
+) -> list[tuple[str, str]]:
+    """(prompt, title of what is most often taken together with the history's last item), the history left out.
+
+    What came next is one of many items and a guess at it is mostly wrong; what is taken together with an item is the
+    same for every user who took it. Rows whose last item was taken with nothing else have none to teach, and items
+    without a title neither.
+
+    Args:
+        rows: Training rows.
+        catalogue: Titles.
+        users: Sequences that are counted (`baselines.item_similarity`): what training knows.
+        characters: Titles are cut to so many characters; 0 for never.
+    """
+    similarity = item_similarity(users, len(catalogue)).tocsr()
+    ordered: dict[int, list[int]] = {}
+    pairs = []
+    for row in rows:
+        history = row.columns["history"]
+        last = history[-1]
+        if last not in ordered:
+            others = similarity[[last]]
+            best = np.lexsort((others.indices, -others.data))
+            ordered[last] = [int(others.indices[place]) for place in best if others.data[place] > 0]
+        found = next((item for item in ordered[last] if item not in set(history)), None)
+        pairs.append((row.prompt, "" if found is None else cut_title(catalogue.titles[found], characters)))
+    return [(prompt, title) for prompt, title in pairs if title]
 
 
 def _shuffled(rows: Sequence[Row]) -> list[Row]:

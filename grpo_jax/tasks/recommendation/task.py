@@ -19,7 +19,7 @@ from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import dummy, metrics
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset, over_catalogue
-from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs
+from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs, together_pairs
 from grpo_jax.tasks.recommendation.ranking.choosing import ChosenPrior, choose_prior
 from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, items_of, ranking_columns
 from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
@@ -83,9 +83,10 @@ class Recommendation(Task):
         dummy_fickle: Share of its history items of another brand than the user's.
         dummy_noise: Share of its items drawn at random.
         dummy_seed: Of the world; apart from the run's seed, so that seeds compare on one world.
-        pairs: What the warm start teaches. "next": the title of the item that came next; "forms": the last title, the
-            next one, or both, one in three each; of the dummy world alone, "lessons": the form of a title and nothing
-            of the rules, "hearsay": titles whose words are right in a quarter of the cases, the last title's in more.
+        pairs: What the warm start teaches. "next": the title of the item that came next; "together": of the one most
+            often taken together with the last; "forms": the last title, the next one, or both, one in three each; of
+            the dummy world alone, "lessons": the form of a title and nothing of the rules, "hearsay": titles whose
+            words are right in a quarter of the cases, the last title's in more.
         pair_characters: Taught titles are cut to so many characters; 0 for never.
         retrieval: What ranks the items.
         prior: What is added to the log-probabilities of a policy that ranks them itself, for a second ranking. Of one
@@ -119,7 +120,7 @@ class Recommendation(Task):
     dummy_fickle: float = 0.1
     dummy_noise: float = 0.02
     dummy_seed: int = 0
-    pairs: Literal["next", "forms", "lessons", "hearsay"] = "next"
+    pairs: Literal["next", "together", "forms", "lessons", "hearsay"] = "next"
     pair_characters: int = 0
     retrieval: RetrievalSection = field(default_factory=RetrievalSection)
     prior: PriorSection = field(default_factory=PriorSection)
@@ -175,8 +176,8 @@ class Recommendation(Task):
         for name in ("prompts", "validation", "test", "columns"):
             given = getattr(config.data, name)
             require(not given, f"data.{name}", "nothing: prompts are made of histories", given)
-        taught = config.warm_start.steps == 0 or self.pairs in ("next", "forms") or self.source == "dummy"
-        require(taught, "task.pairs", "next or forms: the others are of the dummy world alone", self.pairs)
+        taught = config.warm_start.steps == 0 or self.pairs in ("next", "together", "forms") or self.source == "dummy"
+        require(taught, "task.pairs", "next, together or forms: the others are of the dummy world alone", self.pairs)
         asked = RANK_PENALTY in (*config.watch, *(section.name for section in config.rewards))
         ordered = "task.writes title or item, and sampling.group beams or distinct: it asks for places in a group"
         given, fits = config.sampling.group, self.writes != "query" and config.sampling.group != "samples"
@@ -273,6 +274,8 @@ class Recommendation(Task):
             return dummy.lessons(rows, dataset.catalogue, seed=seed)
         if self.pairs == "hearsay":
             return dummy.hearsay(rows, dataset.catalogue, seed=seed)
+        if self.pairs == "together":
+            return together_pairs(rows, dataset.catalogue, dataset.known, characters=self.pair_characters)
         if self.pairs == "forms":
             return asking_pairs(rows, characters=self.pair_characters, seed=seed)
         return title_pairs(rows, characters=self.pair_characters)

@@ -265,7 +265,8 @@ class Projection(nn.Module):
         """[..., in] to [..., features]."""
         # Values are drawn by decoder.init_variables, which takes only names and shapes from here.
         kernel = self.param("kernel", nn.initializers.zeros, (x.shape[-1], self.features), self.param_dtype)
-        y = x @ as_array(kernel, self.dtype)
+        # As one matrix: contracting two axes at once, the kernel's gradient would be a product of transposed copies.
+        y = (x.reshape(-1, x.shape[-1]) @ as_array(kernel, self.dtype)).reshape(*x.shape[:-1], -1)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
             y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - 1) + (-1,))

@@ -42,6 +42,8 @@ PLAN = {
     "long-prompt": (2, 2),
     "pictures": (2, 2),
     "group": (1, 1),
+    "unequal": (2, 3),
+    "tiny-unequal": (1, 1),
     "tiny": (1, 1),
 }
 PEERS = ("trl", "tunix")
@@ -72,8 +74,9 @@ def make_folder(case: work.Case, root: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = list(work.VISION) if case.picture else []
+    pad, end = ("<pad>", "<end>") if case.end is None else (names[0], names[case.end])  # what is padded is read
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", additional_special_tokens=marks
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, additional_special_tokens=marks
     )
     if case.picture:
         from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
@@ -104,7 +107,8 @@ def make_model(case: work.Case):
         pad_token_id=None,
     )
     if not case.picture:
-        return Qwen2ForCausalLM(Qwen2Config(**text, tie_word_embeddings=True))
+        model = Qwen2ForCausalLM(Qwen2Config(**text, tie_word_embeddings=True))
+        return model if case.end is None else ending(model, case)
     half = case.head_size // 2
     sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
@@ -117,6 +121,18 @@ def make_model(case: work.Case):
         text_config={**text, "rope_parameters": rope}, vision_config=vision, tie_word_embeddings=True, **marks
     )
     return Qwen2VLForConditionalGeneration(config)
+
+
+def ending(model, case: work.Case):
+    """The model with its first dimension the same for all tokens, and larger for the end: p(end) ≈ 1 / case.ends."""
+    import torch
+
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings().weight
+        embeddings[:, 0] = 1
+        normed = 1 / (embeddings.pow(2).mean(1).sqrt().mean())  # of that dimension, behind the last norm
+        embeddings[case.end, 0] += math.log((case.vocabulary - 1) / (case.ends - 1)) / normed
+    return model
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -201,23 +217,26 @@ def summary(reports: list[dict]) -> dict:
         "first": statistics.median(report["iterations"][0]["total"] for report in good),
         "peak_mib": statistics.median(report["peak_mib"] for report in good),
         "iterations": len(rows),
+        "ms_per_token": 1000 * sum(row["total"] for row in rows) / sum(row["tokens"] for row in rows),
+        "tokens": statistics.mean(row["tokens"] for row in rows),
         "spread": [min(row["total"] for row in rows), max(row["total"] for row in rows)],
         "versions": good[0]["versions"],
         "failures": failures,
     }
 
 
-def ratios(runs: dict[str, list[dict]]) -> dict[str, list[float]]:
-    """Our best over each peer's best, round by round: "time/trl" and so on.
+def ratios(runs: dict[str, list[dict]], *, by_token: bool = False) -> dict[str, list[float]]:
+    """Our best over each peer's best, round by round: "time/trl" and so on; by tokens where their number differs.
 
     A round in which either failed has none. Memory is compared once, of what takes least.
     """
+    clock = "ms_per_token" if by_token else "total"
     rounds = range(max(map(len, runs.values()), default=0))
     times = [{name: summary(reports[turn : turn + 1]) for name, reports in runs.items()} for turn in rounds]
     whole = [{name: summary(reports) for name, reports in runs.items()}]
     found = {
         f"{kind}/{peer}": [least("ours", rows, key) / least(peer, rows, key) for rows in every]
-        for kind, key, every in (("time", "total", times), ("memory", "peak_mib", whole))
+        for kind, key, every in (("time", clock, times), ("memory", "peak_mib", whole))
         for peer in PEERS
     }
     kept = {name: [value for value in values if not math.isnan(value)] for name, values in found.items()}
@@ -317,7 +336,13 @@ def main() -> int:
                 runs = measure(work.CASES[name], count, libraries, rounds, iterations, chosen.clock, Path(root))
                 rows = {library: summary(reports) for library, reports in runs.items()}
                 outcome["results"].append(
-                    {"case": name, "threads": count, "libraries": rows, "ratios": ratios(runs), "runs": runs}
+                    {
+                        "case": name,
+                        "threads": count,
+                        "libraries": rows,
+                        "ratios": ratios(runs, by_token=work.CASES[name].ends > 0),
+                        "runs": runs,
+                    }
                 )
                 chosen.out.write_text(json.dumps(outcome, indent=1) + "\n")
     print(table(outcome["results"]))

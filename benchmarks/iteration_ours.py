@@ -14,8 +14,8 @@ from grpo_jax.models.hf import load_folder
 from grpo_jax.models.vision.patches import Picture, pack_pictures
 from grpo_jax.models.vision.pictures import VISUAL
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
-from grpo_jax.training.batch import Batch
-from grpo_jax.training.estimators import estimate_advantages
+from grpo_jax.training.batch import make_batch
+from grpo_jax.training.estimators import Objectives
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state
@@ -28,15 +28,16 @@ def make_phases(case: work.Case, loaded, remat: str):
     """The compiled parts of an iteration, and the state it starts from; `remat` as in `policy.remat`."""
     section, training = OptimizerSection(learning_rate=work.LEARNING_RATE), TrainingSection(prompts_per_batch=1)
     policy = make_policy(loaded.config, remat=remat)
-    # No end of sequence: every library writes the same number of tokens.
-    params = SamplingParams(case.group, case.new_tokens)
-    sample = make_sampler(policy, params, eos_ids=(), pad_id=0)
+    # Without an end of sequence every library writes the same number of tokens.
+    params, ends = SamplingParams(case.group, case.new_tokens), () if case.end is None else (case.end,)
+    sample = make_sampler(policy, params, eos_ids=ends, pad_id=0)
     optimizer = make_optimizer(section, make_schedule(section, 1))
     forward, ppo = make_forward(policy, temperature=1.0), PPOSection()
     prepare = make_preparation(forward, ALGORITHM, ppo, training)
     step = make_configured_step(forward, optimizer, ALGORITHM, training, ppo, max_new_tokens=case.new_tokens)
     variables = {"params": loaded.params} | ({VISUAL: loaded.visual} if case.picture else {})
-    state = init_state(variables, optimizer, keep_reference=True)
+    # On its device from the start, as in a run: the first update would put it there, and all compile again.
+    state = jax.device_put(init_state(variables, optimizer, keep_reference=True), jax.devices()[0])
     return sample, jax.jit(policy.see) if case.picture else None, prepare, step, state
 
 
@@ -55,12 +56,12 @@ def encode(case: work.Case, loaded, processor, iteration: int):
 
 
 def iterate(given: work.Assignment, loaded, processor) -> list[dict[str, float]]:
-    """Seconds of each iteration."""
+    """Seconds of each iteration; where lengths differ, of a second time, when all their shapes are compiled."""
     case, now = given.case, given.now
     tokenizer = processor.tokenizer if case.picture else processor
     sample, see, prepare, step, state = make_phases(case, loaded, given.variant or PolicySection().remat)
     rows = []
-    for iteration in range(given.iterations):
+    for iteration in [*range(given.iterations)] * (2 if case.ends else 1):
         start = now()
         tokens, mask, pictures = encode(case, loaded, processor, iteration)
         seen = None if see is None else see(state.variables, pictures)  # frozen: once for sampler, reference, update
@@ -69,16 +70,18 @@ def iterate(given: work.Assignment, loaded, processor) -> list[dict[str, float]]
         sampled = now()
         texts = tokenizer.batch_decode(samples.tokens.reshape(-1, case.new_tokens))
         rewards = jnp.asarray([work.reward(case, text) for text in texts]).reshape(case.prompts, case.group, 1)
-        batch = Batch(*jax.device_put((tokens.astype("int32"), mask, samples.tokens, samples.mask)))
-        batch = batch._replace(pictures=seen, advantages=estimate_advantages(rewards, batch.mask, ALGORITHM, (1.0,)))
+        objectives, every = Objectives(rewards, ("share",), (1.0,)), np.ones(case.prompts, bool)
+        batch = make_batch((tokens.astype("int32"), mask), samples, objectives, every, ALGORITHM, pictures=seen)
         before = now()
         batch, _ = jax.block_until_ready(prepare(state, batch))
         referred = now()
         state, report = jax.block_until_ready(step(state, batch))
-        if not samples.mask.all() or not jnp.isfinite(report["loss"]):
+        written = int(samples.mask.sum())
+        if (case.end is None and written < samples.mask.size) or not jnp.isfinite(report["loss"]):
             raise RuntimeError("a completion ended early, or the loss is not finite")
-        rows.append({"sampling": sampled - start, "logprobs": referred - before, "total": now() - start})
-    return rows
+        total = now() - start
+        rows.append({"sampling": sampled - start, "logprobs": referred - before, "total": total, "tokens": written})
+    return [rows[0], *rows[len(rows) - given.iterations + 1 :]]
 
 
 if __name__ == "__main__":

@@ -63,9 +63,12 @@ def make_dataset(given: work.Assignment) -> Dataset:
 def make_trainer(given: work.Assignment) -> Timed:
     case = given.case
     reader = AutoProcessor if case.picture else PreTrainedTokenizerFast
+    # Outside the vocabulary nothing ends a completion, and no logits processor has to see to it.
+    end = case.vocabulary + 1 if case.end is None else case.end
 
     def reward(completions, completion_ids, **_):
-        if any(len(ids) != case.new_tokens for ids in completion_ids):
+        trainer.rows[-1]["tokens"] = sum(map(len, completion_ids))
+        if case.end is None and any(len(ids) != case.new_tokens for ids in completion_ids):
             raise RuntimeError("a completion ended early")
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
         return [work.reward(case, text) for text in texts]
@@ -84,8 +87,7 @@ def make_trainer(given: work.Assignment) -> Timed:
         top_k=0,
         gradient_checkpointing=given.variant == "checkpointing",
         model_init_kwargs={"dtype": "float32"},
-        # Outside the vocabulary: nothing ends a completion, and no logits processor has to see to it.
-        generation_kwargs={"eos_token_id": case.vocabulary + 1},
+        generation_kwargs={"eos_token_id": end},
         bf16=False,
         use_cpu=True,
         optim="adamw_torch",
@@ -106,7 +108,7 @@ def make_trainer(given: work.Assignment) -> Timed:
         now=given.now,
     )
     stopwatch.trainer = trainer
-    trainer.eos_token_ids = [case.vocabulary + 1]  # nor does the mask end where the folder's end token comes
+    trainer.eos_token_ids = [end]  # the mask does not end where the folder's end token comes either
     return trainer
 
 

@@ -30,6 +30,9 @@ class Case:
 
     With a picture in each prompt, of so many pixels each way, it is a Qwen2-VL, and the picture's tokens come on top:
     patches of 14 pixels, four to a token, through `tower_layers` of width `tower_width`.
+
+    With `ends` each token is the last one with probability 1 / ends: lengths are exponential, of about that mean, and T
+    is the longest. Else nothing ends before T.
     """
 
     name: str
@@ -46,15 +49,22 @@ class Case:
     picture: int = 0
     tower_layers: int = 4
     tower_width: int = 128
+    ends: int = 0
 
     @property
     def head_size(self) -> int:
         return self.hidden // self.heads
 
     @property
+    def end(self) -> int | None:
+        """The token that ends a completion; None where none does."""
+        return self.vocabulary - 1 if self.ends else None
+
+    @property
     def shape(self) -> str:
         """Names the model's shape: cases of one shape share a folder."""
         own = f"{self.hidden}x{self.layers}x{self.heads}x{self.kv_heads}x{self.mlp}x{self.vocabulary}"
+        own += f"-ends{self.ends}" if self.ends else ""
         return f"{own}-{self.picture}x{self.tower_layers}x{self.tower_width}" if self.picture else own
 
 
@@ -84,8 +94,10 @@ CASES = {
         Case("large-vocab", 4, 8, 64, 128, hidden=512, layers=8, heads=8, kv_heads=2, mlp=1408, vocabulary=32000),
         Case("long-prompt", 4, 8, 256, 32),
         *[Case(f"group-{group}", 2, group) for group in GROUPS],
+        Case("unequal", new_tokens=512, ends=64),
         Case("pictures", 4, 8, 32, 32, picture=448),
         Case("tiny", 2, 4, 8, 8, hidden=32, layers=2, mlp=48, vocabulary=64),
+        Case("tiny-unequal", 2, 4, 8, 48, hidden=32, layers=2, mlp=48, vocabulary=64, ends=8),
         Case("tiny-pictures", 2, 4, 8, 8, 32, 2, mlp=48, vocabulary=64, picture=56, tower_layers=2, tower_width=32),
     ]
 }
@@ -176,13 +188,15 @@ def write_report(given: Assignment, rows: Sequence[dict[str, float]], packages: 
 
     Args:
         given: What was asked.
-        rows: One per iteration: "sampling", "logprobs" and "total" seconds; the rest of the total is the update.
+        rows: One per iteration: "sampling", "logprobs" and "total" seconds; the rest of the total is the update. And
+            "tokens", how many were written, where something ends before T.
         packages: Distributions whose versions matter.
         **more: Further facts.
     """
     if len(rows) != given.iterations:
         raise RuntimeError(f"expected {given.iterations} iterations, timed {len(rows)}")
-    rows = [{**row, "update": row["total"] - row["sampling"] - row["logprobs"]} for row in rows]
+    whole = {"tokens": given.case.prompts * given.case.group * given.case.new_tokens}
+    rows = [{**whole, **row, "update": row["total"] - row["sampling"] - row["logprobs"]} for row in rows]
     report = {"iterations": rows, "peak_mib": peak_mib(), "versions": versions(packages), **more}
     given.out.write_text(json.dumps(report))
 

@@ -71,12 +71,7 @@ def arithmetic(case: work.Case) -> dict[str, float]:
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The power of the size that values grow with: the slope of their logarithms, by least squares.
-
-    NaN of fewer than two sizes.
-    """
-    if len(sizes) < 2:
-        return math.nan
+    """The power of the size that values grow with: the slope of their logarithms, by least squares."""
     return statistics.linear_regression([math.log(x) for x in sizes], [math.log(y) for y in values]).slope
 
 
@@ -99,8 +94,10 @@ def points(results: list[dict], curve: str, library: str) -> list[dict]:
 
 
 def exponents(results: list[dict], curve: str, source: str) -> dict[str, dict[str, float]]:
-    """Of each phase and the whole: {"last": between the last two sizes, "all": over all}."""
+    """Of each phase and the whole: {"last": between the last two sizes, "all": over all}; {} of fewer than two."""
     rows = points(results, curve, source)
+    if len(rows) < 2:
+        return {}
     sizes = [row["size"] for row in rows]
     found = {}
     for part in PARTS:
@@ -113,13 +110,14 @@ def curve_table(results: list[dict], name: str, libraries: Sequence[str]) -> str
     """Seconds of an iteration at each size, their ratio, and microseconds for each unit."""
     curve = CURVES[name]
     each = [f"{NAMES[library]} µs per {curve.unit}" for library in libraries]
-    columns = [name, *(f"{NAMES[library]} s" for library in libraries), "ratio", *each, "GFLOP"]
+    both = len(libraries) == 2
+    columns = [name, *(f"{NAMES[library]} s" for library in libraries), *["ratio"] * both, *each, "GFLOP"]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in (row for row in results if row["curve"] == name):
         seconds = [row[library].get("total", math.nan) for library in libraries]
         units = curve.units(curve.case(row["size"]))
-        cells = [*map(told, seconds), told(seconds[0] / seconds[1] if len(seconds) == 2 else math.nan)]
-        cells += [*(told(1e6 * value / units) for value in seconds), told(row["arithmetic"]["total"] / 1e9)]
+        figures = [*seconds, *[seconds[0] / seconds[-1]] * both, *(1e6 * value / units for value in seconds)]
+        cells = [told(value) for value in (*figures, row["arithmetic"]["total"] / 1e9)]
         lines.append(f"| {row['size']} | {' | '.join(cells)} |")
     failed = [
         f"{NAMES[library]} failed at {name} = {row['size']}: {row[library]['error'].splitlines()[0]}"
@@ -137,7 +135,7 @@ def exponents_table(results: list[dict], curves: Sequence[str], libraries: Seque
     for name in curves:
         every = [exponents(results, name, source) for source in (*libraries, "arithmetic")]
         for part in PARTS:
-            cells = [f"{told(one[part]['last'])} ({told(one[part]['all'])})" for one in every]
+            cells = [f"{one[part]['last']:.2f} ({one[part]['all']:.2f})" if one else "–" for one in every]
             lines.append(f"| {name} | {'iteration' if part == 'total' else part} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -143,6 +143,7 @@ def measure(case: work.Case, phase: str, threads: int) -> dict[str, Any]:
         dump, cores = root / "hlo", sorted(os.sched_getaffinity(0))[:threads]
         env = grpo_iteration.environment(threads)
         env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
+        env["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # XLA writes out only what it compiles
         command = ["taskset", "-c", ",".join(map(str, cores)), sys.executable, __file__]
         done = subprocess.run([*command, "--worker", phase, *work.command_line(given)], env=env, cwd=root)
         if done.returncode:

@@ -10,7 +10,7 @@ may run side by side, and their seconds add up to more than the phase's.
 
 Prints two Markdown tables: the kinds of operators, and those that took longest, with the end of their place in the JAX
 program. FLOPs are those of products of matrices, counted from their shapes; below the first table stands what
-benchmarks/floor.py counts, without what is computed again and the masked half of attention.
+benchmarks/floor.py counts, without what is computed again, the masked half of attention, and tokens of pictures.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def make_model(case: work.Case):
         num_hidden_layers=case.layers,
         num_attention_heads=case.heads,
         num_key_value_heads=case.kv_heads,
-        max_position_embeddings=1024,
+        max_position_embeddings=case.positions,
         bos_token_id=None,
         eos_token_id=case.vocabulary - 1,  # a folder names one; every worker is told not to stop there
         pad_token_id=None,

@@ -55,11 +55,25 @@ def encode(case: work.Case, loaded, processor, iteration: int):
     return encoded["input_ids"], encoded["attention_mask"].astype(bool), pictures
 
 
-def iterate(given: work.Assignment, loaded, processor) -> list[dict[str, float]]:
-    """Seconds of each iteration; where lengths differ, of a second time, when all their shapes are compiled."""
+def read(given: work.Assignment):
+    """The model of the folder, and what encodes its prompts."""
+    # AutoTokenizer would make a Qwen2 tokenizer of this folder, in every library: the words are whole tokens here.
+    reader = PreTrainedTokenizerFast
+    if given.case.picture:
+        from transformers import AutoProcessor as reader  # brings torch with it, which counts as memory
+    loaded = load_folder(given.folder, tokenizer=False, vision=bool(given.case.picture))
+    return loaded, reader.from_pretrained(str(given.folder))
+
+
+def iterate(given: work.Assignment, loaded, processor, phases=None) -> list[dict[str, float]]:
+    """Seconds of each iteration; where lengths differ, of a second time, when all their shapes are compiled.
+
+    The phases are those of `make_phases`, or others such as those that watch what they do.
+    """
     case, now = given.case, given.now
     tokenizer = processor.tokenizer if case.picture else processor
-    sample, see, prepare, step, state = make_phases(case, loaded, given.variant or PolicySection().remat)
+    phases = phases or make_phases(case, loaded, given.variant or PolicySection().remat)
+    sample, see, prepare, step, state = phases
     rows = []
     for iteration in [*range(given.iterations)] * (2 if case.ends else 1):
         start = now()
@@ -86,10 +100,5 @@ def iterate(given: work.Assignment, loaded, processor) -> list[dict[str, float]]
 
 if __name__ == "__main__":
     given = work.assignment()
-    # AutoTokenizer would make a Qwen2 tokenizer of this folder, in every library: the words are whole tokens here.
-    reader = PreTrainedTokenizerFast
-    if given.case.picture:
-        from transformers import AutoProcessor as reader  # brings torch with it, which counts as memory
-    loaded = load_folder(given.folder, tokenizer=False, vision=bool(given.case.picture))
-    rows = iterate(given, loaded, reader.from_pretrained(str(given.folder)))
+    rows = iterate(given, *read(given))
     work.write_report(given, rows, ("grpo_jax", "jax", "jaxlib", "flax", "optax"))

@@ -20,6 +20,7 @@ from typing import Any
 
 KL_COEF = 0.04
 LEARNING_RATE = 1e-5
+POSITIONS = 1024
 PHASES = ("sampling", "logprobs", "update")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -61,10 +62,16 @@ class Case:
         return self.vocabulary - 1 if self.ends else None
 
     @property
+    def positions(self) -> int:
+        """How many tokens the model's config says a row may have; more only where the case needs them."""
+        return max(POSITIONS, self.prompt_tokens + self.new_tokens)
+
+    @property
     def shape(self) -> str:
         """Names the model's shape: cases of one shape share a folder."""
         own = f"{self.hidden}x{self.layers}x{self.heads}x{self.kv_heads}x{self.mlp}x{self.vocabulary}"
         own += f"-ends{self.ends}" if self.ends else ""
+        own += f"-{self.positions}" if self.positions > POSITIONS else ""
         return f"{own}-{self.picture}x{self.tower_layers}x{self.tower_width}" if self.picture else own
 
 

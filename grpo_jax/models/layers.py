@@ -13,6 +13,7 @@ from grpo_jax.models import cache as caches
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.quantised import as_array
 
+_MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 ACTIVATIONS = {
@@ -47,11 +48,13 @@ class Memory(NamedTuple):
         keys: [P, K, E, S] read by the whole group, or [P, K, G, E, S] one per completion.
         values: [P, K, S, E] or [P, K, G, S, E].
         mask: bool [P or 1, S of the queries, S], or [P, G, ...], True where a query may read a key.
+        own: whether these are the keys of the very queries, of which none reads a later one.
     """
 
     keys: jax.Array
     values: jax.Array
     mask: jax.Array
+    own: bool = False
 
 
 class Sight(NamedTuple):
@@ -141,6 +144,10 @@ def attend(
     The memories' softmaxes are merged by a common maximum and a common sum (what merging by
     log-sum-exp computes), so keys shared by a group are read where they are and never copied.
 
+    Many queries take turns, a block at a time: scores are then [.., block, S] and never [.., S, S], in the backward
+    pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682); and of keys of their own, those of
+    later quarters are left out.
+
     Args:
         query: [P, K, G, R, S, E]; R query heads share a key head.
         memories: keys, values and masks.
@@ -151,6 +158,47 @@ def attend(
         [P, K, G, R, S, E] in the query's dtype; scores and softmax are float32.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    steps = query.shape[-2]
+    if steps < _MANY:
+        return _attend(query, memories, scale, softcap)
+    quarter = -(-steps // (4 * _BLOCK)) * _BLOCK
+    parts = []
+    for start in range(0, steps, quarter):
+        stop = min(start + quarter, steps)
+        known = [memory if not memory.own else _first_keys(memory, stop) for memory in memories]
+        parts.append(_attend_blocks(query, known, start, stop, scale, softcap))
+    return jnp.concatenate(parts, axis=-2)
+
+
+def _first_keys(memory: Memory, stop: int) -> Memory:
+    return Memory(memory.keys[..., :stop], memory.values[..., :stop, :], memory.mask[..., :stop])
+
+
+def _attend_blocks(
+    query: jax.Array, memories: Sequence[Memory], start: int, stop: int, scale: jax.Array | float, softcap: float | None
+) -> jax.Array:
+    """The queries from `start` to `stop`, a block at a time."""
+    blocks = -(-(stop - start) // _BLOCK)
+    filled = blocks * _BLOCK - (stop - start)
+
+    def split(x: jax.Array, axis: int) -> jax.Array:
+        x = jnp.moveaxis(jax.lax.slice_in_dim(x, start, stop, axis=axis), axis, 0)
+        x = jnp.pad(x, [(0, filled), *[(0, 0)] * (x.ndim - 1)])
+        return jnp.moveaxis(x.reshape(blocks, _BLOCK, *x.shape[1:]), 1, axis + 1)
+
+    @jax.checkpoint
+    def one(block):
+        queries, masks = block
+        known = [memory._replace(mask=mask) for memory, mask in zip(memories, masks, strict=True)]
+        return _attend(queries, known, scale, softcap)
+
+    masks = [split(memory.mask, memory.mask.ndim - 2) for memory in memories]
+    mixed = jax.lax.map(one, (split(query, query.ndim - 2), masks))
+    mixed = jnp.moveaxis(mixed, 0, -3)
+    return mixed.reshape(*mixed.shape[:-3], -1, mixed.shape[-1])[..., : stop - start, :]
+
+
+def _attend(query: jax.Array, memories: Sequence[Memory], scale: jax.Array | float, softcap: float | None) -> jax.Array:
     scores, mixes = [], []
     for memory in memories:
         group = "" if memory.keys.ndim == 4 else "g"
@@ -213,7 +261,7 @@ def attend_streams(
     if prefix is None:
         length = context.prompt.positions.shape[1]
         prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
-        memory = Memory(*prefix, visible(context.prompt, context.prompt, layer_input.window))
+        memory = Memory(*prefix, visible(context.prompt, context.prompt, layer_input.window), own=True)
         mixed.append(_attend_split(query[:, :length], length, [memory], layer_input.scale, softcap))
     if context.completion is not None:
         steps, readable = context.completion.positions.shape[-1], context.completion
@@ -224,7 +272,7 @@ def attend_streams(
             readable = context.cached
         memories = [
             Memory(*prefix, visible(context.completion, context.prompt, layer_input.window)),
-            Memory(*own, visible(context.completion, readable, layer_input.window)),
+            Memory(*own, visible(context.completion, readable, layer_input.window), own=layer_input.cache is None),
         ]
         mixed.append(_attend_split(query[:, length:], steps, memories, layer_input.scale, softcap))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values

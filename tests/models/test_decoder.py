@@ -18,6 +18,7 @@ from support.tiny_decoders import (
     tiny,
 )
 
+from grpo_jax.models import layers
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge
@@ -227,3 +228,42 @@ def test_misshapen_calls_are_refused(model):
         make_policy(LLAMA, compute_dtype="float64")
     with pytest.raises(ValueError, match="remat must be one of"):
         make_policy(LLAMA, remat="some")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("steps", [256, 301])
+def test_many_queries_take_turns_and_read_the_same(steps, apart, monkeypatch):
+    """Against one softmax over all keys, with gradients: masks of segments, a shared prefix, a scale and a softcap."""
+    rng = np.random.default_rng(steps)
+    prompts, heads, group, shared, width, length = 2, 2, 3, 2, 4, 5
+    shapes = (shared, steps, width), (width, steps), (steps, width)
+    query, keys, values = (rng.normal(size=(prompts, heads, group, *shape)).astype(np.float32) for shape in shapes)
+    prefix = tuple(rng.normal(size=(prompts, heads, *s)).astype(np.float32) for s in ((width, length), (length, width)))
+    rows = (prompts, group) if apart else (prompts,)
+    segment = np.sort(rng.integers(0, 3, (*rows, steps)), axis=-1)
+    own = np.tril(np.ones((steps, steps), bool)) & (segment[..., :, None] == segment[..., None, :])
+    known = rng.random((*rows, steps, length)) < 0.8
+
+    def weighted(query, keys, values, prefix):
+        memories = [layers.Memory(*prefix, known), layers.Memory(keys, values, own, own=True)]
+        mixed = layers.attend(query, memories, scale=0.7, softcap=3.0)
+        return jnp.sum(jnp.sin(mixed)), mixed
+
+    def outcome(many):
+        monkeypatch.setattr(layers, "_MANY", many)
+        return jax.jit(jax.value_and_grad(weighted, argnums=(0, 1, 2, 3), has_aux=True))(query, keys, values, prefix)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), outcome(1), outcome(steps + 1))
+
+
+def test_scores_of_many_queries_are_never_held_at_once():
+    """The gradient of 1,024 queries in eight heads takes less than the scores of half of them would, 4 bytes each."""
+    shapes = [(1, 4, 1, 2, 1024, 8), (1, 4, 1, 8, 1024), (1, 4, 1, 1024, 8)]
+    mask = jnp.tril(jnp.ones((1, 1024, 1024), bool))
+
+    def total(query, keys, values):
+        return jnp.sum(layers.attend(query, [layers.Memory(keys, values, mask, own=True)]) ** 2)
+
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*given).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 1024 * 1024 * 4

@@ -130,8 +130,8 @@ def ending(model, case: work.Case):
     with torch.no_grad():
         embeddings = model.get_input_embeddings().weight
         embeddings[:, 0] = 1
-        normed = 1 / (embeddings.pow(2).mean(1).sqrt().mean())  # of that dimension, behind the last norm
-        embeddings[case.end, 0] += math.log((case.vocabulary - 1) / (case.ends - 1)) / normed
+        states = model.model(torch.randint(case.vocabulary, (8, case.prompt_tokens))).last_hidden_state
+        embeddings[case.end, 0] += math.log((case.vocabulary - 1) / (case.ends - 1)) / states[..., 0].mean()
     return model
 
 

@@ -6,10 +6,18 @@ import pytest
 
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation import examples
 from grpo_jax.tasks.recommendation.catalogue import make_catalogue, read_catalogue
 from grpo_jax.tasks.recommendation.dataset import load_dataset
-from grpo_jax.tasks.recommendation.examples import HistoryTemplate, by_user, cut_title, leave_one_out, title_pairs
+from grpo_jax.tasks.recommendation.examples import (
+    HistoryTemplate,
+    by_user,
+    cut_title,
+    leave_one_out,
+    title_pairs,
+    together_pairs,
+)
 from grpo_jax.tasks.recommendation.sequences import (
     UserSequence,
     read_ratings,
@@ -314,6 +322,22 @@ def test_pairs_for_a_warm_start_are_prompts_and_next_titles():
     assert title_pairs(split.train, characters=10) == [
         ("one two", "two three"),
         (f"one two/two three four/{examples.NO_TITLE}", "five"),
+    ]
+
+
+def test_pairs_of_what_is_taken_together_with_the_last_item():
+    """c is taken with a by two of three users, b with a by one; what the history has already is passed over."""
+    letters = make_catalogue(list("abcd"), ["an a", "a bee", "the sea of c", "dee"])
+    users = [UserSequence(name, items) for name, items in (("u", (0, 2)), ("v", (0, 2, 1)), ("w", (3,)))]
+
+    def row(*history):
+        return Row(0, str(history), examples.example_columns("x", history, 3, letters))
+
+    rows = [row(0), row(2, 0), row(0, 2, 1), row(3), row(1, 2)]
+    assert together_pairs(rows, letters, users, characters=8) == [
+        ("(0,)", "the sea"),
+        ("(2, 0)", "a bee"),
+        ("(1, 2)", "an a"),
     ]
 
 

@@ -207,15 +207,15 @@ def test_a_reader_takes_the_newer_one_wherever_a_run_removes_its_own(saved, read
     with Checkpoints(folder, keep=1) as writing, Checkpoints(folder, read_only=True) as beside:
         SAVING[saved](writing, newest)
         for owner, name in READS:
-
-            def overtaken(*arguments, owner=owner, name=name, whole=getattr(owner, name)):
-                nonlocal newest
-                monkeypatch.setattr(owner, name, whole)
-                newest += 1
-                SAVING[saved](writing, newest)
-                return whole(*arguments)
-
             with monkeypatch.context() as patch:
+
+                def overtaken(*arguments, patch=patch, whole=getattr(owner, name)):
+                    nonlocal newest
+                    patch.undo()
+                    newest += 1
+                    SAVING[saved](writing, newest)
+                    return whole(*arguments)
+
                 patch.setattr(owner, name, overtaken)
                 assert READING[reading](beside, which) == newest, name
     assert newest > 1

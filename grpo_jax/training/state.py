@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 
@@ -128,9 +129,13 @@ def saved_parts(state: TrainState) -> dict[str, Tree]:
 
 
 def release(tree: Tree) -> None:
-    """Frees a tree's arrays, whoever else refers to them. It still has shapes, dtypes and places: a template."""
+    """Frees a tree's arrays, whoever else refers to them. It still has shapes, dtypes and places: a template.
+
+    What is only traced holds no memory and is left as it is.
+    """
     for leaf in jax.tree.leaves(tree):
-        leaf.delete()
+        if not isinstance(leaf, jax.core.Tracer):
+            leaf.delete()
 
 
 def restored_state(parts: Mapping[str, Tree], variables: dict[str, Tree]) -> TrainState:

@@ -30,7 +30,7 @@ from grpo_jax.training.objectives import (
     make_policy_objective,
 )
 from grpo_jax.training.ppo import make_estimates, make_kl_control, make_ppo_objective
-from grpo_jax.training.state import TrainState, needs_reference, reference_variables, trained_weights
+from grpo_jax.training.state import TrainState, needs_reference, reference_variables, release, trained_weights
 
 Tree = Any
 
@@ -85,9 +85,12 @@ def make_train_step(
         # What no update changes stays outside what is donated: it may be shared, and is never copied.
         trained = trained_weights(state.variables)
         frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
-        moving, report = compiled(state._replace(variables=trained, reference=None, behind=None), frozen, batch)
+        before = state._replace(variables=trained, reference=None, behind=None)
+        after, report = compiled(before, frozen, batch)
+        # On a CPU, JAX neither takes nor frees a donated array that NumPy has looked at, as a checkpoint does.
+        release(before)
         kept = {"reference": state.reference, "behind": state.behind}
-        return moving._replace(variables={**frozen, **moving.variables}, **kept), report
+        return after._replace(variables={**frozen, **after.variables}, **kept), report
 
     return train_step
 

@@ -73,22 +73,43 @@ def test_a_batch_that_does_not_divide_is_refused(batch):
         micro_batches(batch, 3)
 
 
-def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
-    """Trained weights and moments are donated: no second copy of them exists at any time."""
+def adam_step():
+    """A step of Adam in two micro-batches, and the state that it begins with."""
     optimizer = optax.adam(0.1)
     forward = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0)
     training = TrainingSection(prompts_per_batch=PROMPTS, accumulation=2)
     step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
-    state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
+    return step, init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
+
+
+def moving(state):
+    return jax.tree.leaves((state.variables, state.opt_state))
+
+
+def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
+    """Trained weights and moments are donated: no second copy of them exists at any time."""
+    step, state = adam_step()
 
     def places(state):
-        leaves = jax.tree.leaves((state.variables, state.opt_state))
-        return sorted(leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.ndim)
+        return sorted(leaf.unsafe_buffer_pointer() for leaf in moving(state) if leaf.ndim)
 
-    before, old = places(state), jax.tree.leaves((state.variables, state.opt_state))
+    before, old = places(state), moving(state)
     state, _ = step(state, batch)
     assert all(leaf.is_deleted() for leaf in old)
     assert places(state) == before
+
+
+def test_an_update_frees_the_old_state_also_where_a_checkpoint_still_writes_it(batch):
+    """What NumPy views cannot be donated on a CPU: a caller that holds the old state would keep it in memory."""
+    step, state = adam_step()
+    old = moving(state)
+    views = [np.asarray(leaf) for leaf in old]
+    written = [view.copy() for view in views]
+    after, _ = step(state, batch)
+    assert all(leaf.is_deleted() for leaf in old)
+    step(after, batch)
+    for view, expected in zip(views, written, strict=True):
+        np.testing.assert_array_equal(view, expected)
 
 
 def test_the_heads_gradient_is_float32_under_bfloat16(batch):

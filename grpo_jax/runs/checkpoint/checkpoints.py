@@ -37,6 +37,10 @@ PyTree = Any
 _NAMED = ("best", "final")
 
 
+class _Gone(Exception):
+    """A run that goes on removed the checkpoint that was being looked at; it has a newer one."""
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -115,7 +119,7 @@ class Checkpoints:
         Raises:
           UserError: there are some, and all are damaged.
         """
-        found = self._latest()
+        found = self._as_it_stands(self._latest)
         return None if found is None else found[2]
 
     def set_aside_damaged(self) -> list[str]:
@@ -129,8 +133,7 @@ class Checkpoints:
         Raises:
           UserError: no sound one of `step_N` and `final` would remain.
         """
-        _, damaged = self._newest()
-        damaged += self._first_sound(self._named["best"])[1]
+        damaged = self._as_it_stands(lambda: self._newest()[1] + self._first_sound(self._named["best"])[1])
         for series, number, _ in damaged:
             series.set_aside(number)
         return [f"{series.path(number)} is damaged ({why}) and was set aside" for series, number, why in damaged]
@@ -163,11 +166,11 @@ class Checkpoints:
             self._held = meta["step"], series.path(number)
             return {name: restored[name] for name in template}, meta
 
-        return self._while_there(which, read)
+        return self._as_it_stands(lambda: read(*self._find(which)))
 
     def read_meta(self, which: int | str) -> dict:
         """The meta of a checkpoint alone (with `"step"`). Raises UserError as `restore` does."""
-        return self._while_there(which, self._meta)
+        return self._as_it_stands(lambda: self._meta(*self._find(which)))
 
     def restore_variables(self, which: int | str, template: PyTree = None) -> tuple[PyTree, dict]:
         """Restores the variables alone; without a template they go to the first device."""
@@ -181,7 +184,7 @@ class Checkpoints:
                 part = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), saved)
             return self._read(series, number, EVALUATED, part)[EVALUATED], self._meta(series, number)
 
-        return self._while_there(which, read)
+        return self._as_it_stands(lambda: read(*self._find(which)))
 
     def wait(self) -> None:
         """Waits for the write in the background. Raises UserError if it failed."""
@@ -275,13 +278,12 @@ class Checkpoints:
         )
 
     def _read(self, series, number, item, part):
-        saved = self._described(series, number, item)
-        check_fits(leaves(saved), leaves(part), series.path(number))
-        if not saved:
-            return part
+        wanted = leaves(part)
         with self._reading(series, number):
-            found = leaves(series.read(number, item, part))
-        restored = [as_template(leaf, found[name]) for name, leaf in leaves(part).items()]
+            saved = series.described(number, item)
+            check_fits(leaves(saved), wanted, series.path(number))
+            found = leaves(series.read(number, item, part)) if saved else {}
+        restored = [as_template(leaf, found[name]) for name, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(part), restored)
 
     def _described(self, series, number, item):
@@ -300,6 +302,8 @@ class Checkpoints:
         damage = find_damage(path)
         if not damage:
             self._sound.add(path)
+        elif number not in series.numbers():
+            raise _Gone
         return damage
 
     def _latest(self):
@@ -330,20 +334,14 @@ class Checkpoints:
             damage = self._damage(series, number)
             if not damage:
                 return number, damaged
-            if number not in series.numbers():  # removed by a run that goes on, which has a newer one
-                return self._first_sound(series)
             damaged.append((series, number, damage))
         return None, damaged
 
-    def _while_there(self, which, read):
-        """What `read(series, number)` gives of a sound checkpoint; of the next if a run that goes on removes it."""
+    def _as_it_stands(self, look):
+        """What `look()` gives; once more where what it looked at was removed meanwhile."""
         while True:
-            series, number = self._find(which)
-            try:
-                return read(series, number)
-            except UserError:
-                if number in series.numbers():
-                    raise
+            with suppress(_Gone):
+                return look()
 
     def _find(self, which):
         """(series, number) of a sound checkpoint by name; waits for it if it is still being written."""
@@ -365,10 +363,7 @@ class Checkpoints:
         raise UserError(f"no checkpoint {str(which)!r} in {self.folder}: {mend}")
 
     def _checked(self, series, number, which):
-        damage = self._damage(series, number)
-        if damage and number not in series.numbers():  # replaced by a run that goes on
-            return self._find(which)
-        if damage:
+        if damage := self._damage(series, number):
             others = [name for name in self.available() if name != str(which)]
             mend = f"there are: {', '.join(others)}" if others else "there is no other"
             raise UserError(f"{series.path(number)} is damaged ({damage}); {mend}")
@@ -379,6 +374,10 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
+            if number not in series.numbers():
+                raise _Gone from error
+            if isinstance(error, UserError):  # it can be, and does not fit
+                raise
             raise UserError(f"{series.path(number)} cannot be read ({first_line(error)})") from error
 
 

@@ -16,7 +16,9 @@ def held(place, tmp_path):
     at = run / "checkpoints"
     process = start(place, run, "--training.save_every=1", "--training.keep_checkpoints=2", judge="hold:3")
     wait_for((run / "held").exists, process)
-    wait_for(lambda: (at / "step_3").exists() and not any((at / ".writing").iterdir()), process)
+    # The third is there before the first goes, by way of .writing.
+    steps = {at / "step_2", at / "step_3"}
+    wait_for(lambda: set(at.glob("step_*")) == steps and not any((at / ".writing").iterdir()), process)
     yield run, process
     process.kill()
     process.communicate()

@@ -12,6 +12,7 @@ from support.text_task import assert_same_run, finished_run, rewound, train_here
 
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.checkpoint import checkpoints as module
 from grpo_jax.runs.checkpoint.series import Series
 from grpo_jax.runs.checkpoint.sharing import bytes_held
 
@@ -183,6 +184,41 @@ def test_what_a_run_removes_while_it_is_read_is_read_again_or_named(folder, monk
         monkeypatch.setattr(Series, "read", overtaken)
         with pytest.raises(UserError, match=r"no checkpoint '3' in .*: there are: 4, best$"):
             checkpoints.restore(3, state_of(0))
+
+
+SAVING = {
+    "step": lambda at, step: at.save(step, state_of(step), {}, wait=True),
+    "best": lambda at, step: at.save_best(step, state_of(step), {}),
+    "final": lambda at, step: at.save_final(step, state_of(step), {}),
+}
+READING = {
+    "restore": lambda at, which: at.restore(which, state_of(0))[1]["step"],
+    "variables": lambda at, which: at.restore_variables(which)[1]["step"],
+    "meta": lambda at, which: at.read_meta(which)["step"],
+    "latest step": lambda at, which: at.latest_step() or at.read_meta(which)["step"],
+}
+READS = [(module, "find_damage"), *((Series, name) for name in ("described", "read", "read_meta"))]
+
+
+@pytest.mark.parametrize("saved", SAVING)
+@pytest.mark.parametrize("reading", READING)
+def test_a_reader_takes_the_newer_one_wherever_a_run_removes_its_own(saved, reading, folder, monkeypatch):
+    which, newest = "best" if saved == "best" else "latest", 1
+    with Checkpoints(folder, keep=1) as writing, Checkpoints(folder, read_only=True) as beside:
+        SAVING[saved](writing, newest)
+        for owner, name in READS:
+            with monkeypatch.context() as patch:
+
+                def overtaken(*arguments, patch=patch, whole=getattr(owner, name)):
+                    nonlocal newest
+                    patch.undo()
+                    newest += 1
+                    SAVING[saved](writing, newest)
+                    return whole(*arguments)
+
+                patch.setattr(owner, name, overtaken)
+                assert READING[reading](beside, which) == newest, name
+    assert newest > 1
 
 
 def test_a_run_takes_the_room_of_its_states_and_no_more_than_it_may(place, tmp_path):

@@ -34,31 +34,6 @@ class Prefix(NamedTuple):
     advance: jax.Array
 
 
-class Places(NamedTuple):
-    """Some of a batch's prompts, or some of its completions.
-
-    Attributes:
-        prompts: i32 [N].
-        members: i32 [N], which completion of each prompt; None for the whole groups.
-    """
-
-    prompts: jax.Array
-    members: jax.Array | None = None
-
-    def take(self, x: jax.Array, axis: int = 1) -> jax.Array:
-        """Of an array [P, ..] with the groups on an axis: [N, ..], of single completions with a group of one."""
-        return x[self.prompts] if self.members is None else jnp.expand_dims(x[self._index(axis)], axis)
-
-    def put(self, x: jax.Array, part: jax.Array, axis: int = 1) -> jax.Array:
-        """The array with what was taken, and has changed, in its place."""
-        if self.members is None:
-            return x.at[self.prompts].set(part)
-        return x.at[self._index(axis)].set(jnp.squeeze(part, axis))
-
-    def _index(self, axis: int):
-        return (self.prompts, *[slice(None)] * (axis - 1), self.members)
-
-
 class Rows(NamedTuple):
     """What a cache holds of completions that go on at different lengths, after an environment has answered.
 
@@ -106,16 +81,3 @@ def write(
         jax.lax.dynamic_update_slice_in_dim(cache[0], keys.astype(cache[0].dtype), slot, axis=4),
         jax.lax.dynamic_update_slice_in_dim(cache[1], values.astype(cache[1].dtype), slot, axis=3),
     )
-
-
-def take(cache: Cache, places: Places) -> Cache:
-    """What a cache holds of some prompts or completions."""
-    keys, values = ([places.take(x, 2) for x in part] for part in (cache.keys, cache.values))
-    return cache._replace(keys=tuple(keys), values=tuple(values), rows=jax.tree.map(places.take, cache.rows))
-
-
-def put(cache: Cache, places: Places, part: Cache) -> Cache:
-    """A cache with what `take` took of it, as it has become since."""
-    pairs = (zip(x, y, strict=True) for x, y in ((cache.keys, part.keys), (cache.values, part.values)))
-    keys, values = (tuple(places.put(x, y, 2) for x, y in both) for both in pairs)
-    return Cache(keys, values, part.length, jax.tree.map(places.put, cache.rows, part.rows))

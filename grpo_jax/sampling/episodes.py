@@ -13,7 +13,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from grpo_jax.models.cache import Cache, Rows
-from grpo_jax.sampling.leaving import narrowers, run
 from grpo_jax.sampling.sampler import bucket_size, check_prompts, check_room, checked_tokens, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.sampling.writing import (
@@ -21,10 +20,11 @@ from grpo_jax.sampling.writing import (
     Loop,
     Samples,
     begin,
-    ends_early,
     generate,
     group_keys,
+    halves,
     make_writer,
+    run,
     samples_of,
     tokens_in,
 )
@@ -113,8 +113,7 @@ def make_episode_sampler(
             seen |= tokens_in(tokens, mask, seen.shape[-1])
         loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache, seen)
         loop = writer.record(loop, writer.logits(hidden.reshape(count * group, -1)))
-        smaller = narrowers(count, group, prefix.mask.shape[1], length) if ends_early(ends) else ()
-        loop = run(writer.step, loop, length, smaller)
+        loop = run(writer.step, loop, length, halves(count, length, ends))
         return samples_of(loop), _carried(loop, Rows(said.mask[..., : size - length], said.advance))
 
     def start(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> tuple[Samples, Carried]:

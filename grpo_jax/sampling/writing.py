@@ -1,7 +1,7 @@
 """Writing completions: the loop that chooses a token, decodes it and chooses the next, inside one compiled program.
 
 A step costs a pass over the weights (`Policy.unstack` lays them apart once), the prompts' keys and values once for
-their group, the filled part of the cache, and one draw. Completions that have ended leave (`leaving`).
+their group, the filled part of the cache, and one draw. Prompts whose whole group has ended leave in halves.
 """
 
 import functools
@@ -15,14 +15,14 @@ from jax import lax
 
 from grpo_jax.core.logprobs import capped
 from grpo_jax.core.trie import ROOT, Trie, children, follow
-from grpo_jax.sampling.leaving import narrowers, run
 from grpo_jax.sampling.stopping import START
 from grpo_jax.sampling.token_choice import choose_tokens
 
 Array = jax.Array | np.ndarray
 
-# A step is compiled once more for each size of the cache: only where that pays.
-_CACHE_STEP, _CACHE_SIZES = 64, 3  # tokens that are worth another size, and how many sizes at most
+# A step is compiled once more for each size of the cache and for half of the prompts: only where that pays.
+_CACHE_STEP, _CACHE_SIZES = 64, 4  # tokens that are worth another size, and how many sizes at most
+_HALVING = 32  # tokens above which completions end at times that differ enough
 
 
 class Samples(NamedTuple):
@@ -117,11 +117,37 @@ def tokens_in(tokens: jax.Array, mask: jax.Array, vocabulary: int) -> jax.Array:
     return found.reshape(*tokens.shape[:-1], vocabulary)
 
 
+def _unfinished(loop: Loop) -> jax.Array:
+    """Prompts with a completion that goes on, i32 scalar."""
+    return jnp.sum(~jnp.all(loop.done, axis=1))
+
+
+def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Loop:
+    """Step until so many tokens are written, or nothing is left to write; perhaps the second half at half the cost."""
+    if not halve:
+        return _run(step, loop, until, 0)
+    return _run_half(step, _run(step, loop, until, loop.done.shape[0] // 2), until)
+
+
+def _run(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, more_than: int) -> Loop:
+    """Step until so many tokens are written or no more prompts than that are unfinished."""
+    return lax.while_loop(lambda loop: (loop.step < until) & (_unfinished(loop) > more_than), step, loop)
+
+
+def _run_half(step: Callable[[Loop], Loop], loop: Loop, until: int) -> Loop:
+    """Go on with half of the prompts once the other half's groups have ended, at half the cost."""
+    half = loop.done.shape[0] // 2
+    order = jnp.argsort(jnp.all(loop.done, axis=1), stable=True)[:half]
+    few = jax.tree.map(lambda x: x[order] if x.ndim else x, loop)
+    few = _run(step, few, jnp.where(_unfinished(loop) > half, 0, until), 0)
+    return jax.tree.map(lambda x, part: x.at[order].set(part) if x.ndim else part, loop, few)
+
+
 def cache_sizes(length: int) -> list[int]:
     """Sizes the cache grows through until it holds `length` tokens; attention reads all of the current one.
 
     >>> cache_sizes(40), cache_sizes(200)
-    ([40], [72, 144, 200])
+    ([40], [56, 112, 168, 200])
     """
     parts = -(-length // _CACHE_STEP)
     size = -(-length // min(parts, _CACHE_SIZES))
@@ -227,16 +253,16 @@ def generate(policy, params, ends: Ends, variables, prompts, prompt_mask, keys, 
     loop = begin(prefix, keys, ~real, length, ends, policy.init_cache(rows, group, sizes[0]), seen)
     # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
     loop = writer.record(loop, jnp.repeat(writer.logits(prefix.hidden), group, axis=1))
-    smaller = narrowers(rows, group, prompts.shape[1], length) if ends_early(ends) else ()
+    halve = halves(rows, length, ends)
     for size in sizes:
         loop = loop._replace(cache=move(loop.cache, policy.init_cache(rows, group, size)))
-        loop = run(writer.step, loop, size, smaller)
+        loop = run(writer.step, loop, size, halve)
     return loop
 
 
-def ends_early(ends: Ends) -> bool:
-    """Whether a completion may end before its last token."""
-    return bool(ends.eos_ids) or ends.stops is not None or ends.trie is not None
+def halves(rows: int, length: int, ends: Ends) -> bool:
+    """Whether half of the prompts may go on alone."""
+    return (bool(ends.eos_ids) or ends.stops is not None or ends.trie is not None) and rows > 1 and length > _HALVING
 
 
 def samples_of(loop: Loop) -> Samples:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_jax.models.cache import Cache
-from grpo_jax.sampling import leaving
+from grpo_jax.sampling import writing
 from grpo_jax.sampling.sampler import bucket_size, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
 from grpo_jax.sampling.writing import Samples, cache_sizes
@@ -34,7 +33,7 @@ class Bigram:
 
     def __init__(self):
         self.traces = 0
-        self.decoded = []  # completions in each step
+        self.decoded = []  # prompts in each step
 
     def prefill(self, variables, tokens, mask):
         self.traces += 1
@@ -44,11 +43,11 @@ class Bigram:
         return variables
 
     def decode(self, variables, prefix, tokens, cache):
-        jax.debug.callback(lambda count=tokens.size: self.decoded.append(count))
-        return jax.nn.one_hot(tokens, variables["table"].shape[0]), cache._replace(length=cache.length + 1)
+        jax.debug.callback(lambda count=len(tokens): self.decoded.append(count))
+        return jax.nn.one_hot(tokens, variables["table"].shape[0]), cache + 1
 
     def init_cache(self, prompts, group, length, dtype=None):
-        return Cache((), (), jnp.int32(0))
+        return jnp.int32(0)
 
     def head(self, variables):
         return variables["table"].T
@@ -212,73 +211,45 @@ def test_decoding_stops_when_every_completion_has_ended():
     assert policy.decoded == []
 
 
-@pytest.mark.parametrize("length", [3, 50])
-def test_completions_that_have_ended_leave_and_the_others_write_the_same(monkeypatch, length):
-    """Prompts 0, 2 and 3 go round tokens 20 to 29 without an end; the others end at once: half of the batch goes on.
-
-    Prompts of 50 tokens are longer than the completions: whole groups leave.
-    """
+def test_groups_that_have_ended_leave_and_the_others_write_the_same(monkeypatch):
+    """Prompts 0, 2 and 3 go round tokens 20 to 29 without an end; the others end at once: half of the batch goes on."""
     logits = np.random.default_rng(6).normal(0, 1, (VOCABULARY, VOCABULARY)).astype(np.float32)
     logits[20:30, 20:30] += 30
     logits[10, EOS] = 40
     variables = {"table": jnp.asarray(logits)}
-    given = prompts([25, 10, 20, 29, 10, 10], length=length), keys_for(range(6))
+    given = prompts([25, 10, 20, 29, 10, 10]), keys_for(range(6))
     written = []
-    for longest_whole in (40, 8):  # completions above this length may go on in a smaller batch
-        monkeypatch.setattr(leaving, "_SHORT", longest_whole)
+    for longest_whole in (40, 8):  # completions above this length may go on with half of the prompts
+        monkeypatch.setattr(writing, "_HALVING", longest_whole)
         policy = Bigram()
         sample = make_sampler(policy, SamplingParams(3, 40), eos_ids=(EOS,), pad_id=PAD)
         written.append(jax.block_until_ready(sample(variables, *given[0], given[1])))
         jax.effects_barrier()
-        assert policy.decoded == [18 if longest_whole == 40 else 9] * 39
+        assert policy.decoded == [6 if longest_whole == 40 else 3] * 39
     whole, half = written
     jax.tree.map(np.testing.assert_array_equal, whole, half)
     np.testing.assert_array_equal(np.asarray(half.mask).sum(-1)[:, 0], [40, 1, 40, 40, 1, 1])
 
 
-def test_a_batch_narrows_to_half_and_to_a_quarter_once_few_enough_go_on():
-    """Each completion counts down to its end from a first token of its own; the places are those of the longest."""
-    logits = np.full((VOCABULARY, VOCABULARY), -100, np.float32)
-    logits[np.arange(VOCABULARY), np.maximum(np.arange(VOCABULARY) - 1, EOS)] = 0  # counts down to the end
-    firsts = np.array([[20, 60, 5, 90], [9, 10, 62, 7], [3, 30, 8, 66], [80, 6, 4, 70]])
-    for prompt, row in enumerate(firsts):
-        logits[200 + prompt] = -100
-        logits[200 + prompt, row] = 0  # drawn alike
-    policy = Bigram()
-    sample = make_sampler(policy, SamplingParams(4, 70), eos_ids=(EOS,), pad_id=PAD)
-    samples = sample({"table": jnp.asarray(logits)}, *prompts(200 + np.arange(4)), keys_for(range(4)))
-    jax.effects_barrier()
-    tokens, drawn = np.asarray(samples.tokens), np.asarray(samples.tokens)[..., 0]
-    assert all(set(row) <= set(firsts[prompt]) for prompt, row in enumerate(drawn)) and len(np.unique(drawn)) > 8
-    lengths = np.minimum(drawn, 70)
-    np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), lengths)
-    np.testing.assert_array_equal(samples.truncated, drawn > 70)
-    expected = np.where(np.arange(70) < lengths[..., None], drawn[..., None] - np.arange(70), PAD)
-    np.testing.assert_array_equal(tokens, expected)
-    going_on = (lengths[..., None] > np.arange(1, lengths.max())).sum((0, 1))  # before each step
-    places = np.select([going_on <= 4, going_on <= 8], [4, 8], 16)
-    assert policy.decoded == places.tolist() and set(places) == {4, 8, 16}
-
-
-def test_groups_leave_as_a_whole_where_prompts_are_long():
+def test_a_batch_is_halved_once_few_enough_go_on():
     """Groups end one after the other: whole steps as long as more than half of the prompts write, then half ones."""
     logits = np.full((VOCABULARY, VOCABULARY), -100, np.float32)
-    logits[np.arange(VOCABULARY), np.maximum(np.arange(VOCABULARY) - 1, EOS)] = 0
+    logits[np.arange(VOCABULARY), np.maximum(np.arange(VOCABULARY) - 1, EOS)] = 0  # counts down to the end
     policy = Bigram()
     sample = make_sampler(policy, SamplingParams(2, 70), eos_ids=(EOS,), pad_id=PAD)
-    given = prompts(np.array([20, 60, 5, 90]) + 1, length=72)
-    samples = sample({"table": jnp.asarray(logits)}, *given, keys_for(range(4)))
+    lengths = [20, 60, 5, 90]
+    samples = sample({"table": jnp.asarray(logits)}, *prompts(np.array(lengths) + 1), keys_for(range(4)))
     jax.effects_barrier()
     np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), [[n, n] for n in (20, 60, 5, 70)])
     np.testing.assert_array_equal(samples.truncated, [[False] * 2] * 3 + [[True] * 2])
-    assert policy.decoded == [8] * 19 + [4] * 50  # the first token of each comes from the prompt
+    assert policy.decoded == [4] * 19 + [2] * 50  # the first token of each comes from the prompt
 
 
 def test_the_cache_grows_in_few_sizes():
     for length in (1, 64, 65, 200, 4096):
         sizes = cache_sizes(length)
-        assert sizes == sorted(set(sizes)) and sizes[-1] == length and len(sizes) <= 3
-        assert all(later - size <= max(64, length / 3 + 8) for size, later in zip([0, *sizes], sizes, strict=False))
+        assert sizes == sorted(set(sizes)) and sizes[-1] == length and len(sizes) <= 4
+        assert all(later - size <= max(64, length / 4 + 8) for size, later in zip([0, *sizes], sizes, strict=False))
 
 
 def test_random_numbers_do_not_depend_on_the_other_prompts():

@@ -130,8 +130,8 @@ def test_a_second_batch_of_the_bucket_does_not_compile(loaded, variables):
     assert len(traced) == 1
 
 
-def test_a_growing_cache_and_a_narrower_batch_are_the_updates_forward(loaded, variables):
-    """Long completions: through two sizes of the cache; some end early, and the others go on in half of the places."""
+def test_a_growing_cache_and_a_halved_batch_are_the_updates_forward(loaded, variables):
+    """Long completions: through two sizes of the cache, and half of the prompts end early."""
     policy, steps = make_policy(loaded.config), 70
     assert len(cache_sizes(steps)) == 2
     tokens, mask = encode(loaded, (*TEXTS, "a b"))

@@ -26,7 +26,7 @@ ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)
 
 def make_phases(case: work.Case, loaded, remat: str):
     """The compiled parts of an iteration, and the state it starts from; `remat` as in `policy.remat`."""
-    section, training = OptimizerSection(learning_rate=work.LEARNING_RATE), TrainingSection(prompts_per_batch=1)
+    section, training = OptimizerSection(learning_rate=case.learning_rate), TrainingSection(prompts_per_batch=1)
     policy = make_policy(loaded.config, remat=remat)
     # Without an end of sequence every library writes the same number of tokens.
     params, ends = SamplingParams(case.group, case.new_tokens), () if case.end is None else (case.end,)

@@ -81,7 +81,7 @@ def make_trainer(given: work.Assignment) -> Timed:
         max_steps=given.iterations,
         num_iterations=1,
         beta=work.KL_COEF,
-        learning_rate=work.LEARNING_RATE,
+        learning_rate=case.learning_rate,
         lr_scheduler_type="constant",
         temperature=1.0,
         top_k=0,

@@ -44,7 +44,7 @@ def make_cluster(given: work.Assignment) -> rl_cluster.RLCluster:
 
     training = rl_cluster.RLTrainingConfig(
         # As in the other two: clipped at a norm of 1, then AdamW.
-        actor_optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(work.LEARNING_RATE, weight_decay=0.0)),
+        actor_optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(case.learning_rate, weight_decay=0.0)),
         eval_every_n_steps=1_000_000,
         max_steps=given.iterations,
         pbar_description=None,

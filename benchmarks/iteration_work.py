@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 KL_COEF = 0.04
-LEARNING_RATE = 1e-5
 POSITIONS = 1024
 PHASES = ("sampling", "logprobs", "update")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -60,6 +59,11 @@ class Case:
     def end(self) -> int | None:
         """The token that ends a completion; None where none does."""
         return self.vocabulary - 1 if self.ends else None
+
+    @property
+    def learning_rate(self) -> float:
+        """Of AdamW; where completions end by themselves too small to change when."""
+        return 1e-9 if self.ends else 1e-5
 
     @property
     def positions(self) -> int:

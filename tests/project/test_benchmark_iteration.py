@@ -23,8 +23,9 @@ from grpo_jax.models.decoder import init_variables, make_policy  # noqa: E402
 TINY = work.CASES["tiny"]
 
 
-def row(sampling: float, logprobs: float, update: float) -> dict:
-    return {"sampling": sampling, "logprobs": logprobs, "update": update, "total": sampling + logprobs + update}
+def row(sampling: float, logprobs: float, update: float, tokens: int = 100) -> dict:
+    total = sampling + logprobs + update
+    return {"sampling": sampling, "logprobs": logprobs, "update": update, "total": total, "tokens": tokens}
 
 
 def report(*rows: dict, peak: float = 100.0) -> dict:
@@ -99,6 +100,24 @@ def test_a_ratio_of_times_is_of_one_round_and_its_spread_is_told():
     ratios = grpo_iteration.ratios(runs)
     assert ratios["time/trl"] == [2 / 5, 4 / 8] and ratios["memory/trl"] == [0.1]
     assert grpo_iteration.told(ratios["time/trl"]) == "0.45 (0.40 to 0.50)"
+
+
+def test_where_lengths_differ_ratios_are_of_a_tokens_time():
+    runs = {
+        "ours": [report(row(0, 0, 0), row(1, 1, 0, tokens=50), row(2, 1, 1, tokens=100))],
+        "trl/plain": [report(row(0, 0, 0), row(2, 2, 1, tokens=100))],
+    }
+    assert grpo_iteration.ratios(runs, by_token=True)["time/trl"] == pytest.approx([6 / 150 / (5 / 100)])
+
+
+def test_each_token_may_be_the_last_with_the_probability_asked_for():
+    torch = pytest.importorskip("torch")
+    case = work.CASES["tiny-unequal"]
+    torch.manual_seed(0)
+    model = grpo_iteration.make_model(case)
+    with torch.no_grad():
+        logits = model(torch.randint(case.vocabulary, (16, 20))).logits
+    assert float(logits.softmax(-1)[..., case.end].mean()) == pytest.approx(1 / case.ends, rel=0.2)
 
 
 def test_a_worker_that_fails_is_reported(tmp_path):

@@ -138,7 +138,9 @@ def expected(scripts, phase: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", [pytest.param("sampling", marks=pytest.mark.wide), "logprobs", "update"])
+@pytest.mark.parametrize(
+    "phase", ["logprobs", *(pytest.param(name, marks=pytest.mark.wide) for name in ("sampling", "update"))]
+)
 def test_a_phases_products_are_those_of_its_arithmetic(scripts, phase, tmp_path):
     """Each product once and none missing; and their sum is near what the floor asks for."""
     printed, told = run("operators.py", "--json", "--case", "tiny", "--phase", phase, "--top", "5", folder=tmp_path)
@@ -198,6 +200,7 @@ def test_a_curve_grows_one_size_and_its_work_with_it(scripts):
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_growth_measures_and_tells(tmp_path):
     options = ["--curves", "G", "--sizes", "4", "2", "--libraries", "ours", "--iterations", "1"]
     printed, told = run("growth.py", "--out", *options, folder=tmp_path)

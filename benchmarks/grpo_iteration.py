@@ -13,8 +13,8 @@ median of all rounds, the least and the largest.
 
 TRL runs with gradient checkpointing off and on, grpo_jax with `policy.remat` as it is by default and with `layer`, its
 gradient checkpointing; after the first round only the faster goes on. Compared are the times of each library's fastest
-variant, and the memory of the one that takes least. A worker that fails is reported, and makes the exit status 1.
-Writes JSON and prints tables.
+variant, and the memory of the one that takes least; where completions end by themselves (`unequal`) a time is that of a
+token. A worker that fails is reported, and makes the exit status 1. Writes JSON and prints tables.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def make_model(case: work.Case):
         num_key_value_heads=case.kv_heads,
         max_position_embeddings=case.positions,
         bos_token_id=None,
-        eos_token_id=case.vocabulary - 1,  # a folder names one; every worker is told not to stop there
+        eos_token_id=case.vocabulary - 1,  # a folder names one; workers stop there where `case.end` says so
         pad_token_id=None,
     )
     if not case.picture:
@@ -306,6 +306,8 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     if "tunix" in chosen.libraries and chosen.tunix_python is None:
         parser.error("--tunix_python: Tunix needs an environment of its own; or leave it out with --libraries ours trl")
     chosen.cases = [name for given in chosen.cases for name in expand(given)]
+    if "tunix" in chosen.libraries and any(work.CASES[name].ends for name in chosen.cases):
+        parser.error("--cases: Tunix's worker writes all tokens; for unequal leave it out with --libraries ours trl")
     return chosen
 
 

@@ -134,6 +134,8 @@ def test_command_line_and_cases():
         grpo_iteration.expand("large")
     with pytest.raises(SystemExit):  # Tunix without its environment
         grpo_iteration.options([])
+    with pytest.raises(SystemExit):  # its worker ends nothing early
+        grpo_iteration.options(["--cases", "unequal", "--tunix_python", "python"])
 
 
 @pytest.mark.filterwarnings("default")

@@ -229,12 +229,12 @@ def together_pairs(
     pairs = []
     for row in rows:
         history = row.columns["history"]
-        last = history[-1]
+        last, taken = history[-1], set(history)
         if last not in ordered:
             others = similarity[[last]]
             best = np.lexsort((others.indices, -others.data))
             ordered[last] = [int(others.indices[place]) for place in best if others.data[place] > 0]
-        found = next((item for item in ordered[last] if item not in set(history)), None)
+        found = next((item for item in ordered[last] if item not in taken), None)
         pairs.append((row.prompt, "" if found is None else cut_title(catalogue.titles[found], characters)))
     return [(prompt, title) for prompt, title in pairs if title]
 

@@ -1,7 +1,7 @@
 """What all decoder layers share: projections, and attention that carries prompts and completions at once."""
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.quantised import as_array
 
 _MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
+_MANY_OF_A_ROW = 128  # where rows take turns too
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 ACTIVATIONS = {
@@ -137,7 +138,11 @@ def _where_seen(index: jax.Array, states: jax.Array, otherwise: jax.Array) -> ja
 
 
 def attend(
-    query: jax.Array, memories: Sequence[Memory], scale: jax.Array | None = None, softcap: float | None = None
+    query: jax.Array,
+    memories: Sequence[Memory],
+    scale: jax.Array | None = None,
+    softcap: float | None = None,
+    by_row: bool = False,
 ) -> jax.Array:
     """Softmax attention over several memories as if they were one.
 
@@ -146,21 +151,59 @@ def attend(
 
     Many queries take turns, a block at a time: scores are then [.., block, S] and never [.., S, S], in the backward
     pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682); and of keys of their own, those of
-    later quarters are left out.
+    later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache.
 
     Args:
         query: [P, K, G, R, S, E]; R query heads share a key head.
         memories: keys, values and masks.
         scale: float32 scalar that multiplies the scores; None for E^-0.5.
         softcap: the cap that scores are drawn towards (``core.logprobs.capped``); None for none.
+        by_row: whether rows may take turns; False where they are laid over several devices, which then all work.
 
     Returns:
         [P, K, G, R, S, E] in the query's dtype; scores and softmax are float32.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    steps = query.shape[-2]
-    if steps < _MANY:
+    by_row = by_row and jax.default_backend() == "cpu"
+    if query.shape[-2] < (_MANY_OF_A_ROW if by_row else _MANY):
         return _attend(query, memories, scale, softcap)
+    return (_attend_rows if by_row else _attend_quarters)(query, memories, scale, softcap)
+
+
+def _attend_rows(
+    query: jax.Array, memories: Sequence[Memory], scale: jax.Array | float, softcap: float | None
+) -> jax.Array:
+    """One completion of one prompt after the other."""
+    prompts = query.shape[0]
+    arrays, group_axes = [], []  # of all memories' keys, values and masks; the axis once that of prompts is gone
+    for keys, values, mask, _ in memories:
+        arrays += [keys, values, jnp.broadcast_to(mask, (prompts, *mask.shape[1:]))]
+        group_axes += [1 if keys.ndim == 5 else None, 1 if values.ndim == 5 else None, 0 if mask.ndim == 4 else None]
+
+    def of_prompt(part):
+        query, shared = part
+
+        @partial(jax.checkpoint, prevent_cse=False)
+        def of_row(row):
+            query, own = row
+            apart = iter(own)
+            of_both = zip(shared, group_axes, strict=True)
+            known = [(one if axis is None else next(apart))[None] for one, axis in of_both]
+            parts = zip(known[::3], known[1::3], known[2::3], memories, strict=True)
+            read = [Memory(keys, values, mask, memory.own) for keys, values, mask, memory in parts]
+            return _attend_quarters(query[None, :, None], read, scale, softcap)[0, :, 0]
+
+        own = [jnp.moveaxis(one, axis, 0) for one, axis in zip(shared, group_axes, strict=True) if axis is not None]
+        return jnp.moveaxis(jax.lax.map(of_row, (jnp.moveaxis(query, 1, 0), own)), 0, 1)
+
+    return jax.lax.map(of_prompt, (query, arrays))
+
+
+def _attend_quarters(
+    query: jax.Array, memories: Sequence[Memory], scale: jax.Array | float, softcap: float | None
+) -> jax.Array:
+    """A block of queries after the other, those of later quarters with more keys of their own."""
+    steps = query.shape[-2]
     quarter = -(-steps // (4 * _BLOCK)) * _BLOCK
     parts = []
     for start in range(0, steps, quarter):
@@ -186,7 +229,7 @@ def _attend_blocks(
         x = jnp.pad(x, [(0, filled), *[(0, 0)] * (x.ndim - 1)])
         return jnp.moveaxis(x.reshape(blocks, _BLOCK, *x.shape[1:]), 1, axis + 1)
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, prevent_cse=False)
     def one(block):
         queries, masks = block
         known = [memory._replace(mask=mask) for memory, mask in zip(memories, masks, strict=True)]
@@ -238,6 +281,7 @@ def attend_streams(
     layer_input: LayerInput,
     context: Context,
     softcap: float | None = None,
+    by_row: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Attention of one layer over prompts and completions at once.
 
@@ -252,6 +296,7 @@ def attend_streams(
         layer_input: the layer's window, scale, and remembered keys and values.
         context: positions and masks.
         softcap: of the scores, as in ``attend``.
+        by_row: as in ``attend``.
 
     Returns:
         What was read [P, S, H·E]; and keys and values to remember: the prompts' when they run alone, the cache
@@ -262,7 +307,7 @@ def attend_streams(
         length = context.prompt.positions.shape[1]
         prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
         memory = Memory(*prefix, visible(context.prompt, context.prompt, layer_input.window), own=True)
-        mixed.append(_attend_split(query[:, :length], length, [memory], layer_input.scale, softcap))
+        mixed.append(_attend_split(query[:, :length], length, [memory], layer_input.scale, softcap, by_row))
     if context.completion is not None:
         steps, readable = context.completion.positions.shape[-1], context.completion
         key, value = (_split_group(part[:, length:], steps) for part in (key, value))
@@ -274,15 +319,20 @@ def attend_streams(
             Memory(*prefix, visible(context.completion, context.prompt, layer_input.window)),
             Memory(*own, visible(context.completion, readable, layer_input.window), own=layer_input.cache is None),
         ]
-        mixed.append(_attend_split(query[:, length:], steps, memories, layer_input.scale, softcap))
+        mixed.append(_attend_split(query[:, length:], steps, memories, layer_input.scale, softcap, by_row))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values
 
 
 def _attend_split(
-    query: jax.Array, steps: int, memories: Sequence[Memory], scale: jax.Array | None, softcap: float | None
+    query: jax.Array,
+    steps: int,
+    memories: Sequence[Memory],
+    scale: jax.Array | None,
+    softcap: float | None,
+    by_row: bool,
 ) -> jax.Array:
     """Queries [P, G·steps, K, R, E] to what they read, [P, G·steps, H·E]."""
-    mixed = attend(_split_group(query, steps).transpose(0, 3, 1, 4, 2, 5), memories, scale, softcap)
+    mixed = attend(_split_group(query, steps).transpose(0, 3, 1, 4, 2, 5), memories, scale, softcap, by_row)
     return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
 
@@ -314,12 +364,13 @@ class Projection(nn.Module):
         # Values are drawn by decoder.init_variables, which takes only names and shapes from here.
         kernel = self.param("kernel", nn.initializers.zeros, (x.shape[-1], self.features), self.param_dtype)
         # As one matrix: contracting two axes at once, the kernel's gradient would be a product of transposed copies.
-        y = (x.reshape(-1, x.shape[-1]) @ as_array(kernel, self.dtype)).reshape(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])
+        y = rows @ as_array(kernel, self.dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
-            y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+            y = y + bias.astype(self.dtype)[None]
         if self.lora is not None and self.has_variable("lora", "a"):
             a = self.get_variable("lora", "a").astype(self.dtype)
             b = self.get_variable("lora", "b").astype(self.dtype)
-            y = y + (x @ a) @ b * self.lora.scale
-        return y
+            y = y + (rows @ a) @ b * self.lora.scale
+        return y.reshape(*x.shape[:-1], -1)

@@ -230,9 +230,10 @@ def test_misshapen_calls_are_refused(model):
         make_policy(LLAMA, remat="some")
 
 
+@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("steps", [256, 301])
-def test_many_queries_take_turns_and_read_the_same(steps, apart, monkeypatch):
+@pytest.mark.parametrize("steps", [128, 301])
+def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeypatch):
     """Against one softmax over all keys, with gradients: masks of segments, a shared prefix, a scale and a softcap."""
     rng = np.random.default_rng(steps)
     prompts, heads, group, shared, width, length = 2, 2, 3, 2, 4, 5
@@ -246,24 +247,37 @@ def test_many_queries_take_turns_and_read_the_same(steps, apart, monkeypatch):
 
     def weighted(query, keys, values, prefix):
         memories = [layers.Memory(*prefix, known), layers.Memory(keys, values, own, own=True)]
-        mixed = layers.attend(query, memories, scale=0.7, softcap=3.0)
+        mixed = layers.attend(query, memories, scale=0.7, softcap=3.0, by_row=by_row)
         return jnp.sum(jnp.sin(mixed)), mixed
 
     def outcome(many):
-        monkeypatch.setattr(layers, "_MANY", many)
+        monkeypatch.setattr(layers, "_MANY_OF_A_ROW" if by_row else "_MANY", many)
         return jax.jit(jax.value_and_grad(weighted, argnums=(0, 1, 2, 3), has_aux=True))(query, keys, values, prefix)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), outcome(1), outcome(steps + 1))
 
 
-def test_scores_of_many_queries_are_never_held_at_once():
+@pytest.mark.parametrize("by_row", [False, True])
+def test_scores_of_many_queries_are_never_held_at_once(by_row):
     """The gradient of 1,024 queries in eight heads takes less than the scores of half of them would, 4 bytes each."""
-    shapes = [(1, 4, 1, 2, 1024, 8), (1, 4, 1, 8, 1024), (1, 4, 1, 1024, 8)]
-    mask = jnp.tril(jnp.ones((1, 1024, 1024), bool))
+    compiled = _attention_gradient(1, 1024, by_row)
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 1024 * 1024 * 4
+
+
+def test_rows_that_take_turns_need_less_memory():
+    """Sixteen rows: beside what grows with the rows in any case, the scores of one block of one row."""
+    alone, together = (
+        _attention_gradient(16, 512, by_row).memory_analysis().temp_size_in_bytes for by_row in (True, False)
+    )
+    assert alone < 0.5 * together
+
+
+def _attention_gradient(rows, steps, by_row):
+    shapes = [(rows, 4, 1, 2, steps, 8), (rows, 4, 1, 8, steps), (rows, 4, 1, steps, 8)]
+    mask = jnp.tril(jnp.ones((1, steps, steps), bool))
 
     def total(query, keys, values):
-        return jnp.sum(layers.attend(query, [layers.Memory(keys, values, mask, own=True)]) ** 2)
+        return jnp.sum(layers.attend(query, [layers.Memory(keys, values, mask, own=True)], by_row=by_row) ** 2)
 
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*given).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 1024 * 1024 * 4
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*given).compile()

@@ -101,7 +101,9 @@ class Block(nn.Module):
         """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
         x = x if self.spread is None else self.spread(x)
         heads = self._heads(self.input_layernorm(x), _rotation_of(layer_input, context))
-        mixed, new_keys_values = attend_streams(*heads, layer_input, context, self.config.attention_softcap)
+        mixed, new_keys_values = attend_streams(
+            *heads, layer_input, context, self.config.attention_softcap, by_row=self.spread is None
+        )
         if self.config.post_norms:
             x = x + self.post_attention_layernorm(self.o_proj(mixed))
             x = x + self.post_feedforward_layernorm(self._mlp(self.pre_feedforward_layernorm(x)))

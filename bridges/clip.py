@@ -15,6 +15,7 @@ from torch.nn import functional
 from bridges import bundled
 from bridges.features import features_of
 from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
+from bridges.repeats import distinct
 from grpo_jax.errors import UserError
 
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -119,7 +120,7 @@ class Scorer:
         return [len(tokenizer.tokenizer(clean(text), verbose=False).input_ids) for text in texts]
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Unit features of pictures.
+        """Unit features of pictures; equal ones are encoded once where they lie on the host.
 
         Args:
             images: float [B, 3, H, W] in [0, 1], on any device.
@@ -135,12 +136,19 @@ class Scorer:
             raise ValueError(f"images: expected float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
         if not len(images):
             return torch.zeros((0, self.width), device=self.device)
+        if images.device.type != "cpu":
+            return self._image_features(images, range(len(images)))
+        pictures = images.detach().contiguous().view(torch.uint8).numpy()
+        first, places = distinct(picture.tobytes() for picture in pictures)
+        return self._image_features(images[first], first)[places]
+
+    def _image_features(self, images: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         features = []
         with torch.no_grad():
             for batch in images.split(self._batch_size):
                 pixels = self._preprocess(batch.detach().to(self.device, torch.float32))
                 features.append(self._encode(self.model.encode_image, pixels.to(self._dtype)))
-        return _checked(torch.cat(features), lambda row: f"picture {row}")
+        return _checked(torch.cat(features), lambda row: f"picture {rows[row]}")
 
     def text_features(self, texts: list[str]) -> torch.Tensor:
         """Unit features of texts, float32 [B, width]; recent ones are remembered.

@@ -139,6 +139,18 @@ def test_texts_are_encoded_once(folder, monkeypatch):
     assert len(scorer._texts) == 3
 
 
+def test_equal_pictures_are_encoded_once(folder, monkeypatch):
+    scorer = load_scorer(folder, batch_size=2)
+    images = pictures(3, 24, 24)
+    expected = scorer.image_features(images)
+    batches = []
+    encode = scorer.model.encode_image
+    monkeypatch.setattr(scorer.model, "encode_image", lambda pixels: batches.append(len(pixels)) or encode(pixels))
+    again = [2, 0, 2, 1, 0, 0, 2]
+    torch.testing.assert_close(scorer.image_features(images[again]), expected[again], atol=0, rtol=0)
+    assert batches == [2, 2]
+
+
 def test_window_and_token_counts(scorer):
     assert scorer.window == 77
     assert scorer.count_tokens(["", "red dog", "x y z", "q " * 100]) == [2, 4, 5, 102]
@@ -192,6 +204,8 @@ def test_scores_that_are_not_finite_stop_the_run(folder):
     scorer = load_scorer(folder)
     with pytest.raises(ScoreError, match="picture 1 is not finite"):
         scorer.image_features(images)
+    with pytest.raises(ScoreError, match="picture 2 is not finite"):
+        scorer.image_features(images[[0, 0, 1, 1]])
     with torch.no_grad():
         scorer.model.text_projection.fill_(float("inf"))
     with pytest.raises(ScoreError, match="text 'never seen' is not finite"):

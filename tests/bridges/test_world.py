@@ -18,6 +18,16 @@ def test_checker_reads_true_pictures():
     assert (world.read(world.draw(rows, rng)) == rows).mean(axis=0).min() >= 0.99
 
 
+def test_equal_pictures_read_alike(monkeypatch):
+    rng = np.random.default_rng(5)
+    pictures = world.draw(scenes(3), rng)
+    expected, seen, read = world.read(pictures), [], world._read
+    monkeypatch.setattr(world, "_read", lambda images: seen.append(len(images)) or read(images))
+    again = [1, 1, 2, 0, 1]
+    np.testing.assert_array_equal(world.read(pictures[again]), expected[again])
+    assert seen == [3]
+
+
 def test_checker_reads_a_little_noise_through():
     rng = np.random.default_rng(3)
     rows = scenes(100)

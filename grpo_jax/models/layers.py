@@ -14,7 +14,7 @@ from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.quantised import as_array
 
 _MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
-_MANY_OF_A_ROW = 128  # where rows take turns too
+_MANY_OF_A_ROW = 120  # where rows take turns too: also the 127 that run of 128 new tokens
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 ACTIVATIONS = {

@@ -49,6 +49,9 @@ class Rows(NamedTuple):
 class Cache(NamedTuple):
     """Keys and values of completions as far as they are written.
 
+    A single head has no axis K: XLA drops axes of one from its products, and would write and copy the whole cache once
+    more for every token, in the shape with the axis and in the one without.
+
     Attributes:
         keys: of each layer [P, K, G, E, T], rotated; slots from ``length`` on are not read.
         values: of each layer [P, K, G, T, E].
@@ -64,9 +67,9 @@ class Cache(NamedTuple):
 
 def init_cache(layers: int, shape: tuple[int, int, int, int, int], dtype: jax.typing.DTypeLike) -> Cache:
     """An empty cache for completions of shape [P, K, G, T, E]."""
-    *heads, length, size = shape
+    *heads, length, size = shape if shape[1] > 1 else (shape[0], *shape[2:])
     keys = tuple(jnp.zeros((*heads, size, length), dtype) for _ in range(layers))
-    values = tuple(jnp.zeros(shape, dtype) for _ in range(layers))
+    values = tuple(jnp.zeros((*heads, length, size), dtype) for _ in range(layers))
     return Cache(keys, values, jnp.zeros((), jnp.int32))
 
 
@@ -77,7 +80,15 @@ def write(
 
     Writing past the end overwrites the last slot: callers make room for every token they decode.
     """
+    if cache[0].ndim < keys.ndim:
+        keys, values = keys.squeeze(1), values.squeeze(1)
     return (
-        jax.lax.dynamic_update_slice_in_dim(cache[0], keys.astype(cache[0].dtype), slot, axis=4),
-        jax.lax.dynamic_update_slice_in_dim(cache[1], values.astype(cache[1].dtype), slot, axis=3),
+        jax.lax.dynamic_update_slice_in_dim(cache[0], keys.astype(cache[0].dtype), slot, axis=cache[0].ndim - 1),
+        jax.lax.dynamic_update_slice_in_dim(cache[1], values.astype(cache[1].dtype), slot, axis=cache[1].ndim - 2),
     )
+
+
+def with_heads(cache: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """A layer's keys [P, K, G, E, T] and values [P, K, G, T, E], also where there is one head."""
+    keys, values = cache
+    return (keys, values) if keys.ndim == 5 else (keys[:, None], values[:, None])

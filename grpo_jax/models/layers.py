@@ -105,7 +105,7 @@ class LayerInput(NamedTuple):
         prefix: the prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run.
         depth: i32 scalar, the layer's number; None where no layer asks for it.
         rotation: i32 scalar, the layer's kind of rotation; None where all have the same.
-        cache: the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far.
+        cache: the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far, as `cache.Cache` has them.
     """
 
     window: jax.Array | None = None
@@ -313,8 +313,8 @@ def attend_streams(
         key, value = (_split_group(part[:, length:], steps) for part in (key, value))
         own, new_keys_values = (key.transpose(0, 3, 1, 4, 2), value.transpose(0, 3, 1, 2, 4)), None
         if layer_input.cache is not None:
-            own = new_keys_values = caches.write(layer_input.cache, context.slot, *own)
-            readable = context.cached
+            new_keys_values = caches.write(layer_input.cache, context.slot, *own)
+            own, readable = caches.with_heads(new_keys_values), context.cached
         memories = [
             Memory(*prefix, visible(context.completion, context.prompt, layer_input.window)),
             Memory(*own, visible(context.completion, readable, layer_input.window), own=layer_input.cache is None),

@@ -249,9 +249,9 @@ def _with_noise(total: jax.Array, rank: jax.Array, keys: jax.Array) -> jax.Array
 
 
 def _reordered(cache: Cache, parents: jax.Array) -> Cache:
-    """The keys and values of the beams that were kept: [P, K, G, ..] by parents [P, G]."""
+    """The keys and values of the beams that were kept: [P, .., G, E, T] by parents [P, G]."""
 
     def kept(part: jax.Array) -> jax.Array:
-        return jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=1))(part, parents)
+        return jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=-3))(part, parents)
 
     return cache._replace(keys=tuple(map(kept, cache.keys)), values=tuple(map(kept, cache.values)))

@@ -196,11 +196,13 @@ def _fitted(values: jax.Array, size: int, *, axis: int) -> jax.Array:
 
 def _moved(policy, cache: Cache, prompts: int, stage: Stage) -> Cache:
     """A cache with room for the stage's nodes and their paths, and what another holds."""
-    keys, values = (tuple(_fitted(part, stage.nodes, axis=2) for part in parts) for parts in (cache.keys, cache.values))
+    keys, values = (
+        tuple(_fitted(part, stage.nodes, axis=part.ndim - 3) for part in parts) for parts in (cache.keys, cache.values)
+    )
     return move(cache._replace(keys=keys, values=values), policy.init_cache(prompts, stage.nodes, stage.depth))
 
 
 def _of_parents(cache: Cache, parents: Array) -> Cache:
-    """A place for each node of the next level, with what its parent's path holds: [P, K, N, ..] by int [N]."""
-    keys, values = (tuple(part[:, :, parents] for part in parts) for parts in (cache.keys, cache.values))
+    """A place for each node of the next level, with what its parent's path holds: [P, .., N, E, T] by int [N]."""
+    keys, values = (tuple(jnp.take(part, parents, axis=-3) for part in parts) for parts in (cache.keys, cache.values))
     return cache._replace(keys=keys, values=values)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_decoders import tiny
+from support.tiny_decoders import ONE_HEAD, tiny
 
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.sampling.episodes import make_episode_sampler
@@ -63,7 +63,7 @@ def play(model, turns):
     return parts, stream(parts)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", ONE_HEAD])
 def test_an_episodes_logprobs_are_those_of_its_tokens_in_one_pass(family):
     model = tiny(family)
     parts, (tokens, present, written, logprobs) = play(model, 3)

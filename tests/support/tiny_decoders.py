@@ -1,6 +1,7 @@
 """A tiny random decoder of each family, with adapters, and a batch of groups for it."""
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +56,8 @@ CONFIGS: dict[str, tuple[ModelConfig, LoraConfig]] = {
     "llama": (LLAMA, LoraConfig(2, 6.0, ("q_proj", "v_proj", "down_proj"))),
     "gpt2": (GPT2, LoraConfig(2, 6.0, ("c_attn", "attn_c_proj", "mlp_c_proj"))),
 }
+ONE_HEAD = "one key head"
+"""A family for `tiny` beside those of `CONFIGS`: its cache has an axis less."""
 
 
 class Tiny(NamedTuple):
@@ -68,7 +71,8 @@ class Tiny(NamedTuple):
 
 @functools.cache
 def tiny(family: str) -> Tiny:
-    config, lora = CONFIGS[family]
+    config, lora = CONFIGS["llama" if family == ONE_HEAD else family]
+    config = replace(config, num_kv_heads=1) if family == ONE_HEAD else config
     rng = np.random.default_rng(1)
     variables = jax.tree.map(
         lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), jnp.float32),

@@ -13,9 +13,8 @@ import torch
 from torch.nn import functional
 
 from bridges import bundled
-from bridges.features import features_of
+from bridges.features import features_of, features_of_distinct
 from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
-from bridges.repeats import distinct
 from grpo_jax.errors import UserError
 
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -136,11 +135,7 @@ class Scorer:
             raise ValueError(f"images: expected float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
         if not len(images):
             return torch.zeros((0, self.width), device=self.device)
-        if images.device.type != "cpu":
-            return self._image_features(images, range(len(images)))
-        pictures = images.detach().contiguous().view(torch.uint8).numpy()
-        first, places = distinct(picture.tobytes() for picture in pictures)
-        return self._image_features(images[first], first)[places]
+        return features_of_distinct(images, self._image_features)
 
     def _image_features(self, images: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         features = []

@@ -14,8 +14,6 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from bridges.repeats import distinct
-
 SIZE = 32
 """Height and width of a picture in pixels."""
 
@@ -241,7 +239,7 @@ def read(images: np.ndarray) -> np.ndarray:
 
     The border's median colour is the background. Among all ideal pictures on it (every shape, size, position,
     sharpness and colour) the one with the smallest squared distance is the answer; a picture that even the
-    nearest ideal explains less than half of reads as nothing but its background. Equal pictures are read once.
+    nearest ideal explains less than half of reads as nothing but its background.
 
     Args:
         images: [n, 3, 32, 32] in [0, 1].
@@ -255,11 +253,6 @@ def read(images: np.ndarray) -> np.ndarray:
     images = np.asarray(images, np.float64)
     if images.ndim != 4 or images.shape[1:] != (3, SIZE, SIZE):
         raise ValueError(f"images must be [n, 3, {SIZE}, {SIZE}], got {images.shape}")
-    first, places = distinct(image.tobytes() for image in images)
-    return _read(images[first])[places]
-
-
-def _read(images: np.ndarray) -> np.ndarray:
     masks, rows = _templates()
     n = len(images)
     border = np.concatenate([images[:, :, 0], images[:, :, -1], images[:, :, :, 0], images[:, :, :, -1]], axis=2)
@@ -288,7 +281,8 @@ def check(image: np.ndarray) -> dict[str, str | None]:
 
 def pixel_accuracy(images: np.ndarray, requested: list[dict[str, str]]) -> np.ndarray:
     """The share of each picture's requested attributes that the checker finds in it: f64[n]."""
-    found = read(images)
+    _, first, places = np.unique([image.tobytes() for image in images], return_index=True, return_inverse=True)
+    found = read(images[first])[places]  # equal pictures are read once
     score = np.zeros(len(found))
     for i, wanted in enumerate(requested):
         hits = [found[i, ATTRIBUTES.index(k)] == VALUES[k].index(v) for k, v in wanted.items() if v is not None]

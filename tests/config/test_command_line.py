@@ -62,7 +62,7 @@ def test_another_class_takes_the_fields_of_the_old_one_with_it():
     second = ["--judges.second", "examples/own_judge/brightness.py:Brightness", "--judges.second.red=0.5"]
     config = parse(["--judges.renderer.steps=3", "--judges.renderer=stable_diffusion_3", *second])
     renderer = config.judges["renderer"]
-    assert (renderer.steps, renderer.batch_size) == (3, 64)  # 64 of the miniature's file
+    assert (renderer.steps, renderer.batch_size) == (3, 16)  # 16 of the miniature's file
     assert config.judges["second"].red == 0.5 and set(config.judges) == {"renderer", "scorer", "second"}
     other = parse(["--judges.renderer", "examples/own_judge/brightness.py"])
     assert type(other.judges["renderer"]).__name__ == "Brightness"

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -61,7 +62,8 @@ def said_by(head, port):
         yield f"{host}:{port}"
     finally:
         for process in [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # some end with those before them
+                process.kill()
         head.communicate()
 
 

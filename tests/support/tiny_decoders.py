@@ -71,8 +71,7 @@ class Tiny(NamedTuple):
 
 @functools.cache
 def tiny(family: str) -> Tiny:
-    config, lora = CONFIGS["llama" if family == ONE_HEAD else family]
-    config = replace(config, num_kv_heads=1) if family == ONE_HEAD else config
+    config, lora = (CONFIGS | {ONE_HEAD: (replace(LLAMA, num_kv_heads=1), CONFIGS["llama"][1])})[family]
     rng = np.random.default_rng(1)
     variables = jax.tree.map(
         lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), jnp.float32),

@@ -1,9 +1,8 @@
-"""The house stands as the design has it: who may import whom, what loads when, how large a file may be."""
+"""The layout of the packages: who may import whom, and what loads when."""
 
 import re
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 from support.imports import FILES, ROOT, dotted, find_circle, imports_of, read_imports, target, within
@@ -20,8 +19,6 @@ BUILDERS = ("bridges.miniature.build", "bridges.miniature.train_", "bridges.retr
 """Scripts of the bridges that count as commands."""
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")
 KNOWN_BY_BRIDGES = ("grpo_jax.errors", "grpo_jax.config.fields", "grpo_jax.config.named")
-FOLDERS = ("grpo_jax", "bridges", "examples", "tests", "benchmarks", "docs", "scripts")
-LINES, FILES_OF_A_FOLDER = 400, 15
 TASKS = re.compile(r"(?<!\w)(prompt_enhancement|recommendation|cartpole|miniature|ndcg|pixel_accuracy)(?!\w)")
 
 OURS = [name for name in FILES if within(name, ["grpo_jax"])]
@@ -149,23 +146,6 @@ def test_no_task_is_known_by_name():
     }
     extras = {("errors.py", "recommendation"), ("errors.py", "cartpole")}
     assert found == {("config/help.py", "miniature")} | extras
-
-
-# ------------------------------------------------------------------------------------------------------------ sizes
-
-
-SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-
-
-def test_files_are_short():
-    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
-    assert len(lines) > 200
-    assert not {name: count for name, count in lines.items() if count > LINES}
-
-
-def test_folders_are_small():
-    counts = Counter(str(path.parent.relative_to(ROOT)) for path in SOURCES if path.name != "__init__.py")
-    assert not {folder: count for folder, count in counts.items() if count > FILES_OF_A_FOLDER}
 
 
 # ----------------------------------------------------------------------------------------------------- what is loaded

@@ -1,0 +1,196 @@
+"""Records the first iterations of runs that between them take every path, to compare two versions of the code.
+
+    PYTHONPATH=tests python -m support.recorded_runs record before.json [NAME …]
+    PYTHONPATH=tests python -m support.recorded_runs compare before.json after.json
+
+A record holds the metrics of each iteration without timings, the validation measures, and of each array of the final
+checkpoint its digest and its norm. `compare` says which runs are equal bit for bit, which within 1e-6, and what differs.
+"""
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMINGS = ("seconds/", "tokens_per_second", "environment_steps_per_second")
+TOLERANCE = 1e-6
+SHORT = ["--report_to", "[]", "--training.save_every", "0", "--evaluation.gallery", "0"]
+TWO = [*SHORT, "--training.max_steps", "2", "--evaluation.every", "2"]
+SMALL = [*TWO, "--evaluation.prompts", "16", "--evaluation.validation_prompts", "16", "--training.prompts_per_batch", "8"]
+TEN_ROUNDS = ["--report_to", "[]", "--training.iterations", "10", "--evaluation.every", "10"]
+TEXT: dict[str, list[str]] = {
+    "text": [],
+    "text_lora": ["--policy.lora.rank", "4"],
+    # Completions that end early share rows.
+    "text_packing": [
+        *("--sampling.max_new_tokens", "96", "--sampling.stop", "[a, b, c, d, e, f, g, h]"),
+        *("--training.accumulation", "2", "--training.minibatches", "1"),
+    ],
+    "text_kl": ["--algorithm.kl_coef", "0.1", "--algorithm.update_ref_every", "1", "--training.inner_epochs", "2"],
+}
+RUNS: dict[str, list[str]] = {
+    "default": ["--config", "prompt_enhancement_miniature", *SMALL],
+    "ppo": ["--config", "prompt_enhancement_ppo", *SMALL],
+    "refinement": ["--config", "prompt_refinement_miniature", *SMALL],
+    "recreation": ["--config", "prompt_recreation_miniature", *SMALL],
+    "ranking": ["--config", "recommendation_quick", "--sampling.group", "beams", "--algorithm.kl_coef", "0.05", *SMALL],
+    "recommendation_dummy": ["--config", "recommendation_dummy", *SMALL],
+    "cartpole_grpo": ["--config", "cartpole_grpo", *TEN_ROUNDS],
+    "cartpole_ppo": ["--config", "cartpole_ppo", *TEN_ROUNDS],
+    "cartpole_gdpo": ["--config", "cartpole_gdpo", *TEN_ROUNDS],
+    **TEXT,
+}
+REWARDS = '''
+def letters(prompts, completions, wish, **columns):
+    return [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish)]
+
+
+def brief(completions, **columns):
+    return [-len(text) / 10 for text in completions]
+'''
+
+
+def text_config(folder: Path) -> Path:
+    """Write a tiny random policy, prompts, two rewards, and the config that names them."""
+    from support.tiny_models import causal_lm
+
+    policy = causal_lm(folder / "policy")
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"{letter} tree", "wish": letter} for letter in "abcdefghijklmnop"]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "task": "text",
+        "seed": 3,
+        "policy": {"path": str(policy)},
+        "data": {"prompts": str(folder / "prompts.jsonl"), "held_out": 0.25, "max_prompt_tokens": 64},
+        "sampling": {"group_size": 4, "max_new_tokens": 8},
+        "optimizer": {"learning_rate": 0.01, "schedule": "cosine", "warmup_steps": 3},
+        "training": {"prompts_per_batch": 4, "minibatches": 2},
+        "evaluation": {"sampled": False},
+        "rewards": [
+            {"name": f"{folder / 'rewards.py'}:letters"},
+            {"name": f"{folder / 'rewards.py'}:brief", "weight": 0.5},
+        ],
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder / "config.yaml"
+
+
+def untimed(measures: Mapping[str, object]) -> dict[str, object]:
+    """Return the measures that do not depend on how fast the machine is."""
+    return {name: value for name, value in measures.items() if not name.startswith(TIMINGS)}
+
+
+def weights_of(run: Path) -> dict[str, dict[str, object]]:
+    """Return digest and Euclidean norm of every array of the run's final checkpoint."""
+    import orbax.checkpoint as ocp
+
+    final = next((run / "checkpoints" / "final").glob("version_*"))
+    arrays = {}
+    for part in ("variables", "training"):
+        tree = ocp.PyTreeCheckpointer().restore((final / part).absolute())
+        for name, array in _leaves(tree, part):
+            array = np.asarray(array)
+            digest = hashlib.sha256(array.tobytes()).hexdigest()
+            arrays[name] = {"digest": digest, "norm": float(np.linalg.norm(array.astype(np.float64).ravel()))}
+    return arrays
+
+
+def _leaves(tree, path: str):
+    if isinstance(tree, Mapping):
+        for name in sorted(tree):
+            yield from _leaves(tree[name], f"{path}.{name}")
+    elif tree is not None:
+        yield path, tree
+
+
+def record(names: list[str]) -> dict[str, dict]:
+    """Run each command and return what it computed."""
+    records = {}
+    with tempfile.TemporaryDirectory() as place:
+        config = None
+        for name in names:
+            if name in TEXT and config is None:
+                config = text_config(Path(place))
+            arguments = ["--config", str(config), *TWO, *TEXT[name]] if name in TEXT else RUNS[name]
+            run = Path(place) / name
+            command = [sys.executable, "-m", "grpo_jax.train", *arguments, "--run_dir", str(run)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"{name}: {' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+            rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            summary = json.loads((run / "summary.json").read_text())
+            records[name] = {
+                "metrics": [untimed(row) for row in rows],
+                "evaluation": summary["evaluation"],
+                "weights": weights_of(run),
+            }
+            print(f"{name}: {len(rows)} rows, {len(records[name]['weights'])} arrays", flush=True)
+    return records
+
+
+def differences(before, after, path: str = "") -> list[tuple[str, float]]:
+    """Return (path, relative difference) of every value that is not equal; inf where one side lacks it."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = sorted(before.keys() | after.keys() - {"digest"})
+        if before.get("digest") is not None and before.get("digest") == after.get("digest"):
+            return []
+        found = []
+        for name in names:
+            if name != "digest":
+                found += differences(before.get(name), after.get(name), f"{path}/{name}")
+        if not found and before.get("digest") != after.get("digest"):
+            found = [(f"{path}/digest", 0.0)]  # other bits of the same norm
+        return found
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        pairs = enumerate(zip(before, after, strict=True))
+        return [found for index, (a, b) in pairs for found in differences(a, b, f"{path}/{index}")]
+    if isinstance(before, float) and isinstance(after, float):
+        if before == after or (math.isnan(before) and math.isnan(after)):
+            return []
+        return [(path, abs(before - after) / max(abs(before), abs(after), 1e-30))]
+    return [] if before == after else [(path, math.inf)]
+
+
+def compare(before: Mapping[str, dict], after: Mapping[str, dict]) -> bool:
+    """Print how each run compares; True if none differs by more than the tolerance."""
+    sound = True
+    for name in before:
+        if name not in after:
+            print(f"{name}: not recorded again")
+            sound = False
+            continue
+        found = sorted(differences(before[name], after[name]), key=lambda item: -item[1])
+        if not found:
+            print(f"{name}: equal bit for bit")
+            continue
+        largest = found[0][1]
+        sound = sound and largest <= TOLERANCE
+        print(f"{name}: {len(found)} values differ, the most by {largest:.2g} (relative)")
+        for path, difference in found[:8]:
+            print(f"    {path}: {difference:.2g}")
+    return sound
+
+
+def main(arguments: list[str]) -> int:
+    """Record or compare, as the module's docstring says."""
+    match arguments:
+        case ["record", file, *names]:
+            Path(file).write_text(json.dumps(record(names or list(RUNS)), indent=1))
+            return 0
+        case ["compare", before, after]:
+            return 0 if compare(*(json.loads(Path(file).read_text()) for file in (before, after))) else 1
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -171,11 +171,12 @@ def finished(returned: Any) -> Any:
 
 
 def _numbers(values: Any) -> tuple[np.ndarray, list[int]]:
-    """Values as f64, NaN for None and for what is no finite number; and where the latter are."""
+    """Values as f64, NaN for None, masked ones and what is no finite number; and where the last are."""
     if isinstance(values, np.ndarray):
-        numbers = values.astype(np.float64)
-        refused = ~(np.abs(numbers) <= _LARGEST)
-        return np.where(refused, np.nan, numbers), np.flatnonzero(refused).tolist()
+        missing = np.ma.getmaskarray(values)
+        numbers = np.ma.getdata(values).astype(np.float64)
+        refused = ~(np.abs(numbers) <= _LARGEST) & ~missing
+        return np.where(refused | missing, np.nan, numbers), np.flatnonzero(refused).tolist()
     found = [None if value is None else as_number(value) for value in values]
     refused = [i for i, number in enumerate(found) if number is None and values[i] is not None]
     return np.array([np.nan if number is None else number for number in found]), refused
@@ -249,7 +250,8 @@ def as_list(returned: Any) -> list[Any]:
 def as_values(returned: Any) -> list[Any] | np.ndarray:
     """The same with numbers of an array as an array: no list of them is made, and on the host it is their own memory.
 
-    Tensors of torch come over dlpack, with one copy where they are on a card; so do arrays of JAX.
+    Tensors of torch come over dlpack, with one copy where they are on a card; so do arrays of JAX. What NumPy masks is
+    None in a list, and stays masked in an array.
 
     Raises:
         BadReturn: It is something else.
@@ -268,7 +270,7 @@ def as_values(returned: Any) -> list[Any] | np.ndarray:
         returned = returned.tolist()
     if not isinstance(returned, Sequence):
         raise BadReturn(f"{expected}, got {one_line(type(returned).__name__, 40)}")
-    return list(returned)
+    return [None if value is np.ma.masked else value for value in returned]
 
 
 def on_host(returned: Any) -> np.ndarray | None:

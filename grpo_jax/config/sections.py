@@ -304,8 +304,6 @@ class RewardSection:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(bool(self.name), "rewards.name", "a name", self.name)
-        where = "rewards.label" if self.label else "rewards.name"
-        require(self.called != "total", where, "another name: the weighted sum has it", self.called)
         section = f"rewards.{self.called}."
         require_sizes(self, section, {"weight": (-COEFFICIENT, COEFFICIENT)})
         require(math.isfinite(self.threshold), f"{section}threshold", "a finite number", self.threshold)

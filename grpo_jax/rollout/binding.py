@@ -54,11 +54,13 @@ class Rewards(NamedTuple):
         sections: N rewards as configured, their conditions resolved.
         maximised: A function for each.
         watched: W measures.
+        watch: Their names as configured: of an import path all of it.
     """
 
     sections: tuple[RewardSection, ...]
     maximised: tuple[Wanted, ...]
     watched: tuple[Wanted, ...]
+    watch: tuple[str, ...]
 
     @property
     def weights(self) -> dict[str, float]:
@@ -114,10 +116,10 @@ def find_rewards(
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
     trainer = trainer or Trainer()
     found = [_maximised(section, functions, source, judges, timeout, trainer) for section in sections]
-    watch = watch or source.default_watch
+    names = (*(watch or source.default_watch), *source.always_watched)
     resolved = tuple(_without_none(section) for section in sections)
-    watched = [_find(name, {}, source, judges, trainer, "watch") for name in (*watch, *source.always_watched)]
-    return Rewards(resolved, tuple(found), tuple(watched))
+    watched = [_find(name, {}, source, judges, trainer, "watch") for name in names]
+    return Rewards(resolved, tuple(found), tuple(watched), names)
 
 
 def bind(wanted: Wanted, judges: Mapping[str, Any]) -> Reward:

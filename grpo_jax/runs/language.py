@@ -18,9 +18,10 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.absent import absent_in, counted, listed, never_came, without_signal
 from grpo_jax.rollout.rewards import IN_PYTHON
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_policy, measure_all
+from grpo_jax.runs.evaluation import Evaluation, evaluate_policy, measure_all
 from grpo_jax.runs.iteration import Learner, make_learner, run_iteration
 from grpo_jax.runs.loop.ahead import Ahead, iterate_ahead
+from grpo_jax.runs.measures import TOTAL
 from grpo_jax.runs.parts import Parts, load_parts, within_budget
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import added, identity_of, require_same, with_total

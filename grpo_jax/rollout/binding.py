@@ -179,9 +179,8 @@ def _maximised(
             raise UserError(f"{where}: expected {expected}; got true")
         reward = with_messages(found.reward) if section.messages else found.reward
         return found._replace(name=section.called, reward=reward)
-    reward = with_options(_told(reward, trainer), section.called, section.options)
-    reward = with_messages(reward) if section.messages else reward
-    return Wanted(section.called, source.adapt(reward), "")
+    reward = source.adapt(with_options(_told(reward, trainer), section.called, section.options))
+    return Wanted(section.called, with_messages(reward) if section.messages else reward, "")
 
 
 def _told(reward: Reward, trainer: Trainer) -> Reward:

@@ -50,4 +50,5 @@ def require_names(config: Config, rewards: Rewards, controls: Collection[str]) -
         same = measured.setdefault(name, plain) == plain  # a reward may be watched too, as it is
         where = "rewards" if place < len(rewards.sections) else "watch"
         expected = "a name that no other measure of the run has (set a reward's label; in Python: ('name', function))"
-        require(same and name not in taken and not of_turns(name, names), f"{where}.{name}", expected, name)
+        of_others = config.sampling.turns > 1 and of_turns(name, names)
+        require(same and name not in taken and not of_others, f"{where}.{name}", expected, name)

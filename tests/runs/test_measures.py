@@ -165,17 +165,19 @@ def test_the_penalty_on_length_is_in_the_total(place, tmp_path):
 def test_no_two_measures_have_one_name():
     """Of a reward and what is watched, of a reward and another's turns, of a reward and another's control."""
 
-    def names(rewards, watch=(), controls=()):
+    def names(rewards, watch=(), controls=(), turns=1):
         sections = tuple(RewardSection(**one) if isinstance(one, dict) else RewardSection(one) for one in rewards)
-        require_names(make_config(task="text"), Rewards(sections, (), (), tuple(watch)), controls)
+        task = {"kind": "text", "environment": "a.py:answers" if turns > 1 else ""}
+        config = make_config(task=task, sampling={"turns": turns})
+        require_names(config, Rewards(sections, (), (), tuple(watch)), controls)
 
-    names(["a.py:f", "b.py:g", "overlong"], ["a.py:f", "h"], ["blind"])  # watched as it is rewarded
-    turns = np.ones((2, 1, 3, 1), np.float32)
-    found = turn_measures(Judgement(turns[:, :, 0], turns[:, :, 0, :0], [], turns, turns[..., :0]), ["f"])
+    names(["a.py:f", "b.py:g", "overlong", "f_gain"], ["a.py:f", "h"], ["blind"])  # watched as it is rewarded
+    values = np.ones((2, 1, 3, 1), np.float32)
+    found = turn_measures(Judgement(values[:, :, 0], values[:, :, 0, :0], [], values, values[..., :0]), ["f"])
     assert len(found) == 5
     for name in found:
         with pytest.raises(UserError, match=f"rewards.{name}: expected a name that no other measure of the run has"):
-            names(["a.py:f", f"a.py:{name}"])
+            names(["a.py:f", f"a.py:{name}"], turns=3)
     for arguments, place in (
         ((["a.py:f"], ["b.py:f"]), "watch.f"),
         (([{"name": "a.py:f", "options": {"x": 1}}], ["a.py:f"]), "watch.f"),

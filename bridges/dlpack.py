@@ -72,7 +72,7 @@ def to_jax(
     Raises:
         TypeError: if `tensor` is no dense tensor, or of a dtype JAX does not share; for int64 and float64
             too, unless JAX runs with x64 or `convert` is set (JAX by itself would truncate without a word).
-        ValueError: if a converted integer does not fit.
+        ValueError: if a converted value does not fit; NaN and infinities do.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise TypeError(f"tensor: expected a dense torch.Tensor, got {getattr(tensor, 'layout', type(tensor))}")
@@ -105,7 +105,10 @@ def _narrowed(tensor: torch.Tensor, convert: bool) -> torch.Tensor:
         low, high = tensor.min().item(), tensor.max().item()
         if low < -(2**31) or high >= 2**31:
             raise ValueError(f"tensor: values from {low} to {high} do not fit into int32")
-    return tensor.to(WIDE[name])
+    narrow = tensor.to(WIDE[name])
+    if name == "float64" and (lost := narrow.isinf() & tensor.isfinite()).any():
+        raise ValueError(f"tensor: {tensor[lost][0].item():g} does not fit into float32; scale the values first")
+    return narrow
 
 
 def _target(source: torch.device, device: jax.Device | None) -> jax.Device:

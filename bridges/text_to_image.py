@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ def find_any(path: str) -> tuple[Path | str, dict, type]:
     return source, index, kinds[index["_class_name"]]
 
 
-def check_abilities(path: str, *, guidance: float, negative_prompt: str, length: int) -> None:
+def check_abilities(path: str, *, guidance: Sequence[float], negative_prompt: str, length: int) -> None:
     """Refuses what a pipeline does not do; read from its class and the config of what draws.
 
     Args:
         path: as `find_any` takes it.
-        guidance: the largest that is asked for.
+        guidance: the scales that are asked for, in training and in evaluation.
         negative_prompt: empty without one.
         length: tokens for text encoders without a window of their own; 0 takes the pipeline's.
 
@@ -45,14 +45,17 @@ def check_abilities(path: str, *, guidance: float, negative_prompt: str, length:
     config = component_config(source, f"{'transformer' if 'transformer' in index else 'unet'}/config.json")
     who = f"{path} ({kind.__name__})"
     distilled = "true_cfg_scale" in takes  # FLUX and its kin, whose guidance is at most an input of the network
-    if guidance > 1 and ("guidance_scale" not in takes or (distilled and not config.get("guidance_embeds"))):
+    if max(guidance) > 1 and ("guidance_scale" not in takes or (distilled and not config.get("guidance_embeds"))):
         raise UserError(f"{who} draws without guidance: set guidance and eval_guidance to 1")
     # A guidance that is an input draws nothing that a picture could be led away from; consistency models' is one too.
     embedded = distilled or config.get("time_cond_proj_dim") is not None
     if negative_prompt and ("negative_prompt" not in takes or embedded):
         raise UserError(f"{who} takes no negative prompt: leave negative_prompt empty")
-    if negative_prompt and guidance <= 1:
-        raise UserError(f"{who} reads a negative prompt under guidance alone: set guidance above 1, or leave it empty")
+    if negative_prompt and min(guidance) <= 1:
+        raise UserError(
+            f"{who} reads a negative prompt under guidance alone: set guidance and eval_guidance above 1, or leave "
+            "negative_prompt empty"
+        )
     if length and "max_sequence_length" not in takes:
         raise UserError(f"{who} has text encoders of a fixed window: leave max_sequence_length at 0")
 

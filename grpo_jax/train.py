@@ -47,9 +47,9 @@ def run(
             `PromptSet`. They are kept in prompts.jsonl of the run directory, where --resume and evaluate find them.
         rewards: In place of config.rewards: functions reward(prompts, completions, **columns) → P·G numbers, None for
             a missing one; a list of them, each called by its own name, or {name: function}. The entry of config.rewards
-            with that name, if there is one, sets its weight, condition and options; otherwise it has weight 1. Every
-            entry must have its function. --resume and evaluate find functions at the top level of a module again,
-            others must be given again.
+            with that name, if there is one, sets its weight, condition, options and messages; otherwise it has weight
+            1. Every entry must have its function. --resume and evaluate find functions at the top level of a module
+            again, others must be given again.
         on_iteration: Called with a `runs.loop.callbacks.Moment` when an iteration's metrics are written. Like the
             others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
             --resume goes on.

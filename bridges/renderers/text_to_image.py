@@ -20,7 +20,8 @@ class TextToImage:
         guidance: Guidance scale in training; 1 switches it off.
         eval_steps: Denoising steps in evaluation.
         eval_guidance: Guidance scale in evaluation.
-        negative_prompt: What guidance leads away from; empty is what the pipeline does without.
+        negative_prompt: What guidance leads away from, with guidance and eval_guidance above 1; empty is what the
+            pipeline does without.
         max_sequence_length: Tokens that a text encoder without a window of its own reads; 0 takes the pipeline's.
         scheduler: Scheduler of diffusers, by its class; empty keeps the pipeline's.
         scheduler_options: Fields of the scheduler's config that differ from the pipeline's.
@@ -65,7 +66,7 @@ class TextToImage:
 
         text_to_image.check_abilities(
             self.path,
-            guidance=max(self.guidance, self.eval_guidance),
+            guidance=(self.guidance, self.eval_guidance),
             negative_prompt=self.negative_prompt,
             length=self.max_sequence_length,
         )

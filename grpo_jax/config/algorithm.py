@@ -5,11 +5,10 @@ Every field has its help line in the docstring of its class.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_jax.config.fields import COUNT, require, require_sizes
+from grpo_jax.config.fields import COEFFICIENT, COUNT, require, require_sizes
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,7 @@ class AlgorithmSection:
     def __post_init__(self) -> None:
         """Checks the ranges and what does not go together."""
         ranges = {"update_ref_every": (0, COUNT), "overlong_buffer": (0, COUNT), "resample_rounds": (1, COUNT)}
-        require_sizes(self, "algorithm.", ranges)
-        for name in ("kl_coef", "entropy_coef"):
-            value = getattr(self, name)
-            require(value >= 0, f"algorithm.{name}", "a number >= 0", value)
+        require_sizes(self, "algorithm.", ranges | dict.fromkeys(("kl_coef", "entropy_coef"), (0, COEFFICIENT)))
         self._check_clip()
         share, cap = self.entropy_share, self.importance_cap
         require(0 < share <= 1, "algorithm.entropy_share", "a share in (0, 1]", share)
@@ -153,12 +149,10 @@ class PPOSection:
         """Checks the ranges."""
         for name in ("discount", "trace"):
             require(0 <= getattr(self, name) <= 1, f"ppo.{name}", "a number in [0, 1]", getattr(self, name))
-        for name in ("value_coef", "kl_coef", "kl_target"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"ppo.{name}", "a finite number >= 0", value)
-        require(0 < self.value_rate < math.inf, "ppo.value_rate", "a finite number > 0", self.value_rate)
+        require(self.value_rate > 0, "ppo.value_rate", "a number > 0", self.value_rate)
+        coefficients = ("value_coef", "value_rate", "kl_coef", "kl_target")
+        require_sizes(self, "ppo.", {"kl_horizon": (1, COUNT)} | dict.fromkeys(coefficients, (0, COEFFICIENT)))
         clip = self.value_clip
         require(clip is None or clip > 0, "ppo.value_clip", "null or a number > 0", clip)
-        require_sizes(self, "ppo.", {"kl_horizon": (1, COUNT)})
         steered = self.kl_target == 0 or self.kl_coef > 0
         require(steered, "ppo.kl_coef", "a number > 0 to start from when there is a kl_target", self.kl_coef)

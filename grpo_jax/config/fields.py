@@ -13,6 +13,9 @@ MAY_CHANGE, CLASSES, BESIDE = "may_change", "classes", "beside"
 COUNT, LENGTH, WIDTH = 2**31 - 1, 2**24, 2**20
 """The most that is counted, steps and the like; that stands side by side, tokens and rows; that a matrix is wide."""
 
+COEFFICIENT = 10**12
+"""The most that anything is weighed with: sums of its squares still fit into float32."""
+
 
 def require(condition: bool, name: str, expected: str, came: object) -> None:
     """Raises UserError naming the field, what was expected and what came, unless `condition` holds."""
@@ -21,7 +24,7 @@ def require(condition: bool, name: str, expected: str, came: object) -> None:
 
 
 def require_sizes(section: object, where: str, ranges: Mapping[str, tuple[int, int]]) -> None:
-    """Raises UserError unless each whole number of a section lies in its range, both ends included.
+    """Raises UserError unless each number of a section lies in its range, both ends included.
 
     The upper ends are beyond anything that runs: what is above is a slip of the hand, and is said before it fills the
     memory of a machine or overflows a counter.

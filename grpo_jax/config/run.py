@@ -163,12 +163,10 @@ class Config:
         compared = kept == 0 or self.algorithm.compares_groups
         advantage = self.algorithm.advantage
         require(compared, "sampling.keep_prompt", f"0 with advantage {advantage!r}, which compares no groups", kept)
-        buffer, labels = self.algorithm.overlong_buffer, [reward.called for reward in self.rewards]
+        buffer = self.algorithm.overlong_buffer
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
         chat = self.sampling.turns == 1 or self.data.form != "append"
         require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", self.sampling.turns)
-        free = buffer == 0 or "overlong" not in labels
-        require(free, "rewards.overlong", "another name: the penalty of algorithm.overlong_buffer has it", labels)
 
     def _check_training(self) -> None:
         policy, training, parts = self.policy, self.training, self.policy.mesh.fsdp

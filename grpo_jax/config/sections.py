@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from grpo_jax.config.fields import COUNT, LENGTH, may_change, require, require_sizes
+from grpo_jax.config.fields import COEFFICIENT, COUNT, LENGTH, may_change, require, require_sizes
 
 MOST_TURNS = 64
 _TEMPLATE_ARGUMENTS = (
@@ -195,10 +195,8 @@ class OptimizerSection:
         """Checks the ranges."""
         rate = self.learning_rate
         require(rate is None or rate > 0, "optimizer.learning_rate", "null or a number > 0", rate)
-        require_sizes(self, "optimizer.", {"warmup_steps": (0, COUNT)})
-        for name in ("weight_decay", "max_grad_norm"):
-            value = getattr(self, name)
-            require(value >= 0, f"optimizer.{name}", "a number >= 0", value)
+        require_sizes(self, "optimizer.", {"warmup_steps": (0, COUNT), "weight_decay": (0, COEFFICIENT)})
+        require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "a number >= 0", self.max_grad_norm)
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"optimizer.{name}", "a number in [0, 1)", getattr(self, name))
 
@@ -306,11 +304,9 @@ class RewardSection:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         require(bool(self.name), "rewards.name", "a name", self.name)
-        where = "rewards.label" if self.label else "rewards.name"
-        require(self.called != "total", where, "another name: the weighted sum has it", self.called)
-        for name in ("weight", "threshold"):
-            value = getattr(self, name)
-            require(math.isfinite(value), f"rewards.{self.called}.{name}", "a finite number", value)
+        section = f"rewards.{self.called}."
+        require_sizes(self, section, {"weight": (-COEFFICIENT, COEFFICIENT)})
+        require(math.isfinite(self.threshold), f"{section}threshold", "a finite number", self.threshold)
 
     @property
     def called(self) -> str:

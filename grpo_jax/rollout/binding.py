@@ -54,11 +54,13 @@ class Rewards(NamedTuple):
         sections: N rewards as configured, their conditions resolved.
         maximised: A function for each.
         watched: W measures.
+        watch: Their names as configured: of an import path all of it.
     """
 
     sections: tuple[RewardSection, ...]
     maximised: tuple[Wanted, ...]
     watched: tuple[Wanted, ...]
+    watch: tuple[str, ...]
 
     @property
     def weights(self) -> dict[str, float]:
@@ -114,10 +116,10 @@ def find_rewards(
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
     trainer = trainer or Trainer()
     found = [_maximised(section, functions, source, judges, timeout, trainer) for section in sections]
-    watch = watch or source.default_watch
+    names = (*(watch or source.default_watch), *source.always_watched)
     resolved = tuple(_without_none(section) for section in sections)
-    watched = [_find(name, {}, source, judges, trainer, "watch") for name in (*watch, *source.always_watched)]
-    return Rewards(resolved, tuple(found), tuple(watched))
+    watched = [_find(name, {}, source, judges, trainer, "watch") for name in names]
+    return Rewards(resolved, tuple(found), tuple(watched), names)
 
 
 def bind(wanted: Wanted, judges: Mapping[str, Any]) -> Reward:
@@ -177,9 +179,8 @@ def _maximised(
             raise UserError(f"{where}: expected {expected}; got true")
         reward = with_messages(found.reward) if section.messages else found.reward
         return found._replace(name=section.called, reward=reward)
-    reward = with_options(_told(reward, trainer), section.called, section.options)
-    reward = with_messages(reward) if section.messages else reward
-    return Wanted(section.called, source.adapt(reward), "")
+    reward = source.adapt(with_options(_told(reward, trainer), section.called, section.options))
+    return Wanted(section.called, with_messages(reward) if section.messages else reward, "")
 
 
 def _told(reward: Reward, trainer: Trainer) -> Reward:

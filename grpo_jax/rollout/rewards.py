@@ -51,6 +51,7 @@ class RewardError(UserError):
         """Names the reward and says what it did."""
         super().__init__(f"reward {one_line(reward, 60)}: {reason}")
         self.reward = reward
+        self.reason = reason
 
 
 class BadReturn(TypeError):
@@ -111,10 +112,10 @@ def collect_rewards(
                 if inspect.iscoroutine(returned):
                     begun[n] = _begin(returned)
                 else:
-                    result[:, n] = _read(returned, name, arguments["completions"], lenient=lenient)
+                    result[:, n] = _read(returned, function, name, arguments["completions"], lenient=lenient)
         for n, future in begun.items():
             with forgiven:
-                result[:, n] = _read(future, names[n], arguments["completions"], lenient=lenient)
+                result[:, n] = _read(future, functions[n], names[n], arguments["completions"], lenient=lenient)
     finally:
         for future in begun.values():
             future.cancel()
@@ -124,16 +125,16 @@ def collect_rewards(
 def _call(function: Reward, name: str, arguments: dict[str, Any]) -> Any:
     """What one reward returns."""
     at_work(f"reward {name}")
-    with _blamed(name):
+    with _blamed(function, name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
         asked = accepted_arguments(function, arguments)
         return function(**{argument: _copied(value) for argument, value in asked.items()})
 
 
-def _read(returned: Any, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
+def _read(returned: Any, function: Reward, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
     """Values f64[count] of what a reward returned; NaN for None and, if lenient, for what is no finite number."""
     at_work(f"reward {name}")
-    with _blamed(name):
+    with _blamed(function, name):
         values = as_values(returned.result() if isinstance(returned, Future) else returned)
         if len(values) != len(completions):
             raise BadReturn(f"it must return one value for each of {len(completions)} completions, got {len(values)}")
@@ -171,27 +172,42 @@ def finished(returned: Any) -> Any:
 
 
 def _numbers(values: Any) -> tuple[np.ndarray, list[int]]:
-    """Values as f64, NaN for None and for what is no finite number; and where the latter are."""
+    """Values as f64, NaN for None, masked ones and what is no finite number; and where the last are."""
     if isinstance(values, np.ndarray):
-        numbers = values.astype(np.float64)
-        refused = ~(np.abs(numbers) <= _LARGEST)
-        return np.where(refused, np.nan, numbers), np.flatnonzero(refused).tolist()
+        missing = np.ma.getmaskarray(values)
+        numbers = np.ma.getdata(values).astype(np.float64)
+        refused = ~(np.abs(numbers) <= _LARGEST) & ~missing
+        return np.where(refused | missing, np.nan, numbers), np.flatnonzero(refused).tolist()
     found = [None if value is None else as_number(value) for value in values]
     refused = [i for i, number in enumerate(found) if number is None and values[i] is not None]
     return np.array([np.nan if number is None else number for number in found]), refused
 
 
 @contextmanager
-def _blamed(name: str) -> Iterator[None]:
+def _blamed(function: Reward, name: str) -> Iterator[None]:
     """Whatever a reward raises inside is told as its failure; `StopRun` passes."""
     try:
         yield
-    except RewardError:
-        raise
+    except RewardError as error:  # of a process of its own
+        if not (how := _asking_for_messages(function, name, error.reason)):
+            raise
+        raise RewardError(error.reward, f"{error.reason}{how}") from error
     except BaseException as error:
         if not is_own_doing(error):
             raise
-        raise RewardError(name, reason_of(error)) from error
+        reason = reason_of(error)
+        raise RewardError(name, f"{reason}{_asking_for_messages(function, name, reason)}") from error
+
+
+def _asking_for_messages(function: Reward, name: str, reason: str) -> str:
+    """How a reward that took its texts for chat messages, as TRL gives them, gets those; "" of another failure."""
+    taken_for_messages = any(words in reason for words in ("string ind", "'str' object"))  # CPython's
+    if not taken_for_messages or any(asks(function, argument) for argument in MESSAGES):
+        return ""
+    return (
+        "; it was given texts: for chat messages, as TRL gives them, set messages: true in its section of rewards (in "
+        f"Python make_config(…, rewards=[{{'name': {one_line(name, 60)!r}, 'messages': True}}]) beside the function)"
+    )
 
 
 def reason_of(error: BaseException) -> str:
@@ -249,7 +265,8 @@ def as_list(returned: Any) -> list[Any]:
 def as_values(returned: Any) -> list[Any] | np.ndarray:
     """The same with numbers of an array as an array: no list of them is made, and on the host it is their own memory.
 
-    Tensors of torch come over dlpack, with one copy where they are on a card; so do arrays of JAX.
+    Tensors of torch come over dlpack, with one copy where they are on a card; so do arrays of JAX. What NumPy masks is
+    None in a list, and stays masked in an array.
 
     Raises:
         BadReturn: It is something else.
@@ -268,7 +285,7 @@ def as_values(returned: Any) -> list[Any] | np.ndarray:
         returned = returned.tolist()
     if not isinstance(returned, Sequence):
         raise BadReturn(f"{expected}, got {one_line(type(returned).__name__, 40)}")
-    return list(returned)
+    return [None if value is np.ma.masked else value for value in returned]
 
 
 def on_host(returned: Any) -> np.ndarray | None:

@@ -13,6 +13,7 @@ from grpo_jax.core.repeated import mean_interval, pass_at_k
 from grpo_jax.errors import Stopped
 from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.rollout import Judgement, Rollout, collect, judge
+from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, with_control
 from grpo_jax.runs.parts import Parts, objectives_of
 from grpo_jax.runs.turns import turn_measures
 from grpo_jax.training.estimators import total_rewards
@@ -21,9 +22,6 @@ PICTURE_CHUNK = 32
 """Prompts that travel together: bounds the pictures held at once, and lets judges work while the policy writes."""
 TEXT_CHUNK = 256
 """The same where nothing is drawn and nothing seen."""
-TOTAL = "total"
-"""Name of the measure that is maximised, in which "best" and the improvement are told."""
-
 
 Statistics = dict[str, dict[str, list[float]]]
 """By measure and statistic ("mean@8", "pass@1", …): the mean over prompts and the bounds of its 95 % interval."""
@@ -72,8 +70,7 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
         shown=section.gallery,
     )
     measures = means(parts, rollout.judgement, rollout.lengths)
-    measures["completion_tokens"] = float(rollout.samples.mask.sum(-1).mean())
-    measures["usable"] = float(rollout.usable.mean())
+    measures |= {name: measure(rollout) for name, measure in OWN_MEASURES.items()}
     names = parts.environment.reward_names + parts.environment.watch_names
     measures |= turn_measures(rollout.judgement, names)
     texts = [group[0] for group in rollout.texts]
@@ -157,7 +154,7 @@ def evaluate_controls(parts: Parts, variables: Any, rows: Sequence[Any]) -> dict
         answering = environment.answering._replace(respond=respond)
         found = evaluate_policy(parts._replace(environment=environment._replace(answering=answering)), variables, rows)
         names = environment.reward_names + environment.watch_names
-        measures |= {f"{name}_{control}": found.measures[name] for name in names}
+        measures |= {with_control(name, control): found.measures[name] for name in names}
     return measures
 
 

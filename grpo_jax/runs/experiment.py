@@ -283,7 +283,7 @@ def _measured(run: Run, state: State, progress: Progress) -> tuple[Progress, dic
     if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
         progress = progress._replace(best_score=score, best_iteration=progress.iteration)
         run.checkpoints.save_best(progress.iteration, run.program.saved(state), _meta(run, progress))
-    return progress, {f"validation/{name}": value for name, value in measures.items()} | {"validation/score": score}
+    return progress, {f"validation/{name}": value for name, value in measures.items()} | {f"validation/{SCORE}": score}
 
 
 def finish(run: Run, state: State, progress: Progress) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.absent import absent_in, counted, listed, never_came, without_signal
 from grpo_jax.rollout.rewards import IN_PYTHON
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.evaluation import TOTAL, Evaluation, evaluate_policy, measure_all
+from grpo_jax.runs.evaluation import Evaluation, evaluate_policy, measure_all
 from grpo_jax.runs.iteration import Learner, make_learner, run_iteration
 from grpo_jax.runs.loop.ahead import Ahead, iterate_ahead
+from grpo_jax.runs.measures import TOTAL
 from grpo_jax.runs.parts import Parts, load_parts, within_budget
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import added, identity_of, require_same, with_total
@@ -191,23 +192,27 @@ class LanguageProgram:
         silence = without_signal(absent, self.iterations)
         if not silence:
             return ""
-        where = self.parts.config.run_dir
-        again = f"go on with --resume --run_dir {where}" if iteration < self.iterations else "start again"
-        return f"{silence}. Saved after iteration {iteration}; mend the rewards, or what they ask, and {again}"
+        saved = f"Saved after iteration {iteration}"
+        return f"{silence}. {saved}; mend the rewards, or what they ask, and {self._again(iteration)}"
 
     def _nothing_learned(self, state: TrainState, iteration: int) -> str:
-        """What to say where every update of a few iterations was left out; "" before."""
+        """What to say where every update of a few iterations was left out, or of a whole run that is shorter."""
         skipped = int(state.skipped)
-        if skipped < PATIENCE * self.learner.updates_per_iteration:
+        if skipped < min(PATIENCE, self.iterations) * self.learner.updates_per_iteration:
             return ""
         where = self.parts.config.run_dir
         return (
             f"the loss or its gradient was not finite in {skipped} updates in a row; they were left out. Saved after "
-            f"iteration {iteration}, with the weights before them. If a reward or a prompt is at fault, mend it and go "
-            f"on with --resume --run_dir {where}; else give a new run a lower optimizer.learning_rate, and these "
+            f"iteration {iteration}, with the weights before them. If a reward or a prompt is at fault, mend it and "
+            f"{self._again(iteration)}; else give a new run a lower optimizer.learning_rate, and these "
             f"weights: python -m grpo_jax.export --run {where} --checkpoint {iteration} --out FOLDER, --policy.path "
             "FOLDER"
         )
+
+    def _again(self, iteration: int) -> str:
+        """What helps once the cause is mended."""
+        resumed = f"go on with --resume --run_dir {self.parts.config.run_dir}"
+        return resumed if iteration < self.iterations else "start again"
 
     def validate(self, state: TrainState, iteration: int) -> tuple[dict[str, float], float] | None:
         """The validation prompts' measures and what the rewards make of them."""
@@ -224,11 +229,13 @@ class LanguageProgram:
         """Measures the held-out prompts after training, and writes `policy/` and `adapter/`.
 
         Raises:
-            UserError: The run is over and never had a reward: it was resumed after it had said so.
+            UserError: The run is over and never had a reward, or made no update: it was resumed after it had said so.
         """
-        silence = self._nothing_judged(progress.notes.get("absent", {}), progress.iteration)
-        if silence:
-            raise UserError(silence)
+        failure = self._nothing_judged(progress.notes.get("absent", {}), progress.iteration)
+        if int(state.step) == 0:
+            failure = failure or self._nothing_learned(state, progress.iteration)
+        if failure:
+            raise UserError(failure)
         self._settle()
         return finish_language(self.parts, state, progress, directory)
 

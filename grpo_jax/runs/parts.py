@@ -28,6 +28,7 @@ from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
 from grpo_jax.rollout.trainer import Trainer
 from grpo_jax.runs.loop.early_stopping import SCORE
+from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import Policy, load_policy, make_new_policy, policy_folder
 from grpo_jax.runs.seeing import eyes_of, make_prepare
 from grpo_jax.runs.several.company import ALONE, Company
@@ -132,6 +133,7 @@ def load_parts(
     trainer = Trainer(iterations_in_all(config.training, len(world.prompts.train)))
     names = tuple(config.judges)
     wanted = find_rewards(config.rewards, config.watch, world, names, rewards, timeout=timeout, trainer=trainer)
+    require_names(config, wanted, world.controls)
     say("rewards", wanted.describe())
     for name, judge in config.judges.items():
         with judge_named(name):

@@ -15,13 +15,13 @@ from grpo_jax.rollout.inputs.pictures import as_shown
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
 from grpo_jax.runs.evaluation import (
-    TOTAL,
     Evaluation,
     Statistics,
     evaluate_controls,
     evaluate_policy,
     evaluate_texts,
 )
+from grpo_jax.runs.measures import TOTAL
 from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.progress import added
 from grpo_jax.runs.turns import turns_table

@@ -127,7 +127,7 @@ def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float
 
 def turns_table(evaluation: Mapping[str, Mapping[str, float | None]]) -> Table | None:
     """The measures of `turn_measures` in a summary's evaluation, before and after training; None without any."""
-    names = [name for name in evaluation if f"{name}_peak" in evaluation]
+    names = [name for name in evaluation if all(f"{name}_{end}" in evaluation for end in ("peak", "kept", "gain"))]
     if not names:
         return None
     last = sum(f"{names[0]}_turn_{turn}" in evaluation for turn in range(1, len(evaluation) + 1)) + 1

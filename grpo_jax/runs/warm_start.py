@@ -103,7 +103,7 @@ def warm_start(
         state, report = step(state, supervised_batch(parts, state.variables, [pairs[place] for place in places]))
         if (number + 1) % line_every == 0 or number + 1 == section.steps:
             say(f"warm start {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
-            _require_updates(state)
+            _require_updates(state, section.steps)
         if save_every and (number + 1) % save_every == 0:
             save(number + 1, state, wait=False)
     save(section.steps, state, wait=False)  # what comes next, the measurement of the start, may be stopped
@@ -152,9 +152,9 @@ def _batches(parts: Parts, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]
     return lambda number: like_batch_at(seed, number, batch_size=section.batch, lengths=lengths)
 
 
-def _require_updates(state: TrainState) -> None:
+def _require_updates(state: TrainState, steps: int) -> None:
     skipped = int(state.skipped)
-    if skipped >= PATIENCE:
+    if skipped >= min(PATIENCE, steps):
         raise UserError(
             f"warm_start: the loss or its gradient was not finite in {skipped} updates in a row, which were left out; "
             "lower warm_start.learning_rate, or look for what is wrong with the policy's weights"

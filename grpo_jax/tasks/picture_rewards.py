@@ -55,9 +55,9 @@ class Counter(Protocol):
 
 
 def _values(array: Any) -> np.ndarray:
-    """An array of any library as f64 on the host."""
+    """An array of any library as f64 on the host, NaN where NumPy masks it."""
     found = on_host(array)
-    return np.asarray(array if found is None else found, np.float64)
+    return np.ma.filled(np.asanyarray(array if found is None else found, np.float64), np.nan)
 
 
 def alignment(prompts: list[str], completions: list[str], *, images: Any, scorer: Scorer, **columns: Any) -> np.ndarray:

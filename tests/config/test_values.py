@@ -59,15 +59,11 @@ from grpo_jax.errors import UserError
         ({"algorithm": {"clip_low": 2.0}}, "algorithm.clip_low: expected null or a number <= 1, got 2.0"),
         ({"algorithm": {"preset": "cispo", "clip_low": 0.1}}, "algorithm.clip_low: expected null with preset 'cispo'"),
         ({"algorithm": {"overlong_buffer": 129}}, "overlong_buffer: expected at most sampling.max_new_tokens = 128"),
-        (
-            {"algorithm": {"overlong_buffer": 3}, "rewards": [{"name": "m:overlong"}]},
-            "rewards.overlong: expected another name",
-        ),
         # ppo
         ({"ppo": {"discount": 1.1}}, r"ppo.discount: expected a number in \[0, 1\], got 1.1"),
         ({"ppo": {"trace": float("nan")}}, "ppo.trace: expected a finite number"),
-        ({"ppo": {"value_coef": -1.0}}, "ppo.value_coef: expected a finite number >= 0"),
-        ({"ppo": {"value_rate": 0.0}}, "ppo.value_rate: expected a finite number > 0"),
+        ({"ppo": {"value_coef": -1.0}}, "ppo.value_coef: expected a number >= 0"),
+        ({"ppo": {"value_rate": 0.0}}, "ppo.value_rate: expected a number > 0"),
         ({"ppo": {"value_clip": 0.0}}, "ppo.value_clip: expected null or a number > 0"),
         ({"ppo": {"kl_coef": float("inf")}}, "ppo.kl_coef: expected a finite number"),
         ({"ppo": {"kl_target": 1.0}}, "ppo.kl_coef: expected a number > 0 to start from"),
@@ -85,13 +81,17 @@ from grpo_jax.errors import UserError
         # rewards
         ({"rewards": [{"name": ""}]}, "rewards.name: expected a name"),
         (
-            {"rewards": [{"name": "m:total"}]},
-            "rewards.name: expected another name: the weighted sum has it, got 'total'",
-        ),
-        (
             {"rewards": [{"name": "m:a"}, {"name": "n:a"}]},
             "rewards: .* under another name .*give one a label",
         ),
+        (
+            {"rewards": [{"name": "m:a", "weight": 1e308}]},
+            r"rewards.a.weight: expected a number <= 10{12}, got 1e\+308",
+        ),
+        ({"rewards": [{"name": "m:a", "weight": -1e13}]}, "rewards.a.weight: expected a number >= -10{12}, got -1000"),
+        ({"algorithm": {"kl_coef": 1e308}}, "algorithm.kl_coef: expected a number <= 10{12}"),
+        ({"ppo": {"value_rate": 1e308}}, "ppo.value_rate: expected a number <= 10{12}"),
+        ({"optimizer": {"weight_decay": 1e308}}, "optimizer.weight_decay: expected a number <= 10{12}"),
         ({"rewards": [{"name": "m:a", "condition_on": "b"}]}, r"rewards.a.condition_on: expected one of \[\], got 'b'"),
         ({"rewards": [{"name": "m:a", "condition_on": "a"}]}, "rewards.a.condition_on: expected one of"),
         ({"devices": {"scorer": "cpu"}}, "devices.scorer: no such field; there are: policy"),

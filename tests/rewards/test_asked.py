@@ -116,7 +116,10 @@ def test_a_text_that_the_policy_did_not_write_has_its_own_tokens():
             "rewards: {folder} is a folder: a reward model is a judge, --judges.NAME sequence_classification",
         ),
         (["{own}:seen", "{own}:seen"], "rewards: expected each reward under another name .*give one a label"),
-        ([{"name": "{own}:seen", "label": "total"}], "rewards.label: expected another name: the weighted sum has it"),
+        (
+            [{"name": "{own}:seen", "label": "total"}],
+            "rewards.total: expected a name that no other measure of the run has",
+        ),
         ([{"name": "{own}:seen", "isolated": True}], "rewards.seen.isolated: seen asks for log_metric, which stay"),
         ([{"name": "{own}:seen", "options": {"trainer_state": 1}}], "expected arguments of the reward .it has none."),
     ],

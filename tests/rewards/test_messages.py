@@ -1,18 +1,24 @@
 """Rewards that take chat messages: TRL's functions for conversational data as they are, in all ways they run."""
 
 import json
+import re
 
+import numpy as np
 import pyarrow.parquet
 import pytest
+import yaml
 from support.text_task import train_here
 
-from grpo_jax.config import make_config
+from grpo_jax import make_config, run
+from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.binding import find_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.inputs.conversations import read_prompt
-from grpo_jax.rollout.rewards import with_messages
-from grpo_jax.runs.python_input import from_python
+from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_messages
+from grpo_jax.tasks.recommendation.rewards import where_ranked
+from grpo_jax.tasks.task import World
 
 # As TRL's documentation has them, but for what they count.
 TRL = """
@@ -91,19 +97,71 @@ def test_tokens_are_made_only_where_a_reward_gets_them():
         assert score([Row(0, "a")], [["b"]], None, tokens=tokens)[0].item() == 2
 
 
-def test_functions_given_in_python_take_them_by_the_config():
-    def mine(completions):
-        return [len(completions)]
+def test_a_function_of_python_that_takes_texts_for_messages_is_told_how_it_gets_them(place, tmp_path):
+    """TRL gives messages wherever prompts are; here a reward that reads texts reads those of conversations too."""
 
-    config = make_config(task="text", rewards=[{"name": "mine", "messages": True}])
-    (section,) = from_python(config, ["a", "b", "c"], [mine]).config.rewards
-    assert section.messages
+    def fmt(prompts, completions, **kwargs):
+        return [
+            len(prompt[-1]["content"]) + len(completion[0]["content"])
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+
+    talks = [{"prompt": [{"role": "user", "content": f"{letter} tree"}]} for letter in "abcd"]
+    values = yaml.safe_load(place.config.read_text())
+    del values["rewards"]
+    values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
+    values |= {"algorithm": {}, "data": {"held_out": 0, "max_prompt_tokens": 64}, "evaluation": {"every": 0}}
+    told = "(in Python make_config(…, rewards=[{'name': 'fmt', 'messages': True}]) beside the function)"
+    with pytest.raises(UserError, match=f"set messages: true in its section of rewards {re.escape(told)}") as caught:
+        run(make_config(values, run_dir=str(tmp_path / "texts")), prompts=talks, rewards=[fmt])
+    assert "\n" not in str(caught.value)
+    values["rewards"] = [{"name": "fmt", "messages": True}]
+    assert run(make_config(values, run_dir=str(tmp_path / "talks")), prompts=talks, rewards=[fmt])["iterations"] == 1
+
+
+TAKEN = """
+async def get(completions, **kwargs):
+    return [completion[-1].get("content") for completion in completions]
+
+def first(completions, **kwargs):
+    return [completion[0]["content"] for completion in completions]
+
+def other(completions, **kwargs):
+    return [int("no number") for _ in completions]
+
+def knows(completions, completion_messages):
+    return [completion[0]["content"] for completion in completions]
+"""
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_only_texts_taken_for_messages_are_told_of_them(tmp_path, isolated):
+    file = tmp_path / "taken.py"
+    file.write_text(TAKEN)
+    for name, helped in {"get": True, "first": True, "other": False, "knows": False}.items():
+        section = RewardSection(f"{file}:{name}", isolated=isolated)
+        (found,) = find_rewards([section], (), World(()), ()).maximised
+        columns = {"completion_messages": [[{"role": "assistant", "content": "text"}]]}
+        with pytest.raises(RewardError, match=f"reward {name}: it raised") as caught:
+            collect_rewards([found.reward], [name], ["a"], ["text"], columns, 1)
+        assert ("messages: true" in str(caught.value)) == helped
+
+
+def test_rewards_that_a_task_adapts_take_messages():
+    """The task's adapter is called with texts and columns, and the reward within it with messages."""
+
+    def mine(completions):
+        return [len(completion[0]["content"]) for completion in completions]
+
+    section = RewardSection("<given>:mine", messages=True)
+    (found,) = find_rewards([section], (), World((), adapt=where_ranked), (), {"mine": mine}).maximised
+    score = make_score({"mine": found.reward}, {}, missing=False)
+    rows = [Row(0, "a", {"rank": 1.0}), Row(1, "b", {"rank": float("nan")})]
+    values, _ = score(rows, [["x", "xy"], ["", "x"]], None)
+    np.testing.assert_array_equal(values[..., 0], [[1, 2], [np.nan, np.nan]])
 
 
 def test_a_tasks_own_reward_takes_texts():
-    from grpo_jax.rollout.binding import find_rewards
-    from grpo_jax.tasks.task import World
-
     world = World((), rewards={"own": lambda completions: [0.0]})
     sections = make_config(task="text", rewards=[{"name": "own", "messages": True}]).rewards
     with pytest.raises(UserError, match=r"rewards.own.messages: expected false, the task's own rewards take texts"):

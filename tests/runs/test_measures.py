@@ -14,7 +14,13 @@ import pytest
 import yaml
 from support.text_task import aged, rows, train_here
 
-from grpo_jax import evaluate
+from grpo_jax import evaluate, make_config, run
+from grpo_jax.config import RewardSection
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.binding import Rewards
+from grpo_jax.rollout.rollout import Judgement
+from grpo_jax.runs.measures import require_names
+from grpo_jax.runs.turns import turn_measures
 
 JUDGE = """
 import os, pathlib
@@ -141,11 +147,46 @@ def test_the_penalty_on_length_is_in_the_total(place, tmp_path):
     for kind, name in (("before", "baseline_reward"), ("after", "reward")):
         assert summary[name] == pytest.approx(total(*(summary["evaluation"][m][kind] for m in measures)))
 
+    # Whatever this run has measured of which no reward has the name, none can have.
+    measured = {name for key in row if (name := key.removeprefix("validation/")) != key} | {*summary["evaluation"]}
+    measured |= {match[1] for key in row if (match := re.fullmatch(r"(?:reward|dead_groups)/([^/]*)(?:/mean)?", key))}
+    own = measured - {"letters", "brief"}
+    assert {"score", "total", "usable", "completion_tokens", "overlong"} <= own
+    (judge,) = {reward["name"].rpartition(":")[0] for reward in values["rewards"]}
+    for name in own:
+        values["rewards"] = [{"name": f"{judge}:letters", "label": name}]
+        with pytest.raises(UserError, match=f"rewards.{name}: expected a name that no other .* got '{name}'"):
+            run(make_config(values, run_dir=str(tmp_path / name)))
+    values["rewards"] = []
+    with pytest.raises(UserError, match=r"rewards.score: expected a name that .* in Python: ..name., function"):
+        run(make_config(values, run_dir=str(tmp_path / "python")), rewards=[("score", lambda completions: [])])
 
-def test_no_reward_has_the_name_of_their_sum(config, tmp_path, capsys):
-    values = config | {"rewards": [{"name": "judge.py:total"}]}
-    train(values, tmp_path / "run", expected=2)
-    assert "rewards.name: expected another name: the weighted sum has it, got 'total'" in capsys.readouterr().err
+
+def test_no_two_measures_have_one_name():
+    """Of a reward and what is watched, of a reward and another's turns, of a reward and another's control."""
+
+    def names(rewards, watch=(), controls=(), turns=1):
+        sections = tuple(RewardSection(**one) if isinstance(one, dict) else RewardSection(one) for one in rewards)
+        task = {"kind": "text", "environment": "a.py:answers" if turns > 1 else ""}
+        config = make_config(task=task, sampling={"turns": turns})
+        require_names(config, Rewards(sections, (), (), tuple(watch)), controls)
+
+    names(["a.py:f", "b.py:g", "overlong", "f_gain"], ["a.py:f", "h"], ["blind"])  # watched as it is rewarded
+    values = np.ones((2, 1, 3, 1), np.float32)
+    found = turn_measures(Judgement(values[:, :, 0], values[:, :, 0, :0], [], values, values[..., :0]), ["f"])
+    assert len(found) == 5
+    for name in found:
+        with pytest.raises(UserError, match=f"rewards.{name}: expected a name that no other measure of the run has"):
+            names(["a.py:f", f"a.py:{name}"], turns=3)
+    for arguments, place in (
+        ((["a.py:f"], ["b.py:f"]), "watch.f"),
+        (([{"name": "a.py:f", "options": {"x": 1}}], ["a.py:f"]), "watch.f"),
+        ((["f"], ["a.py:g", "b.py:g"]), "watch.g"),
+        ((["f"], ["a.py:usable"]), "watch.usable"),
+        ((["f", "f_blind"], [], ["blind"]), "rewards.f_blind"),
+    ):
+        with pytest.raises(UserError, match=f"{place}: expected a name that no other measure of the run has"):
+            names(*arguments)
 
 
 # what was computed, and when

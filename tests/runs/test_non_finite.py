@@ -96,6 +96,15 @@ def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_resumes(tr
     assert int(learned(run, "final")["step"]) == 3
 
 
+def test_a_short_run_whose_every_update_is_left_out_has_not_succeeded(train, capsys):
+    run, call = train
+    for arguments in (["--training.max_steps=1"], ["--resume"]):
+        assert call(GRPO, *arguments, wild="0") == 2
+        error = capsys.readouterr().err
+        assert "not finite in 1 updates in a row" in error and "mend it and start again" in error
+    assert not (run / "summary.json").exists() and not (run / "policy").exists()
+
+
 def updates(dtype, advantages, *, scale=None):
     """States after updates with these advantages, one after the other; float32 computes as well what float16 would."""
     batch = tiny_update.make_batch()

@@ -49,6 +49,19 @@ def test_fractions_survive_integer_values():
     np.testing.assert_array_equal(call(lambda completions: [1, 0.75, True, None])[..., 0], [[1, 0.75], [1, np.nan]])
 
 
+@pytest.mark.parametrize("kind", [np.float64, np.float16, np.int32, object])
+def test_what_is_masked_is_missing(kind):
+    """Beneath a mask lies whatever was there before: an all-masked array once was 1.0 everywhere."""
+    expected = [[1, np.nan], [np.nan, 3]]
+    array = np.ma.masked_array(np.array([1, 1, 1, 3], kind), mask=[0, 1, 1, 0])
+    for returned in (array, list(array), as_list(array)):
+        np.testing.assert_array_equal(call(lambda completions, given=returned: given)[..., 0], expected)
+    assert np.isnan(call(lambda completions: np.ma.masked_all(4, kind))).all()
+    unmasked = np.ma.masked_array([1.0, np.inf, np.inf, 3.0], mask=[0, 1, 0, 0])
+    with pytest.raises(RewardError, match="returned inf for completion 2"):
+        call(lambda completions: unmasked)
+
+
 @pytest.mark.parametrize("library", ["numpy", "jax", "torch"])
 def test_arrays_of_every_library(library):
     values = [0.5, -1.0, 2.0, 0.0]

@@ -59,7 +59,8 @@ def test_measures_of_turns_are_those_of_a_loop():
 
 def test_one_turn_has_no_measures_of_turns():
     assert turn_measures(Judgement(np.zeros((2, 1, 1)), np.zeros((2, 1, 0)), []), ["share"]) == {}
-    assert turns_table({"share": {"before": 0.5, "after": 1.0}}) is None
+    names = ("share", "share_peak")  # two rewards
+    assert turns_table({name: {"before": 0.5, "after": 1.0} for name in names}) is None
 
 
 def test_nobody_was_right_at_first():

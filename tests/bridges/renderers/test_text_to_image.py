@@ -175,7 +175,7 @@ def test_what_paints_over_pictures_is_left_out(load, folders):
 
 def test_a_negative_prompt_is_that_of_diffusers(folders, load):
     for kind in ("StableDiffusionXLPipeline", "StableDiffusion3Pipeline", "PixArtSigmaPipeline"):
-        renderer = judge_of(kind, folders[kind], negative_prompt="cats").load("cpu")
+        renderer = judge_of(kind, folders[kind], negative_prompt="cats", eval_guidance=3.0).load("cpu")
         images = renderer.draw(PROMPTS, SEEDS, evaluation=False)
         pipeline, negative = of_diffusers(kind, folders[kind]), ["cats"] * 3
         expected = call(pipeline, PROMPTS, SEEDS, guidance_scale=3.0, negative_prompt=negative)
@@ -249,7 +249,14 @@ def test_lora_weights_are_those_of_diffusers(kind, folders, load, tmp_path):
     [
         ("FluxPipeline", {"eval_guidance": 2.0}, r"\(FluxPipeline\) draws without guidance: set guidance and eval_gui"),
         ("FluxPipeline", {"negative_prompt": "cats"}, "takes no negative prompt: leave negative_prompt empty"),
-        ("SanaPipeline", {"guidance": 1.0, "negative_prompt": "cats"}, "under guidance alone: set guidance above 1"),
+        *(
+            (
+                "SanaPipeline",
+                {"guidance": training, "eval_guidance": evaluation, "negative_prompt": "cats"},
+                "under guidance alone: set guidance and eval_guidance above 1",
+            )
+            for training, evaluation in ((1.0, 5.0), (5.0, 1.0))
+        ),
         ("StableDiffusionPipeline", {"max_sequence_length": 99}, "text encoders of a fixed window: leave max_sequence"),
         (
             "SanaPipeline",

@@ -10,6 +10,7 @@ import torch
 from bridges.clip import ScoreError
 from bridges.loading import first_line, load_complete, load_config, local_folder, quiet_loading, torch_device
 from bridges.loading import torch_dtype as dtype_of
+from bridges.pixels import to_eight_bits
 from grpo_jax.errors import UserError
 
 PROMPT = "{prompt}"
@@ -116,8 +117,7 @@ def _pictures(images: torch.Tensor) -> list[Any]:
     """Pictures of Pillow from float [B, 3, H, W] in [0, 1]."""
     from PIL import Image
 
-    pixels = (images.detach().float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-    return [Image.fromarray(one) for one in pixels]
+    return [Image.fromarray(one) for one in to_eight_bits(images).permute(0, 2, 3, 1).cpu().numpy()]
 
 
 def load_answerer(

@@ -5,7 +5,7 @@ one device (those on Pillow differ in the last bits). A picture becomes 8-bit fi
 after it was drawn or read from a PNG, it is the same picture.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -68,6 +68,13 @@ def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
     if not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # neither holds where one is no number
         raise ValueError(f"images: expected floats in [0, 1] or uint8, got floats from {lowest:.4g} to {highest:.4g}")
     return images.clamp(0, 1).mul(255).round().to(torch.uint8)
+
+
+def to_pillow(images: torch.Tensor) -> list[Any]:
+    """Pictures of Pillow from [N, 3, H, W]; raises as `to_eight_bits`."""
+    from PIL import Image
+
+    return [Image.fromarray(one) for one in to_eight_bits(images).permute(0, 2, 3, 1).cpu().numpy()]
 
 
 def _resized(images: torch.Tensor, settings: Settings) -> torch.Tensor:

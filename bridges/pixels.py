@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-
 MARGIN = 0.25
 """How far floats may lie outside [0, 1], as for pictures of the data."""
 

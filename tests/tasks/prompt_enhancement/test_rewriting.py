@@ -85,7 +85,7 @@ CHAT_ANSWERS = [
     ("I'm not able to help with that, but I can suggest something else.", None),
     # Gemma
     (
-        "Okay, here are a few options:\n\n**Option 1 (Vivid & Moody):**\n\n> A red fox in mist.\n\n**Option 2 (Concise):**\n\n> A",
+        "Some options:\n\n**Option 1 (Vivid & Moody):**\n\n> A red fox in mist.\n\n**Option 2 (Concise):**\n\n> A",
         "A red fox in mist.",
     ),
     ("Option 1: a red fox\nOption 2: a snow fox", "a red fox"),

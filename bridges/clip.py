@@ -7,7 +7,7 @@ else was asked for, and a resumed run sees the scores of one that never stopped.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -15,6 +15,7 @@ from torch.nn import functional
 from bridges import bundled
 from bridges.features import features_of, features_of_distinct
 from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
+from bridges.pixels import to_pillow
 from grpo_jax.errors import UserError
 
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -24,8 +25,15 @@ class ScoreError(RuntimeError):
     """A feature or a score came out with values that are not finite."""
 
 
+Preprocessing = Literal["library", "tensor"]
+"""What resizes pictures: the model's own library, from 8 bits, or `Preprocess`, as floats on the scorer's device."""
+
+
 class Preprocess(NamedTuple):
     """open_clip's evaluation transform, for batches of tensors.
+
+    A picture of another size goes through the library's own transform, where there is one: models were trained and
+    published with it. As tensors, all of a batch are resized at once on their device, with slightly other features.
 
     Attributes:
         size: (height, width) that the image tower takes.
@@ -34,6 +42,7 @@ class Preprocess(NamedTuple):
         interpolation: "bicubic" or "bilinear", both antialiased.
         resize_mode: "shortest" (then centre crop), "longest" (then pad) or "squash".
         fill: value from 0 to 255 of the padding.
+        library: picture of Pillow → [3, *size] by the model's own library, or None for tensors.
     """
 
     size: tuple[int, int]
@@ -42,11 +51,14 @@ class Preprocess(NamedTuple):
     interpolation: str = "bicubic"
     resize_mode: str = "shortest"
     fill: int = 0
+    library: Callable[[Any], torch.Tensor] | None = None
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Resizes, crops or pads, and normalises; float [B, 3, H, W] in [0, 1] to [B, 3, *size]."""
         height, width = self._resized(images.shape[-2], images.shape[-1])
         if (height, width) != tuple(images.shape[-2:]):
+            if self.library is not None:
+                return torch.stack([self.library(picture) for picture in to_pillow(images)]).to(images)
             # bicubic overshoots at edges; 8-bit pictures, which CLIP was trained on, cannot
             images = functional.interpolate(images, (height, width), mode=self.interpolation, antialias=True).clamp(
                 0, 1
@@ -286,6 +298,7 @@ def load_scorer(
     batch_size: int = 32,
     text_cache: int = 4096,
     quality_head: str | Path | None = None,
+    preprocessing: Preprocessing = "library",
 ) -> Scorer:
     """Loads a CLIP.
 
@@ -298,6 +311,7 @@ def load_scorer(
         batch_size: pictures or texts encoded at once; smaller batches are padded to it.
         text_cache: texts whose features are remembered.
         quality_head: a head for `Scorer.quality` (`load_quality_head`), or None.
+        preprocessing: what resizes pictures of another size: "library" is open_clip's transform.
 
     Raises:
         UserError: if the model is unknown, or its weights or the head's are missing, broken, or no safetensors.
@@ -329,7 +343,7 @@ def load_scorer(
     scorer = Scorer(
         network,
         tokenizer,
-        _preprocess(network.visual.preprocess_cfg),
+        _preprocess(network.visual.preprocess_cfg, preprocessing),
         name=str(model),
         device=target,
         dtype=torch_type,
@@ -341,8 +355,11 @@ def load_scorer(
     return scorer
 
 
-def _preprocess(cfg: dict) -> Preprocess:
+def _preprocess(cfg: dict, preprocessing: Preprocessing) -> Preprocess:
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
     size = cfg["size"]
+    by_open_clip = image_transform_v2(PreprocessCfg(**cfg), is_train=False)
     return Preprocess(
         size=(size, size) if isinstance(size, int) else tuple(size),
         mean=tuple(cfg["mean"]),
@@ -350,6 +367,7 @@ def _preprocess(cfg: dict) -> Preprocess:
         interpolation="bilinear" if cfg["interpolation"] == "bilinear" else "bicubic",
         resize_mode=cfg["resize_mode"],
         fill=cfg["fill_color"],
+        library=by_open_clip if preprocessing == "library" else None,
     )
 
 

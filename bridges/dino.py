@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from bridges.clip import Preprocess, ScoreError
+from bridges.clip import Preprocess, Preprocessing, ScoreError
 from bridges.features import features_of
-from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
+from bridges.loading import first_line, load_image_processor, local_folder, quiet_loading, torch_device, torch_dtype
 from grpo_jax.errors import UserError
 
 
@@ -58,10 +58,24 @@ class Likeness:
         return (features_of(a, self.image_features) * features_of(b, self.image_features)).sum(-1)
 
 
-def load_likeness(path: str, *, device: str | torch.device = "cpu", dtype: str = "float32", batch_size: int = 32):
-    """Loads a vision model whose first state stands for the picture: a folder or an id on the hub.
+def load_likeness(
+    path: str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str = "float32",
+    batch_size: int = 32,
+    preprocessing: Preprocessing = "library",
+) -> Likeness:
+    """Loads a vision model whose first state stands for the picture.
 
     Only safetensors are read, and no code that comes with the weights is run.
+
+    Args:
+        path: A folder or an id on the hub.
+        device: "cpu" or "gpu:N".
+        dtype: "float32", "float16" or "bfloat16".
+        batch_size: Pictures encoded at once; smaller batches are padded to it.
+        preprocessing: What resizes pictures of another size: "library" is the folder's image processor.
 
     Raises:
         UserError: There is no such model, it is no vision model, or its weights are missing or broken.
@@ -74,6 +88,9 @@ def load_likeness(path: str, *, device: str | torch.device = "cpu", dtype: str =
         with quiet_loading():
             model = AutoModel.from_pretrained(folder or path, dtype=torch_type, use_safetensors=True)
             preprocess = _preprocess(folder or path, model.config)
+        if preprocessing == "library":
+            shortest = {"shortest_edge": preprocess.size[0]}
+            preprocess = preprocess._replace(library=load_image_processor(path, size=shortest))
     except UserError:
         raise
     except Exception as error:

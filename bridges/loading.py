@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,26 @@ def local_folder(path: str) -> Path | None:
     if looks_local or folder.exists():
         raise UserError(f"no such folder: {path}")
     return None
+
+
+def load_image_processor(path: str, **sizes: Any) -> Callable[[Any], torch.Tensor]:
+    """picture of Pillow → [3, H, W] as the folder's or hub model's own image processor makes it.
+
+    Args:
+        path: folder, or id on the hub.
+        **sizes: what it is told in place of its own settings.
+
+    Raises:
+        UserError: there is none that can be loaded.
+    """
+    from transformers import AutoImageProcessor
+
+    try:
+        with quiet_loading():
+            processor = AutoImageProcessor.from_pretrained(local_folder(path) or path, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"cannot load the image processor of {path}: {first_line(error)}") from error
+    return lambda picture: processor(images=picture, return_tensors="pt", **sizes)["pixel_values"][0]
 
 
 def load_config(path: str) -> Any:

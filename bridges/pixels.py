@@ -5,9 +5,12 @@ one device (those on Pillow differ in the last bits). A picture becomes 8-bit fi
 after it was drawn or read from a PNG, it is the same picture.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+MARGIN = 0.25
+"""How far floats may lie outside [0, 1], as for pictures of the data."""
 
 
 class Settings(Protocol):
@@ -30,7 +33,7 @@ def patches_of(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, 
     """Pictures of one size as a tower takes them.
 
     Args:
-        images: float [N, 3, H, W] in [0, 1] (beyond it they are cut off), or uint8, on any device.
+        images: as `to_eight_bits` takes them, on any device.
         settings: the folder's.
 
     Returns:
@@ -38,15 +41,39 @@ def patches_of(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, 
 
     Raises:
         TypeError: they are neither floats nor uint8.
-        ValueError: they are of another shape, or longer than the processor takes.
+        ValueError: they are of another shape or range, or longer than the processor takes.
+    """
+    return _patched(_normalised(_resized(to_eight_bits(images), settings), settings), settings)
+
+
+def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
+    """Pictures as a file holds them, uint8 [N, 3, H, W] on the same device.
+
+    Args:
+        images: float [N, 3, H, W] in [0, 1], or uint8. What lies outside by less than `MARGIN` is cut off.
+
+    Raises:
+        TypeError: they are neither floats nor uint8.
+        ValueError: they are of another shape or range.
     """
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape:
         raise ValueError(f"images: expected [N, 3, H, W], got {list(images.shape)}")
-    if images.is_floating_point():
-        images = images.detach().float().clamp(0, 1).mul(255).round().to(torch.uint8)
-    elif images.dtype != torch.uint8:
+    if images.dtype == torch.uint8:
+        return images
+    if not images.is_floating_point():
         raise TypeError(f"images: expected floats in [0, 1] or uint8, got {images.dtype}")
-    return _patched(_normalised(_resized(images, settings), settings), settings)
+    images = images.detach().float()
+    lowest, highest = torch.stack(images.aminmax()).tolist()
+    if not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # neither holds where one is no number
+        raise ValueError(f"images: expected floats in [0, 1] or uint8, got floats from {lowest:.4g} to {highest:.4g}")
+    return images.clamp(0, 1).mul(255).round().to(torch.uint8)
+
+
+def to_pillow(images: torch.Tensor) -> list[Any]:
+    """Pictures of Pillow from [N, 3, H, W]; raises as `to_eight_bits`."""
+    from PIL import Image
+
+    return [Image.fromarray(one) for one in to_eight_bits(images).permute(0, 2, 3, 1).cpu().numpy()]
 
 
 def _resized(images: torch.Tensor, settings: Settings) -> torch.Tensor:

@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from bridges.clip import Preprocess, Scorer, load_quality_head
-from bridges.loading import first_line, load_complete, load_config, local_folder, quiet_loading, torch_device
+from bridges.clip import Preprocess, Preprocessing, Scorer, load_quality_head
+from bridges.loading import (
+    first_line,
+    load_complete,
+    load_config,
+    load_image_processor,
+    local_folder,
+    quiet_loading,
+    torch_device,
+)
 from bridges.loading import torch_dtype as dtype_of
 from grpo_jax.errors import UserError
 
@@ -68,6 +76,7 @@ def load_clip_model(
     dtype: str = "float32",
     batch_size: int = 32,
     quality_head: str | None = None,
+    preprocessing: Preprocessing = "library",
 ) -> Scorer:
     """Loads a `CLIPModel` with its tokenizer and what its preprocessor does.
 
@@ -77,6 +86,7 @@ def load_clip_model(
         dtype: "float32", "float16" or "bfloat16".
         batch_size: Pictures or texts encoded at once; smaller batches are padded to it.
         quality_head: A head for `Scorer.quality` (`bridges.clip.load_quality_head`), or None.
+        preprocessing: What resizes pictures of another size: "library" is the folder's image processor.
 
     Raises:
         UserError: It is no such model, or a file of it is missing or broken.
@@ -89,11 +99,14 @@ def load_clip_model(
             tokenizer = AutoTokenizer.from_pretrained(folder or path, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"cannot load the tokenizer of {path}: {first_line(error)}") from error
+    preprocess = _preprocess(path, folder)
+    if preprocessing == "library":
+        preprocess = preprocess._replace(library=load_image_processor(path))
     model = load_complete(CLIPModel, path, dtype=dtype).to(target)
     scorer = Scorer(
         _Towers(model),
         _Tokens(tokenizer, config.text_config.max_position_embeddings),
-        _preprocess(path, folder),
+        preprocess,
         name=path,
         device=target,
         dtype=dtype_of(dtype),

@@ -10,6 +10,7 @@ import torch
 from bridges.clip import ScoreError
 from bridges.loading import first_line, load_complete, load_config, local_folder, quiet_loading, torch_device
 from bridges.loading import torch_dtype as dtype_of
+from bridges.pixels import to_pillow
 from grpo_jax.errors import UserError
 
 PROMPT = "{prompt}"
@@ -105,19 +106,11 @@ class Answerer:
         texts = self._processor.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         return self._processor(
             text=texts,
-            images=[[picture] for picture in _pictures(images)],
+            images=[[picture] for picture in to_pillow(images)],
             padding=True,
             add_special_tokens=False,  # the template writes them
             return_tensors="pt",
         )
-
-
-def _pictures(images: torch.Tensor) -> list[Any]:
-    """Pictures of Pillow from float [B, 3, H, W] in [0, 1]."""
-    from PIL import Image
-
-    pixels = (images.detach().float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-    return [Image.fromarray(one) for one in pixels]
 
 
 def load_answerer(

@@ -24,12 +24,15 @@ class ClipModel:
         dtype: Type of its weights.
         batch_size: Pictures or texts encoded at once.
         quality_head: Safetensors file of an aesthetic head on the picture features, for the quality reward.
+        preprocessing: How pictures of another size are resized: "library", by the folder's image processor from 8
+            bits, or "tensor", as floats on the device, which is faster and differs a little.
     """
 
     path: str = "yuvalkirstain/PickScore_v1"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     batch_size: int = may_change(32)
     quality_head: str | None = None
+    preprocessing: Literal["library", "tensor"] = "library"
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -59,6 +62,7 @@ class ClipModel:
             dtype=self.dtype,
             batch_size=self.batch_size,
             quality_head=self.quality_head,
+            preprocessing=self.preprocessing,
         )
 
     def memory(self) -> list[tuple[str, int, str]]:

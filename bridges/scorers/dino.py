@@ -20,10 +20,13 @@ class Dino:
     Args:
         model: Folder or hub id of a vision model of transformers.
         dtype: Type of its weights.
+        preprocessing: How pictures of another size are resized: "library", by the folder's image processor from 8
+            bits, or "tensor", as floats on the device, which is faster and differs a little.
     """
 
     model: str = "facebook/dinov2-base"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    preprocessing: Literal["library", "tensor"] = "library"
 
     def check(self) -> None:
         """Refuses a folder that is not there; no weight is read.
@@ -43,7 +46,7 @@ class Dino:
         """
         from bridges.dino import load_likeness
 
-        return load_likeness(self.model, device=device, dtype=self.dtype)
+        return load_likeness(self.model, device=device, dtype=self.dtype, preprocessing=self.preprocessing)
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations are a few tens of megabytes."""

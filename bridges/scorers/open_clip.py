@@ -18,12 +18,15 @@ class OpenClip:
         pretrained: Tag of the weights for a model name, such as laion2b_s34b_b79k.
         dtype: Type of its weights.
         quality_head: Safetensors file of an aesthetic head on the picture features, for the quality reward.
+        preprocessing: How pictures of another size are resized: "library", by open_clip's transform from 8 bits, or
+            "tensor", as floats on the device, which is faster and differs a little.
     """
 
     model: str = "miniature"
     pretrained: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     quality_head: str | None = None
+    preprocessing: Literal["library", "tensor"] = "library"
 
     def check(self) -> None:
         """Refuses a model that is not there; no weight is read.
@@ -49,6 +52,7 @@ class OpenClip:
             device=device,
             dtype=self.dtype,
             quality_head=self.quality_head,
+            preprocessing=self.preprocessing,
         )
 
     def memory(self) -> list[tuple[str, int, str]]:

@@ -19,6 +19,7 @@ import numpy as np
 from grpo_jax.config.reading import require_text
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.inputs.pictures import read_rgb, source_of
 from grpo_jax.rollout.rewards import BadReturn
 
 
@@ -141,10 +142,5 @@ def remembered(episode: Episode, *, pictures: bool) -> Episode:
 
 
 def as_uint8(picture: Any) -> np.ndarray:
-    """A picture as uint8 [H, W, 3]: an image of Pillow, or an array (torch [3, H, W]; uint8, or floats in [0, 1])."""
-    if hasattr(picture, "detach"):
-        picture = picture.detach().float().cpu().numpy().transpose(1, 2, 0)
-    elif hasattr(picture, "convert"):
-        picture = picture.convert("RGB")
-    array = np.asarray(picture)
-    return array if array.dtype == np.uint8 else np.round(np.clip(array, 0, 1) * 255).astype(np.uint8)
+    """A picture in memory as uint8 [H, W, 3], in any form that a row of the data may hold it."""
+    return np.asarray(read_rgb(source_of(picture, None)))

@@ -44,8 +44,8 @@ class LanguageProgram:
 
     Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged", "oracle")
     and of the policy before a warm start ("untrained"); "samples", what several completions of each prompt say of the
-    start (`evaluation.sample_measures`); "remembered", what the task's findings need of them; and "absent", how many
-    iterations in a row no completion had a reward, by its name.
+    start (`evaluation.sample_measures`); "remembered", what the task's findings need of them; "absent", how many
+    iterations in a row no completion had a reward, by its name; and "remark", what the task once said of completions.
 
     Attributes:
         config: The run's, with names for what it was given beside it.
@@ -183,8 +183,11 @@ class LanguageProgram:
         absent = counted(notes.get("absent", {}), values, self.parts.rewards.weights)
         if single := never_came(absent, iteration + 1, self.iterations):
             self.say(f"note: {single}")
+        remark = notes.get("remark") or self.parts.config.task.remark(result.completions["completion"])
+        if remark and "remark" not in notes:
+            self.say(f"note: {remark}")
         failure = self._nothing_learned(result.state, iteration + 1) or self._nothing_judged(absent, iteration + 1)
-        noted = {**notes, "absent": absent}
+        noted = {**notes, "absent": absent} | ({"remark": remark} if remark else {})
         return Advanced(result.state, [result.row], result.seconds, noted, result.completions, failure)
 
     def _nothing_judged(self, absent: Mapping[str, int], iteration: int) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.errors import UserError
 from grpo_jax.models.hf.exporting import export_adapters, export_policy
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.episodes import Turn
-from grpo_jax.rollout.inputs.pictures import as_shown
+from grpo_jax.rollout.inputs.pictures import as_shown, eight_bits
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
 from grpo_jax.runs.evaluation import (
@@ -276,9 +277,15 @@ def pictures_of(judgement: Judgement) -> np.ndarray | None:
 
 
 def to_uint8(images: Any) -> np.ndarray:
-    """Pictures, torch float [B, 3, H, W] in [0, 1], as uint8 [B, H, W, 3]."""
-    array = images.detach().float().cpu().numpy()
-    return np.round(np.clip(array, 0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
+    """Pictures that were drawn, torch float [B, 3, H, W] in [0, 1], as uint8 [B, H, W, 3].
+
+    Raises:
+        UserError: Their values are of another range.
+    """
+    try:
+        return eight_bits(images.detach().float().cpu().numpy()).transpose(0, 2, 3, 1)
+    except ValueError as error:
+        raise UserError(f"judges.renderer drew a picture that cannot be shown: {error}") from error
 
 
 def texts_table(parts: Parts, after: Evaluation) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.texts import Reading
 from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.picture_rewards import conditioned
-from grpo_jax.tasks.rewriting import parse_rewrite
+from grpo_jax.tasks.rewriting import names_a_negative, parse_rewrite
 from grpo_jax.tasks.task import Task
 
 MINIATURE = "miniature"
@@ -65,6 +65,16 @@ class PictureTask(Task):
         """The prompt that a completion makes."""
         form = config.data.form
         return lambda written, prompt: parse_rewrite(written, form, prompt)
+
+    def remark(self, completions: Sequence[str]) -> str:
+        """How many completions name a negative prompt, which none is drawn with."""
+        count = sum(map(names_a_negative, completions))
+        if not count:
+            return ""
+        return (
+            f"{count} of {len(completions)} completions name a negative prompt, which is left out; "
+            "judges.renderer.negative_prompt is one for all pictures"
+        )
 
 
 def picture_prompts(config: Config, makers: Mapping[str, Maker], files: str) -> PromptSet:

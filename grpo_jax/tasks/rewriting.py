@@ -7,6 +7,7 @@ reaches the renderer: the user's prompt does.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Literal
 
@@ -14,25 +15,106 @@ from grpo_jax.rollout.texts import Reading, continued
 
 Form = Literal["rewrite", "append"]
 
-_ADJECTIVES = "the|an?|my|your|new|final|better|improved|enhanced|rewritten|revised|refined|optimi[sz]ed|updated|image"
-_LABEL = re.compile(rf"^(?:(?:{_ADJECTIVES})\s+)*(?:prompt|rewrite|output|answer|result)\s*:\s*", re.IGNORECASE)
-_PREAMBLE = re.compile(
-    r"^(?:sure|certainly|of course|okay|ok|here\b|here's|here’s|absolutely|great)\b.*:$", re.IGNORECASE
+
+def _begins(*phrases: str) -> re.Pattern[str]:
+    """What a line begins with, in any case."""
+    return re.compile(rf"^(?:{'|'.join(phrases)})", re.IGNORECASE)
+
+
+_COLON = "[:：]"
+_END = r"(?:(?<=[\u4e00-\u9fff])|\b)"  # of a word; Chinese has none
+_HERE = (
+    *(r"here(?:[’']s| is| are| you go)?", "below", "this is", "these are", "the following"),
+    *("voici", "hier ist", "aquí", "aqui", "ecco", "вот", "以下", "这是"),
 )
-_REFUSAL = re.compile(
-    r"^(?:i[’']?m sorry|i am sorry|sorry[,.]|i can(?:no|[’'])t\b|i can not\b|as an ai\b|i am unable|i[’']?m unable)",
+_KINDS = (
+    *("the", "an?", "my", "your", "new", "final", "better", "improved", "enhanced", "rewritten", "revised", "refined"),
+    *("optimi[sz]ed", "updated", "image", "full", "detailed", "expanded", "positive", "main", "text-to-image"),
+    *("image[ -]generation", "stable[ -]diffusion", "sdxl", "midjourney"),
+)
+_NAMES = (
+    *("prompt", "rewrite", "rewritten", "enhanced", "output", "answer", "result", "version", "option", "variation"),
+    *("(?:改写|优化)后的提示词?", "提示词?", "プロンプト"),
+)
+_REWRITE = (
+    *(r"prompts?\b", r"rewrites?\b", r"rewritten\b", "提示词?"),
+    r"(?:versions?|descriptions?|captions?)(?=\s*[:：.!]| (?:of|for) (?:the|your|this|that|it|you)\b| that\b)",
+)
+
+_LABEL = _begins(
+    rf"(?:/imagine )?(?:(?:{'|'.join(_KINDS)})\s+)*(?:{'|'.join(_NAMES)})"
+    rf"(?:\s+#?(?:\d+|[a-c]))?(?:\s*\([^)]*\))?(?: is)?\s*{_COLON}\s*"
+)
+"""What names the text behind it: "Prompt:", "Enhanced prompt:", "Option 1 (vivid):"."""
+_ANNOUNCEMENT = _begins(
+    rf"(?:{'|'.join(_HERE)}){_END}[^:：]*(?:{'|'.join(_REWRITE)})(?:[^:：]*{_COLON}\s*|[.!]$)",
+    rf"[^:：]*\b(?:this|your|following) (?:\w+ )?prompt(?:, \w+)?\s*{_COLON}\s*",
+)
+"""What says that a prompt follows: "Here is the rewritten prompt: …"."""
+_INTERJECTION = _begins(
+    r"(?:sure(?: thing)?|certainly|of course|okay|ok|all ?right|absolutely|definitely|understood|got it|no problem"
+    r"|great(?: (?:choice|idea|prompt|question)|(?=!)))\s*[,!.:]+\s*"
+)
+_OPENING = _begins(rf"(?:sure|certainly|of course|okay|ok|absolutely|great|{'|'.join(_HERE)}){_END}")
+_DISCLAIMER = _begins(
+    r"(?:i|i[’']m|as an?|unfortunately|sorry)\b[^:：]*\b(?:but|however),? (?=here(?:[’']s| is| are)\b)",
+)
+"""What a model that draws nothing says before it gives the prompt after all."""
+_REMARK = _begins(
+    r"i(?:[’']d| would) (?:be (?:happy|glad|delighted)|love)\b",
+    r"(?:i[’']m |i am )?(?:happy|glad) to\b",
+    r"i(?:[’']ve| have) (?:rewritten|enhanced|improved|refined|revised|expanded|added|made|kept|created|crafted)\b",
+    r"let(?:[’']s| me) (?:know|craft|create|enhance|rewrite|refine|improve|expand|think|break|start)\b",
+    r"please (?:provide|share|specify|give me)\b",
+    r"feel free\b",
+    r"thank(?:s| you) for\b",
+)
+"""What a chat model says of itself, or to the user."""
+_CLOSING = re.compile(
+    r"(?<=[.!?\"”*])\s+(?:let me know|feel free|would you like|(?:i )?hope this"
+    r"|i(?:[’']ve| have) (?:added|rewritten|kept)|this (?:prompt|version|rewrite|revised|enhanced)|\(?note:)\s.*$",
     re.IGNORECASE,
 )
-_BULLET = re.compile(r"^(?:[-*•]\s+|\d{1,2}[.)]\s+|#+\s+|>\s+)")
-_QUOTES = {'"': '"', "“": "”", "«": "»", "'": "'", "‘": "’", "`": "`"}
+"""The same behind a prompt, in its line."""
+_NEGATIVE = re.compile(
+    rf"(?:^|(?<=\W))\(?(?:negative[ _]prompts?\b|(?:负面|反向|负向)提示词?)[^:：]{{0,30}}{_COLON}.*$", re.IGNORECASE
+)
+_HEADING = _begins(r"#+\s", rf"(?:title|original(?: prompt)?)\s*{_COLON}")
+
+_DEEDS = (
+    *(r"help(?: you)?(?: (?:with|create|in)|\W*$)", "assist", "create", "generate", "provide", "produce"),
+    *("fulfil+", "comply", "write", "rewrite", r"do (?:that|this|so)\W*$", "engage", "continue with", "depict"),
+    *("respond", "discuss", "process", "offer", "participate", "promote", "accommodate", "proceed", "satisfy"),
+    *("enhance", "improve"),
+)
+_SORRY = r"(?:(?:i[’']?m|i am) )?(?:(?:so|very|really|truly) )?sorry"
+_REFUSAL = _begins(
+    rf"{_SORRY},? but\b",
+    r"(?:i apologi[sz]e|my apologies),? (?:but|for)\b",
+    r"as an? (?:[\w-]+ ){0,2}(?:ai|model|assistant),? (?:i\b|my\b|it[’']?s against)",
+    r"(?:it (?:seems|looks) like )?(?:this|that|your) request (?:violates|goes against|is against)\b",
+    rf"(?:{_SORRY}[,.!] |unfortunately,? )?i(?:[’']?m| am)? ?(?:can(?:no|[’'])t|can not|won[’']t|will not"
+    rf"|(?:unable|not able) to|won[’']t be able to)(?:\W*$| (?:\w+ly )?(?:{'|'.join(_DEEDS)})\b)",
+    r"i must (?:respectfully )?decline|i (?:do not|don[’']t) feel comfortable|i(?:[’']?m| am) not comfortable",
+    r"很?抱歉|对不起|申し訳|lo siento,? (?:pero )?no puedo|désolée?,? (?:mais )?je ne|je suis désolée?,",
+    r"es tut mir leid,? (?:aber )?|извините, (?:но )?я не|mi dispiace, (?:ma )?non posso",
+)
+"""What says that it will not: an apology, or that it cannot help; not any sentence that begins with "I can't"."""
+_BULLET = _begins(r"[-*•]\s+", r"\d{1,2}[.)]\s+", r"#+\s+", r">\s+")
+_FENCE = re.compile(r"```(?:\w*\n)?(.*?)(?:```|\Z)", re.DOTALL)
+_MEMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*\[?\s*"((?:[^"\\]|\\.)*)')
+_TAG = re.compile(r"</?(?:[a-z]+_)*(?:prompt|answer|output|response|rewrite)>", re.IGNORECASE)
+_QUOTES = {'"': '"', "“": "”", "«": "»", "'": "'", "‘": "’", "`": "`", "*": "*"}
 
 
 def parse_rewrite(text: str, form: Form, prompt: str) -> Reading:
     """Reads a completion.
 
-    In "rewrite": thinking blocks, code fences, opening remarks ("Sure, here is …:"), labels ("Prompt:"), list marks,
-    bold marks and enclosing quotes go; the first line that is left is the prompt. In "append": the prompt and the
-    first line of its continuation.
+    In "rewrite" an answer is read as chat models write them. Thinking goes; a code fence, a JSON object's prompt or a
+    line labelled "Prompt:" is the answer, if there is one. Of what is left, remarks ("Sure! Here is …:", "I've added
+    …"), headings, labels, list marks, bold marks and enclosing quotes go; the first line that is left is the prompt,
+    with those that a comma joins to it. A negative prompt is left out: a renderer has one for all pictures. In
+    "append": the prompt and the first line of its continuation.
 
     Args:
         text: The completion, decoded.
@@ -44,26 +126,85 @@ def parse_rewrite(text: str, form: Form, prompt: str) -> Reading:
     """
     if form == "append":
         return continued(text, prompt)
-    answer = _clean(_answer_line(_without_thinking(text)))
-    if not _has_words(answer) or _REFUSAL.match(answer):
+    lines = [line for line in map(_bare, _content(_without_thinking(text)).splitlines()) if _has_words(line)]
+    sentences = re.split(r"(?<=[.!])\s+", _DISCLAIMER.sub("", _INTERJECTION.sub("", "".join(lines[:1]))))
+    if any(_REFUSAL.match(_clean(sentence)) for sentence in sentences):
         return Reading(prompt, False)
-    return Reading(answer, True)
+    answer = _clean(_answer(lines))
+    return Reading(answer, True) if _has_words(answer) else Reading(prompt, False)
+
+
+def names_a_negative(text: str) -> bool:
+    """Whether a completion brings a negative prompt, in a line of its own or a member of its JSON."""
+    return any(map(_NEGATIVE.search, re.sub(r'["*]', "", text).splitlines()))
 
 
 def _without_thinking(text: str) -> str:
     """The text behind thinking; a block that never closes leaves nothing behind it."""
+    text = text.replace("<thinking>", "<think>").replace("</thinking>", "</think>")
     text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
-def _answer_line(text: str) -> str:
-    """The first line that says something; opening remarks, bare labels and code fences do not."""
-    for line in text.splitlines():
-        bare = line.replace("**", "").strip()
-        if bare.startswith("```") or _PREAMBLE.match(bare) or not _has_words(_LABEL.sub("", bare)):
+def _content(text: str) -> str:
+    """What stands in the first code fence that says something, in a JSON object or in tags; else all of the text."""
+    text = next(filter(_has_words, _FENCE.findall(text)), text)
+    members = _MEMBER.findall(text) if "{" in text else []
+    if members:
+        own = [pair for pair in members if not re.search("negative|original|input", pair[0], re.IGNORECASE)]
+        named = [value for key, value in own if re.search("prompt|rewrit", key, re.IGNORECASE)]
+        value = next(iter(named or [value for _, value in own]), "")
+        try:
+            return str(json.loads(f'"{value}"', strict=False))
+        except ValueError:  # cut off within an escape
+            return value
+    return _TAG.sub("\n", text)
+
+
+def _bare(line: str) -> str:
+    """A line without marks of bold, lists and quotations."""
+    line = line.replace("**", "").replace("__", "").strip()
+    return line if _HEADING.match(line) else _BULLET.sub("", line)
+
+
+def _answer(lines: list[str]) -> str:
+    """The first line that is no remark, with those that it goes on in; behind the label "Prompt:" where one stands."""
+    labels = [_LABEL.match(line) for line in lines]
+    labelled = [place for place, label in enumerate(labels) if label and "prompt" in label[0].lower()]
+    found = heading = ""
+    for line in lines[min(labelled, default=0) :]:
+        positive = _NEGATIVE.sub("", line)
+        if found and (positive != line or not found.endswith((",", "，"))):
+            break
+        text = f"{found} {line}" if found else _announced(positive)
+        if not _has_words(text) or _REMARK.match(text):
             continue
-        return bare
-    return ""
+        if found or not _leads_on(line):
+            found = text
+        elif not _OPENING.match(line):
+            heading = heading or text
+    return _CLOSING.sub("", found or heading)
+
+
+def _leads_on(line: str) -> bool:
+    """Whether a line says only what comes next, where something does."""
+    tells = _OPENING.match(line) and re.search(r"\bprompts?\b.*[.!]$", line, re.IGNORECASE)
+    return bool(_HEADING.match(line) or line.endswith((":", "：")) or tells)
+
+
+def _announced(line: str) -> str:
+    """What a line says behind interjections, announcements and labels."""
+    while True:
+        said = _unmarked(line)
+        if said == line:
+            return line
+        line = said
+
+
+def _unmarked(line: str) -> str:
+    for mark in (_INTERJECTION, _DISCLAIMER, _ANNOUNCEMENT, _LABEL):
+        line = mark.sub("", line, count=1)
+    return line.strip()
 
 
 def _clean(line: str) -> str:
@@ -82,7 +223,7 @@ def _unquote(line: str) -> str:
     opening, closing = line[0], _QUOTES[line[0]]
     inner = line[1:]
     if closing not in inner:
-        return inner
+        return line if opening == "*" else inner
     end = inner.index(closing)
     # An apostrophe is no closing quote: 'a dog's life'.
     if closing in "'’" and end < len(inner) - 1:

@@ -174,6 +174,10 @@ class Task:
         """The function (completion, user's prompt) → the text that is judged."""
         return as_written
 
+    def remark(self, completions: Sequence[str]) -> str:
+        """A note on what completions hold that is not judged, which a run says once; "" where there is none."""
+        return ""
+
     def listed_texts(self, config: Any) -> Sequence[str] | None:
         """What a completion may be, where its world has `choices`, for who asks a trained policy; None for any text.
 

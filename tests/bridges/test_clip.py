@@ -48,9 +48,11 @@ def to_pil(image):
     return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
 
 
-def test_features_and_similarities_are_those_of_open_clip(scorer, reference):
+@pytest.mark.parametrize("shape", [(24, 24), (40, 40), (50, 33), (16, 20)])
+def test_features_and_similarities_are_those_of_open_clip(scorer, reference, shape):
+    """Resized or not: what has another size goes through open_clip's own transform."""
     model, transform, tokenizer = reference
-    images = pictures(4, 24, 24)  # the tower's own size: no resizing, so nothing is rounded
+    images = pictures(4, *shape)
     with torch.no_grad():
         image = model.encode_image(torch.stack([transform(to_pil(x)) for x in images]), normalize=True)
         text = model.encode_text(tokenizer(TEXTS), normalize=True)
@@ -103,8 +105,9 @@ def test_preprocessing_of_a_tower_that_is_not_square():
 
 
 def test_preprocessing_is_read_from_the_folder(tmp_path):
+    """And used where tensors are asked for by name."""
     overrides = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "resize_mode": "squash"}
-    scorer = load_scorer(tiny_models.clip(tmp_path, preprocess=overrides))
+    scorer = load_scorer(tiny_models.clip(tmp_path, preprocess=overrides), preprocessing="tensor")
     assert scorer._preprocess == Preprocess((24, 24), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7), "bicubic", "squash", 0)
 
 

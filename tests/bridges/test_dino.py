@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("open_clip")
 
+from PIL import Image  # noqa: E402
 from support import tiny_models  # noqa: E402
 
 from bridges.dino import load_likeness  # noqa: E402
@@ -42,6 +43,20 @@ def test_features_are_the_class_token_of_transformers(folder, judge):
     found = judge.image_image(images, images.flip(0))
     torch.testing.assert_close(found, (expected * expected.flip(0)).sum(-1), atol=1e-5, rtol=0)
     assert found.std() > 1e-4
+
+
+def test_resized_pictures_are_those_of_the_folders_image_processor(folder, judge):
+    """But for the margin that it would cut off: all of a square picture counts."""
+    images = (pictures(3, 50, seed=2) * 255).round() / 255
+    seen = [Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy()) for image in images]
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    pixels = processor(images=seen, size={"shortest_edge": 28}, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        states = transformers.AutoModel.from_pretrained(folder).eval()(pixel_values=pixels).last_hidden_state[:, 0]
+    expected = torch.nn.functional.normalize(states, dim=-1)
+    torch.testing.assert_close(judge.image_features(images), expected, atol=1e-5, rtol=0)
+    fast = load_likeness(str(folder), preprocessing="tensor").image_features(images)
+    assert 1e-5 < (fast - expected).abs().max() < 0.05
 
 
 def test_pictures_of_other_sizes_are_compared_and_each_is_encoded_once(judge):

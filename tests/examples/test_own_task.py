@@ -103,6 +103,20 @@ def test_stopped_and_resumed_is_uninterrupted(finished, tmp_path, monkeypatch, c
     assert "task.puzzle_seed: 0 → 1" in capsys.readouterr().err
 
 
+def test_what_it_remarks_on_completions_is_said_once(tmp_path, capsys):
+    (tmp_path / "remarking.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from grpo_jax.config.named import load_object\n"
+        "@dataclass(frozen=True)\n"
+        f"class Remarking(load_object({f'{FILE}:Countdown'!r}, 'task')):\n"
+        "    def remark(self, completions):\n"
+        "        return f'{len(completions)} completions were read'\n"
+    )
+    changes = {"task": f"{tmp_path}/remarking.py:Remarking", "warm_start.steps": 0, "training.max_steps": 2}
+    assert main(command(tmp_path / "run", **changes)) == 0
+    assert capsys.readouterr().out.count("note: 16 completions were read") == 1
+
+
 def test_help_shows_its_fields(capsys):
     with pytest.raises(SystemExit):
         main([*TASK, "--help", "all"])

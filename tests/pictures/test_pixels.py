@@ -112,9 +112,11 @@ def test_what_is_no_picture_is_refused():
             patches_of(images, settings)
     with pytest.raises(ValueError, match="at most 200 times"):
         patches_of(torch.zeros(1, 3, 1, 500), settings)
-    outside, _ = patches_of(torch.tensor([-1.0, 2.0]).view(1, 1, 1, 2).expand(1, 3, 2, 2), settings)
+    overshot, _ = patches_of(torch.tensor([-0.1, 1.1]).view(1, 1, 1, 2).expand(1, 3, 2, 2), settings)
     inside, _ = patches_of(torch.tensor([0.0, 1.0]).view(1, 1, 1, 2).expand(1, 3, 2, 2), settings)
-    assert torch.equal(outside, inside)
+    assert torch.equal(overshot, inside)
+    with pytest.raises(ValueError, match=r"expected floats in \[0, 1\] or uint8, got floats from 0 to 255"):
+        patches_of(torch.linspace(0, 255, 12).view(1, 3, 2, 2), settings)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or jax.default_backend() != "gpu", reason="needs a card for both")

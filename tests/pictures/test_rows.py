@@ -16,6 +16,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import Row, split_rows
 from grpo_jax.rollout.environment import make_score
+from grpo_jax.rollout.episodes import as_uint8
 from grpo_jax.rollout.inputs import pictures as sources
 from grpo_jax.rollout.inputs.encoding import prepare_rows
 from grpo_jax.rollout.inputs.pictures import File, Stored, opened, read_rgb, size_of
@@ -49,6 +50,7 @@ def in_memory():
         "array": array,
         "floats": array.astype(np.float32) / 255,
         "torch": torch.tensor(array).permute(2, 0, 1) / 255,
+        "torch uint8": torch.tensor(array).permute(2, 0, 1),
     }
 
 
@@ -82,6 +84,7 @@ def test_every_form_of_a_line_is_the_same_picture(name, column, tmp_path, monkey
 def test_every_form_in_memory_is_the_same_picture(name):
     (row,) = make_prompt_set([{"prompt": "what?", "image": in_memory()[name]}]).train
     assert pixels(row.pictures[0]) == pixels(SEEN) and size_of(row.pictures[0]) == (12, 20)
+    assert as_uint8(in_memory()[name]).tolist() == pixels(SEEN)  # what an environment answers with
 
 
 def test_jpeg_in_base64_begins_like_a_path():
@@ -196,6 +199,29 @@ def test_bad_rows_are_named(row, reason, tmp_path):
     assert message.startswith(f"{path}: 1 bad line: line 2: ") and reason in message and "\n" not in message
 
 
+def deep_values(low, high, dtype):
+    """A grey picture as other programs write it: of 16 or 32 bits, or of floats."""
+    return np.linspace(low, high, 12 * 20).reshape(12, 20).astype(dtype)
+
+
+@pytest.mark.parametrize("name", ["16.png", "16.tiff", "16.ppm", "float.tiff", "16", "float", "overshot"])
+def test_values_of_more_than_8_bits_are_taken_by_their_range(name, tmp_path):
+    """Pillow cuts them off at 255: a picture of 16 bits would be white, floats to 1 black."""
+    values = deep_values(0, 65535, np.uint16) if name.startswith("16") else deep_values(0, 1, np.float32)
+    source = np.where(values == 1, np.float32(1.1), values) if name == "overshot" else values
+    if "." in name:
+        if name == "16.ppm":  # Pillow writes none of 16 bits
+            (tmp_path / name).write_bytes(b"P5 20 12 65535 " + values.astype(">u2").tobytes())
+        else:
+            Image.fromarray(values).save(tmp_path / name)
+        source = str(tmp_path / name)
+    (row,) = make_prompt_set([{"prompt": "x", "image": source}]).train
+    grey = np.round(values.astype(float) / values.max() * 255)
+    np.testing.assert_array_equal(read_rgb(row.pictures[0]), np.stack([grey] * 3, axis=-1))
+    (seen,) = asked([row])["image"][:1]
+    assert seen.mode == "L" and size_of(row.pictures[0]) == (12, 20)
+
+
 def spoilt(folder: Path) -> dict[str, Path]:
     """Files that are no still pictures of a usable size."""
     frames = [picture(i) for i in range(3)]
@@ -213,6 +239,8 @@ def spoilt(folder: Path) -> dict[str, Path]:
 
     huge[29:33] = zlib.crc32(huge[12:29]).to_bytes(4, "big")
     (folder / "bomb.png").write_bytes(huge)
+    Image.fromarray(deep_values(0, 255, np.float32)).save(folder / "float.tiff")
+    Image.fromarray(deep_values(0, 70000, np.int32)).save(folder / "int32.tiff")
     (folder / "program.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
     return {path.name: path for path in folder.iterdir()}
 
@@ -227,6 +255,8 @@ SPOILT = {
     "short.png": "it is ",
     "strip.png": "it is 3000 x 10 pixels: a side may be at most 200 times as long as the other",
     "bomb.png": "it has more than 89,478,485 pixels",
+    "float.tiff": "its values are floats from 0 to 255: expected uint8, uint16 (to 65535) or floats in [0, 1]",
+    "int32.tiff": "its values are int32: expected uint8, uint16 (to 65535) or floats in [0, 1]",
     "program.eps": "it is no picture that can be read",
 }
 
@@ -244,13 +274,16 @@ def test_what_is_no_still_picture_is_one_line_with_row_and_file(tmp_path):
     files = spoilt(tmp_path)
     assert files.keys() == SPOILT.keys()
     eyes = Eyes(Vision, PictureSettings(), list)
-    for name, reason in SPOILT.items():
-        path = write_rows(tmp_path / "rows", [{"prompt": "a"}, {"prompt": "b", "image": str(files[name])}])
-        rows = load_prompts(path, held_out=0).train
+    reasons = {f"{name}: {reason}": str(files[name]) for name, reason in SPOILT.items()}
+    reasons["its values are floats from 0 to 255: expected uint8"] = deep_values(0, 255, np.float32)
+    reasons["its values are floats from -1 to 1"] = deep_values(-1, 1, np.float32)
+    reasons["its values are int32"] = Image.fromarray(deep_values(0, 9, np.int32))
+    for reason, given in reasons.items():
+        rows = make_prompt_set([{"prompt": "a"}, {"prompt": "b", "image": given}]).train
         with pytest.raises(UserError) as error:
             make_encode(chat_tokenizer(VISION_TOKENS), DataSection(), pad_id=0, rows=rows, eyes=lambda: eyes)
         message = str(error.value)
-        assert message.startswith("row 2, picture ") and f"{name}: {reason}" in message, message
+        assert message.startswith("row 1, picture") and reason in message, message
         assert len(message) < 250 and "\n" not in message
 
 

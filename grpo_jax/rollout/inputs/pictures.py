@@ -27,6 +27,9 @@ MOST_PIXELS = 89_478_485
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read; some of Pillow's others start programs."""
 
+MARGIN = 0.25
+"""How far the floats of a picture may lie outside [0, 1], where filters overshoot; what lies outside is cut off."""
+
 _NAMED = 80  # characters of a file's name in an error
 _SMALL = 128  # pixels of a side of a picture that is kept beside a run's completions
 
@@ -124,14 +127,14 @@ def _file(name: str, base: Path | None) -> File:
 
 
 def _check_array(value: Any) -> None:
-    """[H, W], [H, W, 1 | 3 | 4] of NumPy and JAX, [3, H, W] of torch; whole numbers to 255, or fractions to 1."""
+    """[H, W], [H, W, 1 | 3 | 4] of NumPy and JAX, [3, H, W] of torch; of a type that `eight_bits` takes."""
     shape, torch = tuple(value.shape), hasattr(value, "detach")
     channels = shape[0 if torch else -1] if len(shape) == 3 else 1
     if len(shape) not in (2, 3) or channels not in (1, 3, 4) or 0 in shape:
         expected = "[3, H, W]" if torch else "[H, W, 3]"
         raise ValueError(f"a picture in memory has the shape {expected}, got {list(shape)}")
-    if not any(kind in str(value.dtype) for kind in ("uint8", "float")):
-        raise ValueError(f"a picture in memory is uint8, or floats in [0, 1], got {value.dtype}")
+    if not any(kind in str(value.dtype) for kind in ("uint8", "uint16", "float")):
+        raise ValueError(f"a picture in memory is {_VALUES}, got {value.dtype}")
 
 
 # ---------------------------------------------------------------------------------------------------------- opening
@@ -149,14 +152,15 @@ def opened(source: Any) -> Any:
         return _from_array(source)
     if hasattr(source, "convert"):
         _check_opened(source)
-        return source
+        return _in_eight_bits(source)
     try:
         content = source.path.read_bytes() if isinstance(source, File) else source
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from error
     with _failures_told():
         picture = _open(_stream(content))
-        return ImageOps.exif_transpose(picture) if _orientation(picture) != 1 else picture
+        upright = ImageOps.exif_transpose(picture) if _orientation(picture) != 1 else picture
+        return _in_eight_bits(upright, picture.format)
 
 
 def size_of(source: Any) -> tuple[int, int]:
@@ -168,6 +172,7 @@ def size_of(source: Any) -> tuple[int, int]:
         with source.path.open("rb") if isinstance(source, File) else _stream(source) as stream, _failures_told():
             picture = _open(stream)
             sideways = _orientation(picture) >= 5
+            _in_eight_bits(picture, picture.format)  # refused when a run starts, not when it is drawn from
             return (picture.width, picture.height) if sideways else (picture.height, picture.width)
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from error
@@ -246,12 +251,47 @@ def _from_array(array: Any) -> Any:
         array = array.detach().cpu()
         array = array.permute(1, 2, 0) if array.ndim == 3 else array
         array = array.float().numpy() if array.is_floating_point() else array.numpy()
-    array = np.asarray(array)
-    if array.dtype != np.uint8:
-        if not np.isfinite(array).all():
-            raise ValueError("it holds values that are no numbers")
-        array = np.round(np.clip(array.astype(np.float32), 0, 1) * 255).astype(np.uint8)
+    array = eight_bits(np.asarray(array))
     return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array))
+
+
+_VALUES = "uint8, uint16 (to 65535) or floats in [0, 1]"
+
+
+def eight_bits(values: np.ndarray) -> np.ndarray:
+    """The values of a picture as uint8, by the range of their type: of uint16 all of it, of floats [0, 1].
+
+    Raises:
+        ValueError: They are of another type, floats of another range, or no numbers.
+    """
+    if values.dtype == np.uint8:
+        return values
+    if values.dtype.kind == "u" and values.dtype.itemsize == 2:
+        return ((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
+    if values.dtype.kind in "biu":
+        raise _RefusedError(f"its values are {values.dtype}: expected {_VALUES}")
+    values = values.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise _RefusedError("it holds values that are no numbers")
+    lowest, highest = float(values.min()), float(values.max())
+    if lowest < -MARGIN or highest > 1 + MARGIN:
+        raise _RefusedError(f"its values are floats from {lowest:.4g} to {highest:.4g}: expected {_VALUES}")
+    return np.round(np.clip(values, 0, 1) * 255).astype(np.uint8)
+
+
+def _in_eight_bits(picture: Any, kind: str | None = None) -> Any:
+    """A picture of Pillow with 8 bits for each channel; `kind` is its file's format.
+
+    Pillow itself cuts 16-bit, 32-bit and float values off at 255, which makes them white or black.
+    """
+    from PIL import Image
+
+    if not picture.mode.startswith(("I", "F")):
+        return picture
+    values = np.asarray(picture)
+    if kind in ("PNG", "PPM") and values.dtype == np.int32:  # how Pillow holds some of their 16 bits
+        values = values.astype(np.uint16)
+    return Image.fromarray(eight_bits(values))
 
 
 def read_rgb(source: Any) -> Any:

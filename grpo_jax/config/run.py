@@ -115,7 +115,8 @@ class Config:
         self._check_sampling()
         self._check_training()
         if self.algorithm.importance_cap is None:
-            given = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if self.training.lag else 0.0)
+            lagging = self.training.lag and self.sampling.group == "samples"
+            given = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if lagging else 0.0)
             object.__setattr__(self, "algorithm", given)
         self.task.check(self)
 
@@ -163,6 +164,13 @@ class Config:
         compared = kept == 0 or self.algorithm.compares_groups
         advantage = self.algorithm.advantage
         require(compared, "sampling.keep_prompt", f"0 with advantage {advantage!r}, which compares no groups", kept)
+        drawn, made = (
+            self.sampling.group == "samples",
+            f"0 with sampling.group {self.sampling.group}, which are no samples",
+        )
+        cap, reward_kl = self.algorithm.importance_cap, self.ppo.kl_coef
+        require(drawn or not cap, "algorithm.importance_cap", f"null or {made}: no ratio corrects that", cap)
+        require(drawn or not reward_kl, "ppo.kl_coef", f"{made} (algorithm.kl_coef weighs them)", reward_kl)
         buffer, labels = self.algorithm.overlong_buffer, [reward.called for reward in self.rewards]
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
         chat = self.sampling.turns == 1 or self.data.form != "append"

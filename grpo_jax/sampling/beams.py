@@ -71,7 +71,8 @@ def make_beam_sampler(
 
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples`, arguments as of `make_sampler`;
-        both log-probabilities are the policy's over the tree. It raises ValueError for a policy of another vocabulary.
+        both log-probabilities are the policy's over the tree, and `weights` those of `inclusion_weights`. It raises
+        ValueError for a policy of another vocabulary.
 
     Raises:
         ValueError: The tree has fewer texts than G, or longer ones than T.
@@ -85,7 +86,11 @@ def make_beam_sampler(
     @jax.jit
     def write(trie: Trie, variables, prompts, mask, keys, pictures) -> Samples:
         beams = search(trie, variables, prompts, mask, keys if without_replacement else None, pictures)
-        return Samples(beams.tokens, beams.mask, beams.logprobs, beams.logprobs, trie.text[beams.node] < 0)
+        truncated = trie.text[beams.node] < 0
+        # Behind the last step's number, so that these draws are none of the search's.
+        apart = jax.vmap(lambda key: jax.random.fold_in(key, length))(keys) if without_replacement else None
+        weights = inclusion_weights(beams.total, beams.rank, apart)
+        return Samples(beams.tokens, beams.mask, beams.logprobs, beams.logprobs, truncated, weights=weights)
 
     def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
         tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
@@ -96,6 +101,30 @@ def make_beam_sampler(
         return jax.tree.map(lambda x: x[: len(tokens)], found)
 
     return sample
+
+
+def inclusion_weights(logprobs: jax.Array, rank: jax.Array, keys: jax.Array | None) -> jax.Array:
+    """Probability of each text over that of being found, float32 [P, G]: with it sums over a group estimate means.
+
+    Beams are found for certain: a sum over them lacks the probability of all other texts, and is exact where there are
+    none. Of texts that are drawn without replacement, all but the last are those above the last one's noisy
+    log-probability κ, each by 1 - exp(-exp(log π - κ)); the last, of weight 0, is spent on κ, and the sum is unbiased
+    (Kool, van Hoof & Welling 2019, section 4.1; after Vieira 2017, and Duffield, Lund & Thorup 2007).
+
+    Args:
+        logprobs: log π of each text, float32 [P, G].
+        rank: What they were found by, falling, of a search whose root has rank 0.
+        keys: Typed keys [P] that the search has not used, of a draw without replacement; None for beams.
+    """
+    probabilities = jnp.exp(logprobs)
+    if keys is None:
+        return probabilities
+    # exp(-κ) is the time of the last of G arrivals at rates π. The root's rank sets that of the first to 1, where it is
+    # exponential and knows nothing of what comes when after it.
+    first = jax.vmap(lambda key: jax.random.exponential(key, (1,)))(keys)
+    expected = probabilities * (jnp.expm1(-rank[:, -1:]) + first)
+    weights = jnp.where(expected > 0, probabilities / -jnp.expm1(-expected), 0)
+    return weights.at[:, -1].set(0)
 
 
 def check_group(trie: Trie, group: int) -> None:

@@ -37,6 +37,9 @@ class Samples(NamedTuple):
         present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
             what was said to it in between. None where the policy wrote all of it.
         turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
+        weights: float32 [P, G] of completions that are not drawn independently: what each counts in a sum over its
+            group that estimates a mean over the policy's completions, which is its probability over that of standing
+            in the group. None for independent ones, which count 1/G each.
     """
 
     tokens: Array
@@ -46,6 +49,7 @@ class Samples(NamedTuple):
     truncated: Array
     present: Array | None = None
     turn: Array | None = None
+    weights: Array | None = None
 
 
 class Ends(NamedTuple):

@@ -130,6 +130,7 @@ def policy_loss(
         ref_logprobs=batch.ref_logprobs,
         entropy=seen.entropy,
         token_weights=batch.token_weights,
+        kl_weights=batch.kl_weights,
         **options,
     )
     measured: dict[str, Any] = {"policy": metrics}

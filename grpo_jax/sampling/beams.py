@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from grpo_jax.core.logprobs import capped
 from grpo_jax.core.trie import (
     NARROW,
     ROOT,
@@ -32,7 +31,7 @@ from grpo_jax.core.trie import (
 from grpo_jax.models.cache import Cache
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import Samples, logits_of
+from grpo_jax.sampling.writing import Samples
 
 
 class Beams(NamedTuple):
@@ -61,7 +60,8 @@ def make_beam_sampler(
     """Make the function that writes the G best texts of a tree, in falling order, or draws G distinct ones.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode`, `init_cache` and `head`; see `grpo_jax.models.decoder.Policy`.
+        policy: Has `prefill`, `unstack`, `decode`, `init_cache`, `head` and `logits`, as of
+            `grpo_jax.models.decoder.Policy`.
         params: G is the group size, T at least the longest text's tokens. Of the rest only the temperature counts: it
             divides the logits (0 counts as 1).
         pad_id: Token that fills up.
@@ -136,7 +136,7 @@ def check_group(trie: Trie, group: int) -> None:
 def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Beams]:
     """search(trie, variables, prompts, mask, keys or None, pictures) → `Beams`, inside of a compiled function."""
     depth, group, temperature = depth_of(trie), params.group_size, params.temperature or 1.0
-    wide, softcap = widest_below(trie) > NARROW, getattr(policy, "softcap", None)
+    wide = widest_below(trie) > NARROW
 
     def search(trie: Trie, variables, prompts, mask, keys, pictures) -> Beams:
         prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))
@@ -146,7 +146,7 @@ def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> C
 
         def extend(index, beams: Beams, hidden, wide: bool) -> tuple[Beams, jax.Array]:
             find = every_token if wide else listed_children
-            candidates = find(trie, beams.node, hidden, head, softcap)
+            candidates = find(policy.logits, trie, beams.node, hidden, head)
             candidates = candidates._replace(logits=candidates.logits / temperature)
             step_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(keys)
             return extend_beams(trie, beams, candidates, index, step_keys, group=group, pad_id=pad_id)
@@ -170,6 +170,10 @@ def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> C
     return search
 
 
+LogitsOf = Callable[..., jax.Array]
+"""`Policy.logits`: (subscripts, two operands) → logits."""
+
+
 class Candidates(NamedTuple):
     """What may follow each beam: tokens int32, logits float32 and whether there is one, each [P, B, C]."""
 
@@ -178,21 +182,20 @@ class Candidates(NamedTuple):
     exists: jax.Array
 
 
-def every_token(trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array, softcap: float | None) -> Candidates:
+def every_token(logits_of: LogitsOf, trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array) -> Candidates:
     """The whole vocabulary, C = V, for nodes [P, B] and states [P, B, D]."""
-    logits = logits_of(head, hidden.reshape(-1, hidden.shape[-1]), softcap).T.reshape(*nodes.shape, -1)
+    logits = logits_of("vd,rd->vr", head, hidden.reshape(-1, hidden.shape[-1])).T.reshape(*nodes.shape, -1)
     tokens = jnp.broadcast_to(jnp.arange(trie.vocab_size, dtype=jnp.int32), logits.shape)
     return Candidates(tokens, logits, children(trie, nodes))
 
 
 def listed_children(
-    trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array, softcap: float | None
+    logits_of: LogitsOf, trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array
 ) -> Candidates:
     """The children of narrow nodes alone, C = `NARROW`: the head's other rows are not read."""
     tokens, exists = narrow_children(trie, nodes)
     rows = head[jnp.where(exists, tokens, 0)]
-    logits = capped(jnp.einsum("pbd,pbcd->pbc", hidden, rows, preferred_element_type=jnp.float32), softcap)
-    return Candidates(tokens, logits, exists)
+    return Candidates(tokens, logits_of("pbd,pbcd->pbc", hidden, rows), exists)
 
 
 def extend_beams(

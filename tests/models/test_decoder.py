@@ -26,6 +26,8 @@ from grpo_jax.models import layers
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge
+from grpo_jax.sampling.sampler import make_sampler
+from grpo_jax.sampling.token_choice import SamplingParams
 
 BATCH = group_batch()
 
@@ -259,6 +261,26 @@ def test_misshapen_calls_are_refused(model):
         make_policy(LLAMA, compute_dtype="float64")
     with pytest.raises(ValueError, match="remat must be one of"):
         make_policy(LLAMA, remat="some")
+    with pytest.raises(ValueError, match="matmul_precision must be one of"):
+        make_policy(LLAMA, matmul_precision="some")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "highest"), [("float32", None, True), ("float32", "default", False), ("bfloat16", None, False)]
+)
+def test_every_product_of_the_policy_has_its_precision(dtype, given, highest):
+    """In sampler, pass forward and gradient, as lowered: float32 would else be rounded to TF32 on a GPU."""
+    policy = make_policy(LLAMA, compute_dtype=dtype, matmul_precision=given)
+    sample = make_sampler(policy, SamplingParams(GROUP, STEPS), eos_ids=(1,), pad_id=0)
+    keys = jax.random.split(jax.random.key(0), PROMPTS)
+
+    def total(variables):
+        return policy.token_logprobs(variables, policy.forward_group(variables, *BATCH), BATCH[2])[0].sum()
+
+    for program in (jax.grad(total), lambda variables: sample(variables, *BATCH[:2], keys)):
+        text = jax.jit(program).lower(init_variables(LLAMA, jax.random.key(0))).as_text()
+        products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+        assert len(products) > 10 and {"HIGHEST" in line for line in products} == {highest}
 
 
 @pytest.mark.parametrize("by_row", [False, True])

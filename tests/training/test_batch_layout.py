@@ -1,6 +1,5 @@
 """How a batch lies in memory is nobody's business: cut, packed, split or padded, every preset makes the same update."""
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 
 from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.core.losses import PRESETS
+from grpo_jax.models.decoder import Policy
 from grpo_jax.sampling.writing import Samples
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_objectives
@@ -30,7 +30,7 @@ def states(variables, prompt_tokens, prompt_mask, tokens, mask, steps=None):
     return jnp.tanh(variables["params"]["table"][before])
 
 
-POLICY = SimpleNamespace(forward_group=states, head=lambda variables: variables["params"]["head"])
+POLICY = Policy(*[None] * 5, states, lambda variables: variables["params"]["head"])
 
 
 RANDOM = np.random.default_rng(0)

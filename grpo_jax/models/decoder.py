@@ -210,8 +210,8 @@ class Decoder(nn.Module):
 def precision_of(compute_dtype: str, given: str | None) -> str | None:
     """The precision of products of matrices: the given one, or what the type of the activations needs.
 
-    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's own setting,
-    None, for other types.
+    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's own
+    setting, None, for other types.
 
     Raises:
         ValueError: if it is not ``default``, ``high`` or ``highest``, as of `jax.default_matmul_precision`.

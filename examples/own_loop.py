@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax import SamplingParams, group_advantages, grpo_loss, load_policy, make_sampler, token_logprobs
+from grpo_jax import SamplingParams, group_advantages, grpo_loss, load_policy, make_sampler
 
 PROMPTS = ["What is rain?", "What is rust?", "What is fog?", "What is yeast?"]
 
@@ -36,8 +36,7 @@ def train(folder: str, *, steps: int = 20, group_size: int = 8, max_new_tokens: 
     def loss(params, samples, advantages):
         variables = {"params": params}
         hidden = policy.functions.forward_group(variables, prompts, mask, samples.tokens, samples.mask)
-        head, softcap = policy.functions.head(variables), policy.functions.softcap
-        logprobs, _ = token_logprobs(hidden, head, samples.tokens, softcap=softcap)
+        logprobs, _ = policy.functions.token_logprobs(variables, hidden, samples.tokens)
         return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, samples.mask)
 
     @jax.jit

@@ -20,7 +20,6 @@ from outcome import Figures, Measurements, compared, needs
 from support import tiny_decoders, tiny_update
 
 from grpo_jax.config import AlgorithmSection
-from grpo_jax.core.logprobs import capped, token_logprobs
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.quantised import as_array, quantise
 from grpo_jax.sampling.sampler import make_sampler
@@ -76,7 +75,7 @@ def apart(some: Any, others: Any) -> float:
 def looked_at(policy: Any, variables: Any, batch: Any, **options: Any) -> jax.Array:
     """Log-probabilities [P, G, T] of a batch's completions; 0 where there is none."""
     hidden = policy.forward_group(variables, *batch)
-    logs, _ = token_logprobs(hidden, policy.head(variables), batch[2], softcap=policy.softcap, **options)
+    logs, _ = policy.token_logprobs(variables, hidden, batch[2], **options)
     return jnp.where(batch[3], logs, 0)
 
 
@@ -199,7 +198,7 @@ def transformers_text(family: str) -> Figures:
     def loss(params: Any) -> tuple[jax.Array, Any]:
         found = looked_at(policy, {"params": params}, batch, temperature=0.8)
         hidden = policy.forward_group({"params": params}, *batch)
-        return -(found / count).sum(), (found, capped(hidden @ policy.head({"params": params}).T, policy.softcap))
+        return -(found / count).sum(), (found, policy.logits("pgtd,vd->pgtv", hidden, policy.head({"params": params})))
 
     (_, (found, ours)), slopes = jax.jit(jax.value_and_grad(loss, has_aux=True))(loaded.params)
     mask = batch[3]

@@ -30,7 +30,6 @@ from grpo_jax import (
     grpo_loss,
     load_policy,
     make_sampler,
-    token_logprobs,
 )
 from grpo_jax.models.new import write_policy
 
@@ -77,8 +76,9 @@ optimizer = optax.adam(1e-2)
 
 
 def loss(params, samples, advantages):
-    hidden = policy.functions.forward_group({"params": params}, prompts, prompt_mask, samples.tokens, samples.mask)
-    logprobs, entropy = token_logprobs(hidden, policy.functions.head({"params": params}), samples.tokens)
+    variables = {"params": params}
+    hidden = policy.functions.forward_group(variables, prompts, prompt_mask, samples.tokens, samples.mask)
+    logprobs, entropy = policy.functions.token_logprobs(variables, hidden, samples.tokens)
     return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, samples.mask, entropy=entropy)
 
 

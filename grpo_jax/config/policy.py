@@ -11,6 +11,7 @@ from typing import Literal
 from grpo_jax.config.fields import LENGTH, WIDTH, may_change, require, require_sizes
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["default", "high", "highest"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class PolicySection:
             GPT-2 or Qwen-VL model (docs/policies.md); the name of a policy that ships with the package; or "new".
         new: The small untrained policy that "new" makes, where the task has words for one.
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
+        matmul_precision: Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype
+            float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
         quantised: Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md).
         remat: What the backward pass computes again to save memory: "none"; "products", attention and all that is
@@ -129,6 +132,7 @@ class PolicySection:
     path: str = ""
     new: NewPolicySection = field(default_factory=NewPolicySection)
     compute_dtype: Dtype = "float32"
+    matmul_precision: Precision | None = None
     frozen_dtype: Dtype = "float32"
     quantised: Literal["none", "int8", "int4"] = "none"
     remat: Literal["none", "products", "layer"] = may_change("products")

@@ -115,7 +115,8 @@ class Config:
         self._check_sampling()
         self._check_training()
         if self.algorithm.importance_cap is None:
-            given = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if self.training.lag else 0.0)
+            lagging = self.training.lag and self.sampling.group == "samples"
+            given = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if lagging else 0.0)
             object.__setattr__(self, "algorithm", given)
         self.task.check(self)
 
@@ -163,6 +164,11 @@ class Config:
         compared = kept == 0 or self.algorithm.compares_groups
         advantage = self.algorithm.advantage
         require(compared, "sampling.keep_prompt", f"0 with advantage {advantage!r}, which compares no groups", kept)
+        drawn = self.sampling.group == "samples"
+        lists = f"0 with sampling.group {self.sampling.group}, which are no samples"
+        cap, reward_kl = self.algorithm.importance_cap, self.ppo.kl_coef
+        require(drawn or not cap, "algorithm.importance_cap", f"null or {lists}: no ratio corrects that", cap)
+        require(drawn or not reward_kl, "ppo.kl_coef", f"{lists} (algorithm.kl_coef weighs them)", reward_kl)
         buffer = self.algorithm.overlong_buffer
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
         chat = self.sampling.turns == 1 or self.data.form != "append"

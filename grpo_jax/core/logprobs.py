@@ -78,7 +78,8 @@ def token_logprobs(
         return x.reshape(chunk, chunks, *x.shape[1:])
 
     allowed = allowed_tokens if trie is None else (trie, split(jnp.asarray(nodes)))
-    scaling = float(temperature) or 1.0, softcap
+    # The gradient is traced later: it takes its products as precisely as the context of this call asks.
+    scaling = float(temperature) or 1.0, softcap, jax.config.jax_default_matmul_precision
     outputs: Any = _chunked(split(hidden), head, split(tokens), allowed, scaling)
     logprobs, entropy = (x.reshape(-1)[:number].reshape(tokens.shape) for x in outputs)
     return logprobs, entropy
@@ -133,8 +134,8 @@ def _allowed_at(allowed, index):
 
 
 def _logits(hidden, head, allowed, scaling):
-    temperature, softcap = scaling
-    logits = jnp.einsum("cd,vd->cv", hidden, head, preferred_element_type=wide(hidden.dtype))
+    temperature, softcap, precision = scaling
+    logits = jnp.einsum("cd,vd->cv", hidden, head, precision=precision, preferred_element_type=wide(hidden.dtype))
     logits = capped(logits, softcap) / temperature
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
@@ -170,9 +171,9 @@ def _forward(hidden, head, tokens, allowed, scaling):
 
 def _backward(scaling, residuals, cotangents):
     hidden, head, tokens, allowed, normaliser, entropy = residuals
-    temperature, softcap = scaling
+    temperature, softcap, precision = scaling
     weights = head.astype(hidden.dtype)
-    accumulate = wide(hidden.dtype)
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=wide(hidden.dtype))
 
     def one(head_gradient, index):
         per_token = (hidden, tokens, normaliser, entropy, *cotangents)
@@ -193,12 +194,12 @@ def _backward(scaling, residuals, cotangents):
             bent = (logits if here is None else jnp.where(here, logits, 0)) * (temperature / softcap)
             gradient *= 1 - bent * bent
         gradient = gradient.astype(hidden.dtype)
-        state_gradient = jnp.einsum("cv,vd->cd", gradient, weights, preferred_element_type=accumulate)
+        state_gradient = product("cv,vd->cd", gradient, weights)
         # Summed as its transpose: on CPU the product of a tall left side is half as fast.
-        head_gradient += jnp.einsum("cd,cv->dv", states, gradient, preferred_element_type=accumulate)
+        head_gradient += product("cd,cv->dv", states, gradient)
         return head_gradient, state_gradient.astype(hidden.dtype)
 
-    start = jnp.zeros(head.shape[::-1], accumulate)
+    start = jnp.zeros(head.shape[::-1], wide(hidden.dtype))
     head_gradient, hidden_gradient = jax.lax.scan(one, start, jnp.arange(tokens.shape[1]))
     return hidden_gradient.swapaxes(0, 1), head_gradient.T.astype(head.dtype), None, None
 

@@ -5,13 +5,17 @@ prompts [P, L] and, for each, a group of completions [P, G, T] that read the pro
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from grpo_jax.core.logprobs import capped, token_logprobs, wide
+from grpo_jax.core.tree_logprobs import tree_logprobs
+from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.models import cache as caches
 from grpo_jax.models.cache import Cache, Prefix
 from grpo_jax.models.contexts import decode_context, extend_context, group_context, packed_context, prompt_context
@@ -23,6 +27,7 @@ from grpo_jax.models.vision.tower import make_tower
 
 Variables = Mapping[str, Any]
 REMAT = ("none", "products", "layer")
+PRECISIONS = ("default", "high", "highest")
 
 
 class Policy(NamedTuple):
@@ -48,12 +53,13 @@ class Policy(NamedTuple):
             group. Where rows hold several completions one after the other, steps i32 [P, G, T] count the tokens of
             each from 0. Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
         head: (variables) -> unembedding [V, D] in the type it is stored in, so that its gradient is too; logits are
-            hidden @ head.T in the type of hidden, drawn towards ``softcap``.
+            those of ``logits``.
         max_positions: how many tokens prompt and completion may have together, where positions end (learned ones,
             and LongRoPE's); None where they go on (other rotations).
         see: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..], what the tower makes of pictures; None
             for a model without one.
-        softcap: the cap of the logits (``core.logprobs.capped``); None for none.
+        softcap: the cap of the logits, which ``logits`` and ``token_logprobs`` apply; None for none.
+        matmul_precision: of products of matrices, in all of these functions and their gradients; None for JAX's own.
     """
 
     prefill: Callable[..., Prefix]
@@ -66,6 +72,50 @@ class Policy(NamedTuple):
     max_positions: int | None = None
     see: Callable[..., PictureStates] | None = None
     softcap: float | None = None
+    matmul_precision: str | None = None
+
+    def logits(self, subscripts: str, *operands: jax.Array) -> jax.Array:
+        """Logits, at least float32, of the einsum of states and (rows of) the head, both of the states' type."""
+        products = jnp.einsum(
+            subscripts, *operands, precision=self.matmul_precision, preferred_element_type=wide(operands[0].dtype)
+        )
+        return capped(products, self.softcap)
+
+    def token_logprobs(
+        self,
+        variables: Variables,
+        hidden: jax.Array,
+        tokens: jax.Array,
+        *,
+        trie: Trie | None = None,
+        nodes: jax.Array | None = None,
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Log-probability of each token and entropy of the distribution it was drawn from, under this policy.
+
+        Args:
+            variables: they hold the head.
+            hidden: [P, G, T, D] of ``forward_group``.
+            tokens: i32 [P, G, T].
+            trie: the texts of which each completion is one; it must not be traced.
+            nodes: i32 [P, G, T] with a trie, the node before each token; by default completions begin at its root.
+            **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
+
+        Returns:
+            (logprobs, entropy), both [P, G, T], at least float32.
+        """
+        head = self.head(variables)
+        with _precision(self.matmul_precision):
+            if trie is None or nodes is not None:
+                options |= {"trie": trie, "nodes": nodes, "softcap": self.softcap}
+                return token_logprobs(hidden, head, tokens, **options)
+            options |= {"below": widest_below(trie), "softcap": self.softcap}
+            return tree_logprobs(hidden, head, tokens, trie, **options)
+
+
+def _precision(name: str | None) -> Any:
+    """The context in which products of matrices have this precision; None leaves JAX's own."""
+    return nullcontext() if name is None else jax.default_matmul_precision(name)
 
 
 class Decoder(nn.Module):
@@ -157,6 +207,20 @@ class Decoder(nn.Module):
         return self.norm(x), new_keys_values
 
 
+def precision_of(compute_dtype: str, given: str | None) -> str | None:
+    """The precision of products of matrices: the given one, or what the type of the activations needs.
+
+    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's own
+    setting, None, for other types.
+
+    Raises:
+        ValueError: if it is not ``default``, ``high`` or ``highest``, as of `jax.default_matmul_precision`.
+    """
+    if given not in (None, *PRECISIONS):
+        raise ValueError(f"matmul_precision must be one of {PRECISIONS} or None, got {given!r}")
+    return "highest" if given is None and compute_dtype == "float32" else given
+
+
 def make_policy(
     config: ModelConfig,
     *,
@@ -164,6 +228,7 @@ def make_policy(
     remat: str = "products",
     lora: LoraConfig | None = None,
     spread: Callable[[jax.Array], jax.Array] | None = None,
+    matmul_precision: str | None = None,
 ) -> Policy:
     """The functions of a decoder.
 
@@ -175,13 +240,16 @@ def make_policy(
             is kept.
         lora: configuration of the adapters, if variables will hold any.
         spread: see `Decoder`; ``sharding.over_prompts`` makes it.
+        matmul_precision: see `precision_of`.
 
     Raises:
-        ValueError: if dtype or remat is another one, or an adapter's target is no projection of this architecture.
+        ValueError: if dtype, remat or precision is another one, or an adapter's target is no projection of this
+            architecture.
     """
     dtype = _dtype(compute_dtype, "compute_dtype")
     if remat not in REMAT:
         raise ValueError(f"remat must be one of {REMAT}, got {remat!r}")
+    matmul_precision = precision_of(compute_dtype, matmul_precision)
     family = family_of(config)
     if lora is not None:
         check_targets(lora, family.projections, config.model_type)
@@ -189,6 +257,14 @@ def make_policy(
     vision = getattr(config, "vision", None)
     decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
     unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
+
+    def precise(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args, **kwargs):
+            with _precision(matmul_precision):
+                return function(*args, **kwargs)
+
+        return run
 
     def apply(variables: Variables, *args, **kwargs):
         if lora is None and "lora" in variables:
@@ -274,16 +350,17 @@ def make_policy(
         return jnp.concatenate([first, rest], axis=2)
 
     return Policy(
-        prefill,
+        precise(prefill),
         _unstack,
-        decode,
-        extend,
+        precise(decode),
+        precise(extend),
         partial(_init_cache, config, dtype),
-        forward_group,
+        precise(forward_group),
         partial(_head, config),
         limit,
-        vision and make_tower(vision, dtype, remat, lora, spread),
+        vision and precise(make_tower(vision, dtype, remat, lora, spread)),
         getattr(config, "logit_softcap", None),
+        matmul_precision,
     )
 
 

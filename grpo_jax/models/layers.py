@@ -48,13 +48,13 @@ class Memory(NamedTuple):
     Attributes:
         keys: [P, K, E, S] read by the whole group, or [P, K, G, E, S] one per completion.
         values: [P, K, S, E] or [P, K, G, S, E].
-        mask: bool [P or 1, S of the queries, S], or [P, G, ...], True where a query may read a key.
+        tokens: where these keys are, [P or 1, S] or [P, G, S]; ``visible`` says which a query may read.
         own: whether these are the keys of the very queries, of which none reads a later one.
     """
 
     keys: jax.Array
     values: jax.Array
-    mask: jax.Array
+    tokens: Tokens
     own: bool = False
 
 
@@ -139,7 +139,9 @@ def _where_seen(index: jax.Array, states: jax.Array, otherwise: jax.Array) -> ja
 
 def attend(
     query: jax.Array,
+    queries: Tokens,
     memories: Sequence[Memory],
+    window: jax.Array | None = None,
     scale: jax.Array | None = None,
     softcap: float | None = None,
     by_row: bool = False,
@@ -149,13 +151,15 @@ def attend(
     The memories' softmaxes are merged by a common maximum and a common sum (what merging by
     log-sum-exp computes), so keys shared by a group are read where they are and never copied.
 
-    Many queries take turns, a block at a time: scores are then [.., block, S] and never [.., S, S], in the backward
-    pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682); and of keys of their own, those of
-    later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache.
+    Many queries take turns, a block at a time: scores and masks are then [.., block, S] and never [.., S, S], in the
+    backward pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682); and of keys of their own,
+    those of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache.
 
     Args:
         query: [P, K, G, R, S, E]; R query heads share a key head.
-        memories: keys, values and masks.
+        queries: where the queries are, [P or 1, S] or [P, G, S].
+        memories: keys, values and where they are.
+        window: i32 scalar, from how far back on keys are not read; None for no end.
         scale: float32 scalar that multiplies the scores; None for E^-0.5.
         softcap: the cap that scores are drawn towards (``core.logprobs.capped``); None for none.
         by_row: whether rows may take turns; False where they are laid over several devices, which then all work.
@@ -163,22 +167,31 @@ def attend(
     Returns:
         [P, K, G, R, S, E] in the query's dtype; scores and softmax are float32.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scoring = _Scoring(window, query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     by_row = by_row and jax.default_backend() == "cpu"
     if query.shape[-2] < (_MANY_OF_A_ROW if by_row else _MANY):
-        return _attend(query, memories, scale, softcap)
-    return (_attend_rows if by_row else _attend_quarters)(query, memories, scale, softcap)
+        return _attend(query, queries, memories, scoring)
+    return (_attend_rows if by_row else _attend_quarters)(query, queries, memories, scoring)
 
 
-def _attend_rows(
-    query: jax.Array, memories: Sequence[Memory], scale: jax.Array | float, softcap: float | None
-) -> jax.Array:
+class _Scoring(NamedTuple):
+    """What makes scores of products; arguments as of `attend`."""
+
+    window: jax.Array | None
+    scale: jax.Array | float
+    softcap: float | None
+
+
+def _attend_rows(query: jax.Array, queries: Tokens, memories: Sequence[Memory], scoring: _Scoring) -> jax.Array:
     """One completion of one prompt after the other."""
-    prompts = query.shape[0]
-    arrays, group_axes = [], []  # of all memories' keys, values and masks; the axis once that of prompts is gone
-    for keys, values, mask, _ in memories:
-        arrays += [keys, values, jnp.broadcast_to(mask, (prompts, *mask.shape[1:]))]
-        group_axes += [1 if keys.ndim == 5 else None, 1 if values.ndim == 5 else None, 0 if mask.ndim == 4 else None]
+
+    def of_each(tokens: Tokens) -> Tokens:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])), tokens)
+
+    read = [(memory.keys, memory.values, of_each(memory.tokens)) for memory in memories]
+    arrays, structure = jax.tree.flatten((of_each(queries), read))
+    # The group's axis once that of prompts is gone: of keys and values, of tokens; else the group shares them.
+    group_axes = [{5: 1, 3: 0}.get(array.ndim) for array in arrays]
 
     def of_prompt(part):
         query, shared = part
@@ -189,9 +202,9 @@ def _attend_rows(
             apart = iter(own)
             of_both = zip(shared, group_axes, strict=True)
             known = [(one if axis is None else next(apart))[None] for one, axis in of_both]
-            parts = zip(known[::3], known[1::3], known[2::3], memories, strict=True)
-            read = [Memory(keys, values, mask, memory.own) for keys, values, mask, memory in parts]
-            return _attend_quarters(query[None, :, None], read, scale, softcap)[0, :, 0]
+            queries, read = jax.tree.unflatten(structure, known)
+            row_memories = [Memory(*arrays, memory.own) for arrays, memory in zip(read, memories, strict=True)]
+            return _attend_quarters(query[None, :, None], queries, row_memories, scoring)[0, :, 0]
 
         own = [jnp.moveaxis(one, axis, 0) for one, axis in zip(shared, group_axes, strict=True) if axis is not None]
         return jnp.moveaxis(jax.lax.map(of_row, (jnp.moveaxis(query, 1, 0), own)), 0, 1)
@@ -199,9 +212,7 @@ def _attend_rows(
     return jax.lax.map(of_prompt, (query, arrays))
 
 
-def _attend_quarters(
-    query: jax.Array, memories: Sequence[Memory], scale: jax.Array | float, softcap: float | None
-) -> jax.Array:
+def _attend_quarters(query: jax.Array, queries: Tokens, memories: Sequence[Memory], scoring: _Scoring) -> jax.Array:
     """A block of queries after the other, those of later quarters with more keys of their own."""
     steps = query.shape[-2]
     quarter = -(-steps // (4 * _BLOCK)) * _BLOCK
@@ -209,45 +220,44 @@ def _attend_quarters(
     for start in range(0, steps, quarter):
         stop = min(start + quarter, steps)
         known = [memory if not memory.own else _first_keys(memory, stop) for memory in memories]
-        parts.append(_attend_blocks(query, known, start, stop, scale, softcap))
+        some = jax.tree.map(lambda x, part=slice(start, stop): x[..., part], queries)
+        parts.append(_attend_blocks(query[..., start:stop, :], some, known, scoring))
     return jnp.concatenate(parts, axis=-2)
 
 
 def _first_keys(memory: Memory, stop: int) -> Memory:
-    return Memory(memory.keys[..., :stop], memory.values[..., :stop, :], memory.mask[..., :stop])
+    tokens = jax.tree.map(lambda x: x[..., :stop], memory.tokens)
+    return Memory(memory.keys[..., :stop], memory.values[..., :stop, :], tokens)
 
 
-def _attend_blocks(
-    query: jax.Array, memories: Sequence[Memory], start: int, stop: int, scale: jax.Array | float, softcap: float | None
-) -> jax.Array:
-    """The queries from `start` to `stop`, a block at a time."""
-    blocks = -(-(stop - start) // _BLOCK)
-    filled = blocks * _BLOCK - (stop - start)
+def _attend_blocks(query: jax.Array, queries: Tokens, memories: Sequence[Memory], scoring: _Scoring) -> jax.Array:
+    """All queries, a block at a time."""
+    steps = query.shape[-2]
+    blocks = -(-steps // _BLOCK)
 
     def split(x: jax.Array, axis: int) -> jax.Array:
-        x = jnp.moveaxis(jax.lax.slice_in_dim(x, start, stop, axis=axis), axis, 0)
-        x = jnp.pad(x, [(0, filled), *[(0, 0)] * (x.ndim - 1)])
+        x = jnp.moveaxis(x, axis, 0)
+        x = jnp.pad(x, [(0, blocks * _BLOCK - steps), *[(0, 0)] * (x.ndim - 1)])
         return jnp.moveaxis(x.reshape(blocks, _BLOCK, *x.shape[1:]), 1, axis + 1)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def one(block):
-        queries, masks = block
-        known = [memory._replace(mask=mask) for memory, mask in zip(memories, masks, strict=True)]
-        return _attend(queries, known, scale, softcap)
+        return _attend(*block, memories, scoring)
 
-    masks = [split(memory.mask, memory.mask.ndim - 2) for memory in memories]
-    mixed = jax.lax.map(one, (split(query, query.ndim - 2), masks))
+    tokens = jax.tree.map(lambda x: split(x, x.ndim - 1), queries)
+    mixed = jax.lax.map(one, (split(query, query.ndim - 2), tokens))
     mixed = jnp.moveaxis(mixed, 0, -3)
-    return mixed.reshape(*mixed.shape[:-3], -1, mixed.shape[-1])[..., : stop - start, :]
+    return mixed.reshape(*mixed.shape[:-3], -1, mixed.shape[-1])[..., :steps, :]
 
 
-def _attend(query: jax.Array, memories: Sequence[Memory], scale: jax.Array | float, softcap: float | None) -> jax.Array:
+def _attend(query: jax.Array, queries: Tokens, memories: Sequence[Memory], scoring: _Scoring) -> jax.Array:
     scores, mixes = [], []
     for memory in memories:
         group = "" if memory.keys.ndim == 4 else "g"
         score = jnp.einsum(f"pkgrse,pk{group}et->pkgrst", query, memory.keys, preferred_element_type=jnp.float32)
-        mask = memory.mask[:, None, :, None] if memory.mask.ndim == 4 else memory.mask[:, None, None, None]
-        scores.append(jnp.where(mask, capped(score * scale, softcap), _HIDDEN))
+        mask = visible(queries, memory.tokens, scoring.window)
+        mask = mask[:, None, :, None] if mask.ndim == 4 else mask[:, None, None, None]
+        scores.append(jnp.where(mask, capped(score * scoring.scale, scoring.softcap), _HIDDEN))
         mixes.append(f"pkgrst,pk{group}te->pkgrse")
     top = reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
     top = jax.lax.stop_gradient(top)  # it cancels, so its gradient is zero
@@ -306,8 +316,8 @@ def attend_streams(
     if prefix is None:
         length = context.prompt.positions.shape[1]
         prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
-        memory = Memory(*prefix, visible(context.prompt, context.prompt, layer_input.window), own=True)
-        mixed.append(_attend_split(query[:, :length], length, [memory], layer_input.scale, softcap, by_row))
+        memory = Memory(*prefix, context.prompt, own=True)
+        mixed.append(_attend_split(query[:, :length], context.prompt, [memory], layer_input, softcap, by_row))
     if context.completion is not None:
         steps, readable = context.completion.positions.shape[-1], context.completion
         key, value = (_split_group(part[:, length:], steps) for part in (key, value))
@@ -315,24 +325,22 @@ def attend_streams(
         if layer_input.cache is not None:
             new_keys_values = caches.write(layer_input.cache, context.slot, *own)
             own, readable = caches.with_heads(new_keys_values), context.cached
-        memories = [
-            Memory(*prefix, visible(context.completion, context.prompt, layer_input.window)),
-            Memory(*own, visible(context.completion, readable, layer_input.window), own=layer_input.cache is None),
-        ]
-        mixed.append(_attend_split(query[:, length:], steps, memories, layer_input.scale, softcap, by_row))
+        memories = [Memory(*prefix, context.prompt), Memory(*own, readable, own=layer_input.cache is None)]
+        mixed.append(_attend_split(query[:, length:], context.completion, memories, layer_input, softcap, by_row))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values
 
 
 def _attend_split(
     query: jax.Array,
-    steps: int,
+    queries: Tokens,
     memories: Sequence[Memory],
-    scale: jax.Array | None,
+    layer_input: LayerInput,
     softcap: float | None,
     by_row: bool,
 ) -> jax.Array:
-    """Queries [P, G·steps, K, R, E] to what they read, [P, G·steps, H·E]."""
-    mixed = attend(_split_group(query, steps).transpose(0, 3, 1, 4, 2, 5), memories, scale, softcap, by_row)
+    """Queries [P, G·S, K, R, E] to what they read, [P, G·S, H·E]."""
+    split = _split_group(query, queries.positions.shape[-1]).transpose(0, 3, 1, 4, 2, 5)
+    mixed = attend(split, queries, memories, layer_input.window, layer_input.scale, softcap, by_row)
     return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
 

@@ -71,7 +71,12 @@ class LanguagePolicy(NamedTuple):
 
 
 def load_policy(
-    folder: str | Path, *, compute_dtype: str = "float32", remat: str = "products", vision: bool = False
+    folder: str | Path,
+    *,
+    compute_dtype: str = "float32",
+    remat: str = "products",
+    vision: bool = False,
+    matmul_precision: str | None = None,
 ) -> LanguagePolicy:
     """Loads a folder of one of the architectures in docs/policies.md.
 
@@ -80,12 +85,13 @@ def load_policy(
         compute_dtype: Type of the activations; the weights are float32.
         remat: What the backward pass computes again (`models.decoder.make_policy`).
         vision: Whether to load the vision tower too, where there is one.
+        matmul_precision: Of products of matrices (`models.decoder.precision_of`).
 
     Raises:
         UserError: Something is missing, truncated, or of an unsupported kind; says how to mend it.
     """
     loaded = load_folder(folder, param_dtype="float32", vision=vision)
-    functions = make_policy(loaded.config, compute_dtype=compute_dtype, remat=remat)
+    functions = make_policy(loaded.config, compute_dtype=compute_dtype, remat=remat, matmul_precision=matmul_precision)
     return LanguagePolicy(
         functions, loaded.params, loaded.config, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, loaded.visual
     )

@@ -19,4 +19,4 @@ def token_values(head: dict[str, jax.Array], hidden: jax.Array) -> jax.Array:
 
     The value of a token's state is thus what is expected before the token is drawn.
     """
-    return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"]) + head["bias"]
+    return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"], precision="highest") + head["bias"]

@@ -14,6 +14,7 @@ import jax
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
+from grpo_jax.models.decoder import precision_of
 from grpo_jax.planning.advice import changes_that_fit
 from grpo_jax.planning.cards import FREE, Card, Planner
 from grpo_jax.planning.pace import show_pace
@@ -80,6 +81,8 @@ def _show_devices(gib: tuple[float, ...], config: Config) -> None:
 def _tell(config: Config, memory: PolicyMemory, cards: Sequence[Card], notes: Sequence[str]) -> None:
     task = to_dict(config)["task"]["kind"]
     print(f"Plan of {task}: {config.policy.path}, {memory.parameters:,} parameters, {memory.trained:,} trained")
+    dtype, given = config.policy.compute_dtype, config.policy.matmul_precision
+    print(f"  computed in {dtype}, matmul_precision {precision_of(dtype, given) or 'default'}")
     for note in notes:
         print(f"  {note}")
     if config.task.not_planned:

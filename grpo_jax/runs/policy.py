@@ -18,7 +18,7 @@ from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, said
 from grpo_jax.models import hf
 from grpo_jax.models.adapters import first_adapters, lora_config, needs_tower
-from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.decoder import make_policy, precision_of
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.quantised import count_weights, quantise
 from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
@@ -145,6 +145,7 @@ def load_policy(
         remat=section.remat,
         lora=lora,
         spread=over_prompts(mesh),
+        matmul_precision=section.matmul_precision,
     )
     _check_room(config, functions.max_positions)
     top_k, vocabulary = config.sampling.top_k, loaded.config.vocab_size
@@ -197,7 +198,9 @@ def _described(config: Config, variables: Mapping[str, Any], lora: Any, devices:
     elif VISUAL in variables["params"]:
         tower = f", {count_weights(variables['params'][VISUAL]):,} of them in its vision tower"
     place = ", ".join(map(str, devices))
-    return f"{section.path}: {count:,} parameters{tower}, {section.compute_dtype}{trained}, on {place}"
+    precision = precision_of(section.compute_dtype, section.matmul_precision)
+    rounded = "" if precision is None or devices[0].platform == "cpu" else f" (matmul_precision {precision})"
+    return f"{section.path}: {count:,} parameters{tower}, {section.compute_dtype}{rounded}{trained}, on {place}"
 
 
 def _check_room(config: Config, limit: int | None) -> None:

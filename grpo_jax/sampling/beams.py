@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from grpo_jax.core.logprobs import capped
 from grpo_jax.core.trie import (
     NARROW,
     ROOT,
@@ -32,7 +31,7 @@ from grpo_jax.core.trie import (
 from grpo_jax.models.cache import Cache
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import Samples, logits_of
+from grpo_jax.sampling.writing import Samples
 
 
 class Beams(NamedTuple):
@@ -61,7 +60,8 @@ def make_beam_sampler(
     """Make the function that writes the G best texts of a tree, in falling order, or draws G distinct ones.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode`, `init_cache` and `head`; see `grpo_jax.models.decoder.Policy`.
+        policy: Has `prefill`, `unstack`, `decode`, `init_cache`, `head` and `logits`, as of
+            `grpo_jax.models.decoder.Policy`.
         params: G is the group size, T at least the longest text's tokens. Of the rest only the temperature counts: it
             divides the logits (0 counts as 1).
         pad_id: Token that fills up.
@@ -71,7 +71,8 @@ def make_beam_sampler(
 
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples`, arguments as of `make_sampler`;
-        both log-probabilities are the policy's over the tree. It raises ValueError for a policy of another vocabulary.
+        both log-probabilities are the policy's over the tree, and `weights` those of `inclusion_weights`. It raises
+        ValueError for a policy of another vocabulary.
 
     Raises:
         ValueError: The tree has fewer texts than G, or longer ones than T.
@@ -85,7 +86,11 @@ def make_beam_sampler(
     @jax.jit
     def write(trie: Trie, variables, prompts, mask, keys, pictures) -> Samples:
         beams = search(trie, variables, prompts, mask, keys if without_replacement else None, pictures)
-        return Samples(beams.tokens, beams.mask, beams.logprobs, beams.logprobs, trie.text[beams.node] < 0)
+        truncated = trie.text[beams.node] < 0
+        # Behind the last step's number, so that these draws are none of the search's.
+        apart = jax.vmap(lambda key: jax.random.fold_in(key, length))(keys) if without_replacement else None
+        weights = inclusion_weights(beams.total, beams.rank, apart)
+        return Samples(beams.tokens, beams.mask, beams.logprobs, beams.logprobs, truncated, weights=weights)
 
     def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
         tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
@@ -98,6 +103,30 @@ def make_beam_sampler(
     return sample
 
 
+def inclusion_weights(logprobs: jax.Array, rank: jax.Array, keys: jax.Array | None) -> jax.Array:
+    """Probability of each text over that of being found, float32 [P, G]: with it sums over a group estimate means.
+
+    Beams are found for certain: a sum over them lacks the probability of all other texts, and is exact where there are
+    none. Of texts that are drawn without replacement, all but the last are those above the last one's noisy
+    log-probability κ, each by 1 - exp(-exp(log π - κ)); the last, of weight 0, is spent on κ, and the sum is unbiased
+    (Kool, van Hoof & Welling 2019, section 4.1; after Vieira 2017, and Duffield, Lund & Thorup 2007).
+
+    Args:
+        logprobs: log π of each text, float32 [P, G].
+        rank: What they were found by, falling, of a search whose root has rank 0.
+        keys: Typed keys [P] that the search has not used, of a draw without replacement; None for beams.
+    """
+    probabilities = jnp.exp(logprobs)
+    if keys is None:
+        return probabilities
+    # exp(-κ) is the time of the last of G arrivals at rates π. The root's rank sets that of the first to 1, where it is
+    # exponential and knows nothing of what comes when after it.
+    first = jax.vmap(lambda key: jax.random.exponential(key, (1,)))(keys)
+    expected = probabilities * (jnp.expm1(-rank[:, -1:]) + first)
+    weights = jnp.where(expected > 0, probabilities / -jnp.expm1(-expected), 0)
+    return weights.at[:, -1].set(0)
+
+
 def check_group(trie: Trie, group: int) -> None:
     """Refuses a group that is larger than the tree with a ValueError."""
     if text_count(trie) < group:
@@ -107,7 +136,7 @@ def check_group(trie: Trie, group: int) -> None:
 def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Beams]:
     """search(trie, variables, prompts, mask, keys or None, pictures) → `Beams`, inside of a compiled function."""
     depth, group, temperature = depth_of(trie), params.group_size, params.temperature or 1.0
-    wide, softcap = widest_below(trie) > NARROW, getattr(policy, "softcap", None)
+    wide = widest_below(trie) > NARROW
 
     def search(trie: Trie, variables, prompts, mask, keys, pictures) -> Beams:
         prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))
@@ -117,7 +146,7 @@ def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> C
 
         def extend(index, beams: Beams, hidden, wide: bool) -> tuple[Beams, jax.Array]:
             find = every_token if wide else listed_children
-            candidates = find(trie, beams.node, hidden, head, softcap)
+            candidates = find(policy.logits, trie, beams.node, hidden, head)
             candidates = candidates._replace(logits=candidates.logits / temperature)
             step_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(keys)
             return extend_beams(trie, beams, candidates, index, step_keys, group=group, pad_id=pad_id)
@@ -141,6 +170,10 @@ def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> C
     return search
 
 
+LogitsOf = Callable[..., jax.Array]
+"""`Policy.logits`: (subscripts, two operands) → logits."""
+
+
 class Candidates(NamedTuple):
     """What may follow each beam: tokens int32, logits float32 and whether there is one, each [P, B, C]."""
 
@@ -149,21 +182,20 @@ class Candidates(NamedTuple):
     exists: jax.Array
 
 
-def every_token(trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array, softcap: float | None) -> Candidates:
+def every_token(logits_of: LogitsOf, trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array) -> Candidates:
     """The whole vocabulary, C = V, for nodes [P, B] and states [P, B, D]."""
-    logits = logits_of(head, hidden.reshape(-1, hidden.shape[-1]), softcap).T.reshape(*nodes.shape, -1)
+    logits = logits_of("vd,rd->vr", head, hidden.reshape(-1, hidden.shape[-1])).T.reshape(*nodes.shape, -1)
     tokens = jnp.broadcast_to(jnp.arange(trie.vocab_size, dtype=jnp.int32), logits.shape)
     return Candidates(tokens, logits, children(trie, nodes))
 
 
 def listed_children(
-    trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array, softcap: float | None
+    logits_of: LogitsOf, trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array
 ) -> Candidates:
     """The children of narrow nodes alone, C = `NARROW`: the head's other rows are not read."""
     tokens, exists = narrow_children(trie, nodes)
     rows = head[jnp.where(exists, tokens, 0)]
-    logits = capped(jnp.einsum("pbd,pbcd->pbc", hidden, rows, preferred_element_type=jnp.float32), softcap)
-    return Candidates(tokens, logits, exists)
+    return Candidates(tokens, logits_of("pbd,pbcd->pbc", hidden, rows), exists)
 
 
 def extend_beams(

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from grpo_jax.core.logprobs import capped
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.cache import Cache
 from grpo_jax.sampling.writing import Array, move
@@ -141,7 +140,8 @@ def make_scores(policy, levels: list[Level], *, temperature: float = 1.0) -> Cal
     The scores' exponentials sum to 1 for each prompt.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode`, `init_cache` and `head`; see `grpo_jax.models.decoder.Policy`.
+        policy: Has `prefill`, `unstack`, `decode`, `init_cache`, `head` and `logits`, as of
+            `grpo_jax.models.decoder.Policy`.
         levels: The tree of the texts.
         temperature: Divides the logits; 0 counts as 1.
 
@@ -149,7 +149,7 @@ def make_scores(policy, levels: list[Level], *, temperature: float = 1.0) -> Cal
         `score(variables, prompts, mask, pictures) -> float32 [P, I]`; -inf for a number that is no text of the tree.
     """
     numbers, scale = 1 + max(int(level.texts.max()) for level in levels), temperature or 1.0
-    root, stages, softcap = levels[0], stages_of(levels, numbers), getattr(policy, "softcap", None)
+    root, stages = levels[0], stages_of(levels, numbers)
 
     def score(variables, prompts, mask, pictures) -> jax.Array:
         prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))
@@ -159,15 +159,13 @@ def make_scores(policy, levels: list[Level], *, temperature: float = 1.0) -> Cal
             found, total, cache = carry
             tokens = jnp.broadcast_to(level.written, total.shape)
             hidden, cache = policy.decode(unstacked, prefix, tokens, _of_parents(cache, level.origin))
-            logits = jnp.einsum(
-                "ped,ed->pe", hidden[:, level.parent], head[level.token], preferred_element_type=jnp.float32
-            )
-            logs = _of_node(capped(logits, softcap) / scale, level.parent, total.shape[1])
+            logits = policy.logits("ped,ed->pe", hidden[:, level.parent], head[level.token])
+            logs = _of_node(logits / scale, level.parent, total.shape[1])
             logs = total[:, level.parent] + logs
             return (found.at[:, level.texts].set(logs, mode="drop"), logs[:, level.inner], cache), None
 
-        logits = jnp.einsum("pd,ed->pe", prefix.hidden, head[root.token], preferred_element_type=jnp.float32)
-        logs = jax.nn.log_softmax(capped(logits, softcap) / scale)
+        logits = policy.logits("pd,ed->pe", prefix.hidden, head[root.token])
+        logs = jax.nn.log_softmax(logits / scale)
         found = jnp.full((len(prompts), numbers), -jnp.inf, jnp.float32)
         found = found.at[:, np.where(root.texts < 0, numbers, root.texts)].set(logs, mode="drop")
         total, cache = logs[:, root.inner], policy.init_cache(len(prompts), 1, 1)

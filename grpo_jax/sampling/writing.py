@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from grpo_jax.core.logprobs import capped
 from grpo_jax.core.trie import ROOT, Trie, children, follow
 from grpo_jax.sampling.stopping import START
 from grpo_jax.sampling.token_choice import choose_tokens
@@ -37,6 +36,9 @@ class Samples(NamedTuple):
         present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
             what was said to it in between. None where the policy wrote all of it.
         turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
+        weights: float32 [P, G] of completions that are not drawn independently: what each counts in a sum over its
+            group that estimates a mean over the policy's completions, which is its probability over that of standing
+            in the group. None for independent ones, which count 1/G each.
     """
 
     tokens: Array
@@ -46,6 +48,7 @@ class Samples(NamedTuple):
     truncated: Array
     present: Array | None = None
     turn: Array | None = None
+    weights: Array | None = None
 
 
 class Ends(NamedTuple):
@@ -161,17 +164,16 @@ def move(cache: Any, larger: Any) -> Any:
 
 
 class Writer(NamedTuple):
-    """One sampler's compiled parts for one set of variables: what a step is, and how the first token is chosen."""
+    """One sampler's compiled parts for one set of variables: what a step is, and how the first token is chosen.
+
+    `logits` are float32 [V, rows] of states [rows, D].
+    """
 
     step: Callable[[Loop], Loop]
     record: Callable[[Loop, jax.Array], Loop]
-    head: jax.Array
-    softcap: float | None
+    logits: Callable[[jax.Array], jax.Array]
+    vocabulary: int
     unstacked: Any
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [V, rows] of states [rows, D]."""
-        return logits_of(self.head, hidden, self.softcap)
 
 
 def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
@@ -179,7 +181,11 @@ def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
     # Converted and unstacked here, not in the loop, where it would cost a pass over the weights for every token.
     head, unstacked = policy.head(variables).astype(dtype), policy.unstack(variables)
     _check_vocabulary(head.shape[0], ends, params)
-    stops, softcap = ends.stops, getattr(policy, "softcap", None)
+    stops = ends.stops
+
+    def logits_of(hidden: jax.Array) -> jax.Array:
+        """float32 [V, rows] of states [rows, D]."""
+        return policy.logits("vd,rd->vr", head, hidden)
 
     def record(loop: Loop, logits) -> Loop:
         """Choose the token of this step for every row from logits [V, P·G] and write it down."""
@@ -217,14 +223,9 @@ def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
 
     def step(loop: Loop) -> Loop:
         hidden, cache = policy.decode(unstacked, loop.prefix, loop.last, loop.cache)
-        return record(loop._replace(cache=cache), logits_of(head, hidden.reshape(-1, hidden.shape[-1]), softcap))
+        return record(loop._replace(cache=cache), logits_of(hidden.reshape(-1, hidden.shape[-1])))
 
-    return Writer(step, record, head, softcap, unstacked)
-
-
-def logits_of(head: jax.Array, hidden: jax.Array, softcap: float | None) -> jax.Array:
-    """float32 [V, rows] of states [rows, D]."""
-    return capped(jnp.einsum("vd,rd->vr", head, hidden, preferred_element_type=jnp.float32), softcap)
+    return Writer(step, record, logits_of, head.shape[0], unstacked)
 
 
 def group_keys(keys: jax.Array, group: int) -> jax.Array:
@@ -249,7 +250,7 @@ def generate(policy, params, ends: Ends, variables, prompts, prompt_mask, keys, 
     keys = group_keys(keys, group)
     seen = None
     if params.penalises:
-        seen = jnp.repeat(tokens_in(prompts, prompt_mask, writer.head.shape[0])[:, None], group, axis=1)
+        seen = jnp.repeat(tokens_in(prompts, prompt_mask, writer.vocabulary)[:, None], group, axis=1)
     loop = begin(prefix, keys, ~real, length, ends, policy.init_cache(rows, group, sizes[0]), seen)
     # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
     loop = writer.record(loop, jnp.repeat(writer.logits(prefix.hidden), group, axis=1))

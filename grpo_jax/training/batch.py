@@ -37,6 +37,7 @@ class Batch(NamedTuple):
             trainer is measured against. None measures none.
         sampler_logprobs: f32 [P, G, T] of the distribution drawn from, or None without importance correction.
         token_weights: f32 [P, G, T] on each token's policy gradient, or None for 1.
+        kl_weights: f32 [P, G] on each completion's KL, where groups are not drawn independently; or None for 1.
         old_values: f32 [P, G, T] before the first update, or None without a value head.
         returns: f32 [P, G, T], what the values learn, or None.
         packing: Rows that short completions share, or None for a row each.
@@ -58,6 +59,7 @@ class Batch(NamedTuple):
     rollout_logprobs: jax.Array | None = None
     sampler_logprobs: jax.Array | None = None
     token_weights: jax.Array | None = None
+    kl_weights: jax.Array | None = None
     old_values: jax.Array | None = None
     returns: jax.Array | None = None
     packing: Packing | None = None
@@ -155,6 +157,9 @@ def make_batch(
         # What nobody wrote has a vote where advantages are whitened, by tokens that of one.
         votes = mask.at[:, mask.shape[1] - kept :, 0].set(True) if kept else mask
         batch = batch._replace(advantages=estimate_advantages(rewards, votes, algorithm, objectives.weights))
+    if samples.weights is not None:  # they are for a sum over the group; the loss takes the mean of its rows
+        rows = batch.mask.any(axis=-1).sum(axis=-1, keepdims=True)
+        batch = batch._replace(kl_weights=rows * jax.device_put(samples.weights, device))
     if batch.present is not None:  # a completion that nothing is learned from is not read either
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
     if answers is None:  # among pictures a row holds one completion

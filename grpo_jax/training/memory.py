@@ -74,6 +74,7 @@ def policy_functions(config: Config, model: Any, mesh: jax.sharding.Mesh | None)
         remat=section.remat,
         lora=lora_config(section.lora, model),
         spread=over_prompts(mesh),
+        matmul_precision=section.matmul_precision,
     )
     return shard_policy(policy, mesh)
 

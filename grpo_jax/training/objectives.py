@@ -1,6 +1,6 @@
 """What an update minimises: the forward pass over a batch's completions, and the loss that a config names.
 
-Nothing here knows a concrete model or task: the policy comes as functions (`forward_group`, `head`).
+Nothing here knows a concrete model or task: the policy comes as functions (`forward_group`, `token_logprobs`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import jax.numpy as jnp
 from grpo_jax.config.algorithm import AlgorithmSection
 from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
-from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.masking import count, select
-from grpo_jax.core.tree_logprobs import tree_logprobs
-from grpo_jax.core.trie import Trie, walk, widest_below
+from grpo_jax.core.trie import Trie, walk
 from grpo_jax.models.value_head import VALUE, token_values
 from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.training.batch import Batch, required
@@ -50,9 +48,9 @@ def make_forward(
         allowed_tokens: bool [V], or None for all.
         trie: The texts of which each completion is one, in place of `allowed_tokens`.
     """
-
-    options: dict[str, Any] = {"temperature": temperature, "softcap": getattr(policy, "softcap", None)}
-    below = 0 if trie is None else widest_below(trie)
+    options: dict[str, Any] = {"temperature": temperature, "allowed_tokens": allowed_tokens}
+    if trie is not None:
+        options = {"temperature": temperature, "trie": trie}
 
     def forward(variables: dict[str, Tree], batch: Batch) -> Forward:
         packing, shown = batch.packing, {}
@@ -63,14 +61,8 @@ def make_forward(
                 shown[name] = seen
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **shown)
-        head = policy.head(variables)
-        if trie is None:
-            logprobs, entropy = token_logprobs(hidden, head, rows[0], allowed_tokens=allowed_tokens, **options)
-        elif packing is None:
-            logprobs, entropy = tree_logprobs(hidden, head, rows[0], trie, below=below, **options)
-        else:
-            nodes = packed(walk(trie, batch.tokens), packing)[0]
-            logprobs, entropy = token_logprobs(hidden, head, rows[0], trie=trie, nodes=nodes, **options)
+        nodes = None if trie is None or packing is None else packed(walk(trie, batch.tokens), packing)[0]
+        logprobs, entropy = policy.token_logprobs(variables, hidden, rows[0], nodes=nodes, **options)
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         seen = Forward(logprobs, entropy, values)
         return seen if packing is None else jax.tree.map(lambda array: unpacked(array, batch.exists, packing), seen)
@@ -130,6 +122,7 @@ def policy_loss(
         ref_logprobs=batch.ref_logprobs,
         entropy=seen.entropy,
         token_weights=batch.token_weights,
+        kl_weights=batch.kl_weights,
         **options,
     )
     measured: dict[str, Any] = {"policy": metrics}

@@ -1,6 +1,6 @@
 """From a batch to a better policy: one donated update step, and all that is learned from a batch.
 
-Nothing here knows a concrete model or task: the policy comes as functions (`prefill`, `forward_group`, `head`),
+Nothing here knows a concrete model or task: the policy comes as functions (`forward_group`, `token_logprobs`),
 rewards have already become advantages, or scores that PPO's values make advantages of.
 """
 

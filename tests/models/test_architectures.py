@@ -12,7 +12,6 @@ from support import torch_reference as reference  # noqa: E402
 
 from grpo_jax import train  # noqa: E402
 from grpo_jax.config import LoraSection  # noqa: E402
-from grpo_jax.core.logprobs import capped  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.adapters import lora_config  # noqa: E402
@@ -174,4 +173,4 @@ def test_a_run_trains_it_and_transformers_loads_what_it_writes(place, tmp_path, 
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "policy", attn_implementation="eager")
     with torch.no_grad():
         expected = model(input_ids=torch.tensor(tokens, dtype=torch.long)).logits[:, -1]
-    np.testing.assert_allclose(capped(hidden @ policy.head(variables).T, policy.softcap), expected, atol=1e-4)
+    np.testing.assert_allclose(policy.logits("pd,vd->pv", hidden, policy.head(variables)), expected, atol=1e-4)

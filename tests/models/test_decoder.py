@@ -26,6 +26,8 @@ from grpo_jax.models import layers
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge
+from grpo_jax.sampling.sampler import make_sampler
+from grpo_jax.sampling.token_choice import SamplingParams
 
 BATCH = group_batch()
 
@@ -259,6 +261,26 @@ def test_misshapen_calls_are_refused(model):
         make_policy(LLAMA, compute_dtype="float64")
     with pytest.raises(ValueError, match="remat must be one of"):
         make_policy(LLAMA, remat="some")
+    with pytest.raises(ValueError, match="matmul_precision must be one of"):
+        make_policy(LLAMA, matmul_precision="some")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "highest"), [("float32", None, True), ("float32", "default", False), ("bfloat16", None, False)]
+)
+def test_every_product_of_the_policy_has_its_precision(dtype, given, highest):
+    """In sampler, pass forward and gradient, as lowered: float32 would else be rounded to TF32 on a GPU."""
+    policy = make_policy(LLAMA, compute_dtype=dtype, matmul_precision=given)
+    sample = make_sampler(policy, SamplingParams(GROUP, STEPS), eos_ids=(1,), pad_id=0)
+    keys = jax.random.split(jax.random.key(0), PROMPTS)
+
+    def total(variables):
+        return policy.token_logprobs(variables, policy.forward_group(variables, *BATCH), BATCH[2])[0].sum()
+
+    for program in (jax.grad(total), lambda variables: sample(variables, *BATCH[:2], keys)):
+        text = jax.jit(program).lower(init_variables(LLAMA, jax.random.key(0))).as_text()
+        products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+        assert len(products) > 10 and {"HIGHEST" in line for line in products} == {highest}
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -273,12 +295,13 @@ def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeyp
     prefix = tuple(rng.normal(size=(prompts, heads, *s)).astype(np.float32) for s in ((width, length), (length, width)))
     rows = (prompts, group) if apart else (prompts,)
     segment = np.sort(rng.integers(0, 3, (*rows, steps)), axis=-1)
-    own = np.tril(np.ones((steps, steps), bool)) & (segment[..., :, None] == segment[..., None, :])
-    known = rng.random((*rows, steps, length)) < 0.8
+    places = np.broadcast_to(length + np.arange(steps), segment.shape)
+    queries = layers.Tokens(places, np.ones(places.shape, bool), segment)
+    known = layers.Tokens(np.tile(np.arange(length), (prompts, 1)), rng.random((prompts, length)) < 0.8)
 
     def weighted(query, keys, values, prefix):
-        memories = [layers.Memory(*prefix, known), layers.Memory(keys, values, own, own=True)]
-        mixed = layers.attend(query, memories, scale=0.7, softcap=3.0, by_row=by_row)
+        memories = [layers.Memory(*prefix, known), layers.Memory(keys, values, queries, own=True)]
+        mixed = layers.attend(query, queries, memories, window=100, scale=0.7, softcap=3.0, by_row=by_row)
         return jnp.sum(jnp.sin(mixed)), mixed
 
     def outcome(many):
@@ -290,8 +313,10 @@ def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeyp
 
 @pytest.mark.parametrize("by_row", [False, True])
 def test_scores_of_many_queries_are_never_held_at_once(by_row):
-    """The gradient of 1,024 queries in eight heads takes less than the scores of half of them would, 4 bytes each."""
+    """The gradient of 1,024 queries in eight heads takes less than the scores of half of them would, 4 bytes each; nor
+    is there a mask of all queries and keys."""
     compiled = _attention_gradient(1, 1024, by_row)
+    assert not re.findall(r"\[(?:\d+,)*1024,1024\]", compiled.as_text())
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 1024 * 1024 * 4
 
 
@@ -305,10 +330,12 @@ def test_rows_that_take_turns_need_less_memory():
 
 def _attention_gradient(rows, steps, by_row):
     shapes = [(rows, 4, 1, 2, steps, 8), (rows, 4, 1, 8, steps), (rows, 4, 1, steps, 8)]
-    mask = jnp.tril(jnp.ones((1, steps, steps), bool))
 
-    def total(query, keys, values):
-        return jnp.sum(layers.attend(query, [layers.Memory(keys, values, mask, own=True)], by_row=by_row) ** 2)
+    def total(query, keys, values, segment):
+        tokens = layers.Tokens(jnp.arange(steps)[None], jnp.ones((1, steps), bool), segment)
+        memory = layers.Memory(keys, values, tokens, own=True)
+        return jnp.sum(layers.attend(query, tokens, [memory], by_row=by_row) ** 2)
 
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*given).compile()
+    segment = jax.ShapeDtypeStruct((rows, steps), jnp.int32)
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*given, segment).compile()

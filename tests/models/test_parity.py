@@ -9,7 +9,6 @@ torch = pytest.importorskip("torch")
 from support import torch_reference as reference  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
-from grpo_jax.core.logprobs import capped, token_logprobs  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.decoder import make_policy  # noqa: E402
@@ -38,8 +37,7 @@ def load(tmp_path, family, **overrides):
 def last_logits(loaded, tokens, mask):
     policy = make_policy(loaded.config)
     variables = {"params": loaded.params}
-    products = jax.jit(policy.prefill)(variables, tokens, mask).hidden @ policy.head(variables).T
-    return capped(products, policy.softcap)
+    return policy.logits("pd,vd->pv", jax.jit(policy.prefill)(variables, tokens, mask).hidden, policy.head(variables))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +69,12 @@ def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, family, cha
     policy = make_policy(loaded.config)
 
     def objective(params):
-        hidden = policy.forward_group({"params": params}, *batch)
-        head = policy.head({"params": params})
-        got, _ = token_logprobs(hidden, head, jnp.asarray(batch[2]), temperature=0.8, softcap=policy.softcap)
+        variables = {"params": params}
+        hidden = policy.forward_group(variables, *batch)
+        got, _ = policy.token_logprobs(variables, hidden, jnp.asarray(batch[2]), temperature=0.8)
         surrogate, kl = Clip(low=0.2, high=0.3), KLPenalty(0.1)
         value, _ = grpo_loss(got, old, advantages, batch[3], surrogate=surrogate, kl=kl, ref_logprobs=ref)
-        return value, (got, capped(hidden @ head.T, policy.softcap))
+        return value, (got, policy.logits("pgtd,vd->pgtv", hidden, policy.head(variables)))
 
     (value, (got, logits)), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(loaded.params)
     mask = batch[3]

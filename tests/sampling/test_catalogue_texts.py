@@ -223,6 +223,20 @@ def test_beams_are_the_best_texts_in_order(model, trie, exact, group):
             assert chosen.tolist() == np.argsort(-logs, kind="stable").tolist()
 
 
+def test_weighted_sums_over_distinct_texts_are_means_over_the_policy(model, trie, exact):
+    """Of 1, and of what is large where texts are rare, as k3 is, whose plain mean over the group is another."""
+    policy, variables = model
+    draw = make_beam_sampler(policy, SamplingParams(12, LENGTH), pad_id=PAD, trie=trie, without_replacement=True)
+    prompts, mask = (np.repeat(array[:1], 1024, axis=0) for array in (PROMPTS, MASK))
+    found = draw(variables, prompts, mask, jax.random.split(jax.random.key(5), len(prompts)))
+    texts, likely = numbers(found), np.exp(exact[0])
+    for values in (np.ones(len(TEXTS)), exact[0] ** 2):
+        sums = (np.asarray(found.weights, np.float64) * values[texts]).sum(-1)
+        error = sums.std() / len(sums) ** 0.5
+        assert sums.mean() == pytest.approx(likely @ values, abs=3 * error)
+    assert abs(values[texts].mean() - likely @ values) > 4 * error
+
+
 def test_a_ranking_names_the_texts_that_the_beams_write(model, trie):
     policy, variables = model
     listed = make_ranker(policy, 9, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)

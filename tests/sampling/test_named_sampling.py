@@ -82,6 +82,20 @@ def test_values_out_of_range(section, message):
         make_config(task="text", sampling=section)
 
 
+@pytest.mark.parametrize("group", ["distinct", "beams"])
+def test_what_groups_that_are_no_samples_cannot_correct_is_refused(group):
+    """A lagging policy needs no cap there: the ratio is then taken against the one that sampled."""
+    made = {"task": "text", "sampling": {"group": group}}
+    for sections, field in (
+        ({"algorithm": {"importance_cap": 2.0}}, "algorithm.importance_cap"),
+        ({"ppo": {"kl_coef": 0.1}}, "ppo.kl_coef"),
+    ):
+        with pytest.raises(UserError, match=f"{field}: expected .*0 with sampling.group {group}, which are no samples"):
+            make_config(made, **sections)
+    assert make_config(made, training={"lag": 1}).algorithm.importance_cap == 0
+    assert make_config(task="text", training={"lag": 1}).algorithm.importance_cap > 0
+
+
 def test_stop_strings_that_no_text_shows():
     with pytest.raises(UserError, match=r"'\. <\|im_end\|>' holds the special token <\|im_end\|>"):
         stops_of([". <|im_end|>"], chat_tokenizer(), 272)

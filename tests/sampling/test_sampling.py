@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from grpo_jax.models.decoder import Policy
 from grpo_jax.sampling import writing
 from grpo_jax.sampling.sampler import bucket_size, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
@@ -51,6 +52,9 @@ class Bigram:
 
     def head(self, variables):
         return variables["table"].T
+
+    softcap = matmul_precision = None
+    logits = Policy.logits
 
 
 def table(seed=0, vocabulary=VOCABULARY, spread=2.0):

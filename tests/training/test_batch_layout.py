@@ -1,6 +1,5 @@
 """How a batch lies in memory is nobody's business: cut, packed, split or padded, every preset makes the same update."""
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 
 from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.core.losses import PRESETS
+from grpo_jax.models.decoder import Policy
 from grpo_jax.sampling.writing import Samples
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_objectives
@@ -30,18 +30,18 @@ def states(variables, prompt_tokens, prompt_mask, tokens, mask, steps=None):
     return jnp.tanh(variables["params"]["table"][before])
 
 
-POLICY = SimpleNamespace(forward_group=states, head=lambda variables: variables["params"]["head"])
+POLICY = Policy(*[None] * 5, states, lambda variables: variables["params"]["head"])
 
 
 RANDOM = np.random.default_rng(0)
 VARIABLES = {"params": {name: RANDOM.normal(size=(VOCABULARY, WIDTH)).astype("f") for name in ("table", "head")}}
 
 
-def updated(batch, section, **training):
-    """The state after plain gradient descent on the batch, and the report."""
+def updated(batch, section, reference=None, **training):
+    """The state after plain gradient descent on the batch, against a reference if one is given, and the report."""
     training, optimizer = TrainingSection(prompts_per_batch=PROMPTS, **training), optax.sgd(1.0)
     update = make_update(POLICY, optimizer, section, training, temperature=1.0, max_new_tokens=BUDGET)
-    state = init_state(VARIABLES, optimizer, keep_reference=False)
+    state = init_state(VARIABLES, optimizer, keep_reference=False)._replace(reference=reference)
     return update(state, batch, jax.random.key(2))
 
 
@@ -91,6 +91,37 @@ def test_an_update_is_the_same_cut_and_packed_and_split_or_as_wide_as_its_budget
     assert other["grad_norm"] == pytest.approx(report["grad_norm"], rel=1e-4)
     for a, b in zip(jax.tree.leaves(came.variables), jax.tree.leaves(expected.variables), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_kl_of_a_group_that_lists_all_there_is_is_exact(rollout, accumulation):
+    """Beams over every text: value and gradient are those of the KL written out, where a plain mean is none."""
+    tokens = np.tile(np.arange(VOCABULARY, dtype=np.int32)[:, None], (PROMPTS, 1, 1))
+    mask, prompts = np.ones(tokens.shape, bool), rollout.prompts
+    seen = make_forward(POLICY, temperature=1.0)(VARIABLES, Batch(*prompts, tokens, mask))
+    logprobs = np.asarray(seen.logprobs)
+    samples = Samples(tokens, mask, logprobs, logprobs, ~mask[..., 0], weights=np.exp(logprobs[..., 0]))
+    alike = np.zeros((*tokens.shape[:2], 1), np.float32)
+    section = AlgorithmSection(advantage="grpo", kl_coef=0.5, kl_estimator="k2")
+    batch = made(Rollout(prompts, samples, alike), section)
+
+    reference = jax.tree.map(lambda array: 0.3 * array, VARIABLES["params"])
+
+    def logs_of(params):
+        return jax.nn.log_softmax(jnp.tanh(params["table"][prompts[0][:, -1]]) @ params["head"].T)
+
+    def divergence(params):
+        logs = logs_of(params)
+        return (jnp.exp(logs) * (logs - logs_of(reference))).sum(-1).mean()
+
+    expected, slope = jax.value_and_grad(divergence)(VARIABLES["params"])
+    after = updated(batch, section, reference, accumulation=accumulation)[0].variables["params"]
+    for name, pull in slope.items():
+        np.testing.assert_allclose(VARIABLES["params"][name] - after[name], 0.5 * pull, atol=1e-6)
+    # k3's value is exact, its gradient is another's.
+    section = AlgorithmSection(advantage="grpo", kl_coef=0.5)
+    kl = updated(batch, section, reference, accumulation=accumulation)[1]["metrics"]["policy"].kl
+    assert kl.total / kl.weight == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_dr_grpo_divides_by_the_budget_whatever_the_longest_completion_is(rollout):

@@ -92,15 +92,18 @@ def show_help(topic: str, kind: type, values: Mapping[str, Any], command: str = 
         return _overview(SCREENS[command], sections, values)
     if topic == ALL:
         return "\n\n".join(_section(section, whole=True) for section in sections)
-    topic = TRL.get(topic, topic)
+    options = [option for section in sections for option in section.options]
+    place = None if any(_is_meant(topic, option.name) for option in options) else TRL.get(topic)
+    topic = place.fields[0] if place and place.fields else topic
     inside = [section for section in sections if section.name.startswith(f"{topic}.")]
     for section in sections:
         if section.name == topic:
             return "\n\n".join([_section(section), *_below(inside)])
     if inside:
         return "\n\n".join(map(_section, inside))
-    options = [option for section in sections for option in section.options]
     found = [option for option in options if _is_meant(topic, option.name)]
+    if not found and place:
+        raise UserError(f"--help {topic}: no such section; {place.hint}")
     if not found:
         try:
             require_known(topic, [*(section.name for section in sections), *(option.name for option in options)])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_jax.config.build import flat
 from grpo_jax.config.command_line import read_config
 from grpo_jax.errors import UserError
 from grpo_jax.reports.charts import MOST_LINES, Series, line_chart, number, series_of, swatch
@@ -51,7 +52,7 @@ def write_comparison(path: str | Path, runs: Sequence[RunDirectory], displays: S
         raise UserError(f"at most {MOST_LINES} runs can be told apart in one page, got {len(runs)}")
     names, rows = names_of([run.path for run in runs]), [read_metrics(run.metrics) for run in runs]
     compared = [
-        Compared(name, found, read_summary(run, found), _flat(read_config(run.config)))
+        Compared(name, found, read_summary(run, found), flat(read_config(run.config)))
         for name, found, run in zip(names, rows, runs, strict=True)
     ]
     title = f"Comparison of {len(runs)} runs"
@@ -161,16 +162,6 @@ def _configs(compared: Sequence[Compared]) -> str:
     if not rows:
         return _section("Configuration", "All fields are the same.", "")
     return _section("Configuration", note, _table(["field", *_headings(compared)], rows, "across"))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            fields |= _flat(value, f"{prefix}{name}.")
-        else:
-            fields[f"{prefix}{name}"] = value
-    return fields
 
 
 def _said(fields: Mapping[str, Any], name: str) -> str:

@@ -127,6 +127,13 @@ def three_ways(dotted, value, task, tmp_path):
         ("training.max_step", 3, "training.max_step: no such field; did you mean training.max_steps"),
         ("optimiser.beta1", 0.5, r"optimiser(.beta1)?: no such field; did you mean optimizer(.beta1)?\?"),
         ("sede", 3, "sede: no such field; did you mean seed?"),
+        ("num_generations", 4, "num_generations: no such field; here it is sampling.group_size"),
+        ("training.beta", 0.1, "training.beta: no such field; here it is algorithm.kl_coef; 0 too"),
+        ("gradient_checkpointing", True, "gradient_checkpointing: no such field; here it is policy.remat: layer"),
+        ("use_vllm", True, "use_vllm: no such field; TRL's is not here: the sampler is compiled with the policy"),
+        ("generation_kwargs.seed", 3, "generation_kwargs.seed: no such field; here it is seed"),
+        ("lora.rank", 8, "lora.rank: no such field; did you mean policy.lora.rank?"),
+        ("cartpole/num_generations", 4, "num_generations: no such field; did you mean "),
         ("policy.lora.rnk", 3, "policy.lora.rnk: no such field; did you mean policy.lora.rank?"),
         (
             "rewards",
@@ -185,7 +192,7 @@ def test_arguments_without_an_option_or_a_value_are_refused():
         (["--seed", "--resume"], "--seed: expected a value"),
         (["train"], "train: expected an option, such as --config FILE"),
         (["--task=text", "--rewards", "[{"], "rewards: not valid YAML"),
-        (["--max_steps", "3"], "max_steps: no such field; did you mean training.max_steps?"),
+        (["--max_steps", "3"], "max_steps: no such field; here it is training.max_steps; in batches sampled"),
     ):
         with pytest.raises(UserError, match=message):
             parse(arguments)

@@ -146,7 +146,7 @@ def _overview(screen: Screen, sections: Sequence[Section], values: Mapping[str, 
 
 
 def _brief(value: Any) -> str:
-    return f"[{len(value)} entries]" if isinstance(value, list) and value else _shown(value, _VALUES)
+    return f"[{len(value)} entries]" if isinstance(value, list) and value else spelled(value, _VALUES)
 
 
 def _row(name: str, value: str, text: str) -> str:
@@ -178,7 +178,7 @@ def _option(option: Option, *, whole: bool) -> str:
     name = f"--{option.name}" if option.is_argument else option.name
     kind = f"{', '.join(option.names)}, …" if option.names else type_word(option.hint)
     missing = option.value is dataclasses.MISSING
-    value = "must be given" if missing else f"default: {_shown(option.value, None if whole else _SHORT)}"
+    value = "must be given" if missing else f"default: {spelled(option.value, None if whole else _SHORT)}"
     sentence = option.line if whole else first_sentence(option.line)
     text = sentence if sentence == option.line else f"{sentence} …"
     return _filled(f"  {name}  {kind}  ({value})", indent=8) + (
@@ -186,7 +186,7 @@ def _option(option: Option, *, whole: bool) -> str:
     )
 
 
-def _shown(value: Any, most: int | None = _SHORT) -> str:
+def spelled(value: Any, most: int | None = _SHORT) -> str:
     """A value as a command line or a file spells it."""
     import yaml
 

@@ -293,7 +293,9 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _one_of(inner, value, name)
-    if isinstance(value, Words):
+    if isinstance(value, Words) and origin is list and not is_section(inner[0]):
+        value = _entries_of(inner[0], value, name)
+    elif isinstance(value, Words):
         value = str(value) if hint is str or origin is Literal else value.read(name)
     if origin is Literal:
         near = difflib.get_close_matches(str(value), [str(choice) for choice in inner], n=1)
@@ -302,7 +304,8 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         return value
     if origin is list:
         value = _spelled_out(inner[0], value)
-        require(isinstance(value, list | tuple), name, "a list", value)
+        expected = f"a list, such as [{value}]" if isinstance(value, str | int | float) else "a list"
+        require(isinstance(value, list | tuple), name, expected, value)
         return [_typed(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
     if origin is dict:
         require(isinstance(value, Mapping), name, "a mapping", value)
@@ -310,6 +313,18 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
             require(isinstance(key, str), name, "names as keys", key)
         return {str(key): _typed(inner[1], entry, join(name, str(key))) for key, entry in value.items()}
     return _scalar(hint, value, name)
+
+
+def _entries_of(kind: Any, words: Words, name: str) -> Any:
+    """A list, which words may be without brackets: one entry, or several with commas where entries are no texts."""
+    value = words.read(name)
+    if not isinstance(value, str | int | float):
+        return value
+    texts = kind is str or str in get_args(kind)
+    require(
+        "," not in words or not texts, name, "a list, such as '[one, two]' or '[\"one, with a comma\"]'", str(words)
+    )
+    return [words] if texts else [Words(part.strip()) for part in words.split(",")]
 
 
 def _spelled_out(kind: Any, value: Any) -> Any:

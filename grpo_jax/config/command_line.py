@@ -217,7 +217,12 @@ def _laid_over(values: Mapping[str, Any], arguments: Sequence[str], task: Any) -
     for name, _ in options:
         if name in getattr(task.config, "anew", {}):
             values = merged(values, task.config.anew[name])
-    for name, words in options:
+    entries = [option for option in options if any(part.isdecimal() for part in option[0].split("."))]
+    for name, words in [option for option in options if option not in entries]:
+        values = _placed(values, name.removesuffix("+").split("."), words, more=name.endswith("+"))
+    if entries:  # lists that are given as texts are needed as such
+        values = complete(task.config, values)
+    for name, words in entries:
         values = _placed(values, name.removesuffix("+").split("."), words, more=name.endswith("+"))
     return values
 
@@ -226,7 +231,9 @@ def _placed(values: Mapping[str, Any], path: Sequence[str], words: Words, *, mor
     """Values with some words at a place: those of a section change the fields they name; `more` adds to a list."""
     first, *rest = path
     below, value = values.get(first), words
-    if rest:
+    if rest and isinstance(below, list):
+        value = _entry_placed(below, rest, words, f"--{said('.'.join([first, rest[0]]))}", more=more)
+    elif rest:
         value = _placed(below if isinstance(below, Mapping) else {}, rest, words, more=more)
     elif more:
         entries = words.read(first)
@@ -237,6 +244,20 @@ def _placed(values: Mapping[str, Any], path: Sequence[str], words: Words, *, mor
     elif isinstance(below, Mapping) and isinstance(fields := words.read(first), Mapping):
         value = merged(below, fields)
     return {**values, first: value}
+
+
+def _entry_placed(
+    entries: Sequence[Any], path: Sequence[str], words: Words, name: str, *, more: bool = False
+) -> list[Any]:
+    """A list with some words in one of its entries, or in a field of it; they are counted from 0."""
+    number, *rest = path
+    if not number.isdecimal() or int(number) >= len(entries):
+        raise UserError(f"{name}: no such entry; the list has {len(entries)}, counted from 0")
+    entry = entries[int(number)]
+    if rest and not isinstance(entry, Mapping):
+        raise UserError(f"{name}: this entry has no fields, got {shown(entry)}")
+    placed = _placed(entry, rest, words, more=more) if rest else words
+    return [*entries[: int(number)], placed, *entries[int(number) + 1 :]]
 
 
 def _saved_config(run_dir: str | None) -> Path:

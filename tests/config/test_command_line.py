@@ -147,7 +147,6 @@ def three_ways(dotted, value, task, tmp_path):
         ("evaluation.sampled", 1, "evaluation.sampled: expected true or false, got 1"),
         ("optimizer.learning_rate", "fast", "optimizer.learning_rate: expected a number, got 'fast'"),
         ("policy.lora", 3, "policy.lora: expected a mapping of fields, got 3"),
-        ("watch", "m:f", "watch: expected a list, got 'm:f'"),
         ("recommendation/task.dummy_user", 3, "task.dummy_user: no such field; did you mean task.dummy_users"),
         ("recommendation/task.retrieval.bakend", 3, "task.retrieval.bakend: .* did you mean task.retrieval.backend"),
         ("prompt_enhancement/judges.scorer.modl", "x", "judges.scorer.modl: .* did you mean judges.scorer.model"),
@@ -184,6 +183,27 @@ def test_the_fields_of_an_earlier_version_are_told_what_they_are_called_now(old,
     for way in three_ways(dotted, "x", task, tmp_path):
         with pytest.raises(UserError, match="fields of an earlier version: .*" + re.escape(now)):
             way()
+
+
+def test_a_list_is_given_without_brackets_and_changed_by_entry():
+    assert parse(["--task=text", "--report_to", "wandb"]).report_to == ["wandb"]
+    assert parse(["--task=text", "--report_to=wandb, mlflow"]).report_to == ["wandb", "mlflow"]
+    assert parse(["--task=text", "--sampling.stop", "5"]).sampling.stop == ["5"]
+    options = ["--rewards.1.options.start", "3", "--rewards", "a.py:f", "b.py:g", "--rewards.0.weight=2"]
+    first, second = parse(["--task=text", *options]).rewards
+    assert (first.weight, first.options, second.weight, second.options) == (2.0, {}, 1.0, {"start": 3})
+    for words, message in (
+        (
+            ["--rewards", "a.py:f", "--rewards.1.weight", "3"],
+            "--rewards.1: no such entry; the list has 1, counted from",
+        ),
+        (["--report_to.0.x", "3"], "--report_to.0: this entry has no fields, got 'tensorboard'"),
+        (["--sampling.stop", "a,b"], """sampling.stop: expected a list, such as '[one, two]' or '["one, with a"""),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            parse(["--task=text", *words])
+    with pytest.raises(UserError, match=r"report_to: expected a list, such as \[wandb\], got 'wandb'"):
+        make_config(task="text", report_to="wandb")
 
 
 def test_arguments_without_an_option_or_a_value_are_refused():

@@ -1,6 +1,7 @@
 """Any text-to-image pipeline of diffusers: what one can do, its scheduler and its LoRA weights by config."""
 
 import difflib
+import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -69,6 +70,9 @@ def find_scheduler(name: str, options: Mapping[str, Any]) -> type:
     import diffusers
 
     kind = getattr(diffusers, name, None)
+    if packages := getattr(kind, "_backends", None):  # what diffusers has in place of one that it cannot import
+        missing = ", ".join(package for package in packages if importlib.util.find_spec(package) is None)
+        raise UserError(f"scheduler: {name} of diffusers needs {missing}, which is not installed")
     if not (inspect.isclass(kind) and issubclass(kind, diffusers.SchedulerMixin)):
         known = [other for other in dir(diffusers) if other.endswith("Scheduler")]
         close = difflib.get_close_matches(name, known, n=1, cutoff=0)

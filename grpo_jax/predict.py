@@ -29,9 +29,12 @@ from grpo_jax.errors import UserError, carry_out, extras_named, leave, one_line,
 def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..., str]:
     """Restores the policy of a run.
 
+    It is the final one unless said otherwise, as `policy/` is: what summary.json measures as "after". "best" is the one
+    of the highest validation score, which a few prompts decide (docs/runs.md).
+
     Args:
         run_dir: Run directory of a training run.
-        checkpoint: "final", "best", "latest", or a step.
+        checkpoint: "final", "best", "latest", or a step, as `grpo evaluate --checkpoint` takes it.
 
     Returns:
         rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself where the policy's answer is unusable.

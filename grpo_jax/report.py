@@ -1,6 +1,6 @@
 """Writes the page of a run again, or one that compares several.
 
-python -m grpo_jax.report RUN [RUN …] [--out FILE]
+`python -m grpo_jax.report RUN [RUN …] [--out FILE]`
 """
 
 from __future__ import annotations

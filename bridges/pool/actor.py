@@ -48,7 +48,9 @@ class JudgeActor:
         """("raised", …) where the judge could not be loaded, else ("done", what `described` says of it)."""
         return self._failure or ("done", described(self._judge))
 
-    def answer(self, method, arguments, keywords, pieces, *stored):
+    def answer(
+        self, method: str, arguments: tuple, keywords: dict[str, object], pieces: dict, *stored: np.ndarray
+    ) -> tuple[tuple, np.ndarray | None]:
         """What the judge says of one batch.
 
         Args:

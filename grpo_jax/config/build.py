@@ -11,11 +11,12 @@ import difflib
 import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from grpo_jax.config.beside import beside_of, object_of
 from grpo_jax.config.fields import CLASSES, MAY_CHANGE, require
 from grpo_jax.config.named import KEY, class_name, find_class
+from grpo_jax.config.other_names import TRL
 from grpo_jax.config.reading import read_yaml, require_text
 from grpo_jax.errors import UserError, said, shown
 
@@ -59,6 +60,8 @@ def complete(kind: type, values: Mapping[str, Any], name: str = "") -> dict[str,
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{said(name)}: expected a mapping of fields, got {shown(values)}")
+    if not name:
+        _require_fields(kind, values)
     fields, hints = {field.name: field for field in _of(kind)}, get_type_hints(kind)
     for key in values:
         require_known(str(key), fields, name)
@@ -79,6 +82,65 @@ def require_known(key: str, known: Mapping[str, Any] | Sequence[str], name: str 
     near = difflib.get_close_matches(key, [str(one) for one in known], n=1, cutoff=0.55)
     hint = f"did you mean {join(name, near[0])}?" if near else f"there are: {listed(known)}"
     raise UserError(f"{said(join(name, key))}: no such field; {hint}")
+
+
+def _require_fields(kind: type, values: Mapping[str, Any]) -> None:
+    """Raises UserError for a name that no section of a whole config has.
+
+    It says where TRL's field of that name has its place, which section has a field of that name, or the nearest name.
+    """
+    unknown: list[_Unknown] = []
+    rest = _known(kind, values, unknown)
+    if not unknown:
+        return
+    known = list(flat(complete(kind, rest)))
+    path, section, own = unknown[0]
+    name, last = join(*path), path[-1]
+    same = [field for field in known if field.rpartition(".")[2] == last]
+    for part in reversed(path[len(section) :]):
+        place = TRL.get(part)
+        if place and (place.stands_in(known) if place.fields else not same):
+            raise UserError(f"{said(name)}: no such field; {place.hint}")
+    if not section:
+        require_known(name, same or [*own, *known])
+    elif same and not difflib.get_close_matches(last, own, n=1, cutoff=0.8):
+        require_known(name, same)
+    require_known(path[len(section)], own, join(*section))
+
+
+class _Unknown(NamedTuple):
+    """A field that does not exist: its path and its section's, and the fields which that section has."""
+
+    path: tuple[str, ...]
+    section: tuple[str, ...]
+    own: list[str]
+
+
+def _known(
+    kind: type, values: Mapping[str, Any], unknown: list[_Unknown], section: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The values of fields that exist; the others are added to `unknown`."""
+    hints, own, result = get_type_hints(kind), [field.name for field in _of(kind)], {}
+    for key, value in values.items():
+        path = (*section, str(key))
+        if key in own:
+            inside = is_section(hints[key]) and isinstance(value, Mapping)
+            result[key] = _known(hints[key], value, unknown, path) if inside else value
+            continue
+        while isinstance(value, Mapping) and value:  # to the first field that is meant
+            inner, value = next(iter(value.items()))
+            path = (*path, str(inner))
+        unknown.append(_Unknown(path, section, own))
+    return result
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values as {"section.field": value}."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        dotted = f"{prefix}{name}"
+        result |= flat(value, f"{dotted}.") if isinstance(value, Mapping) and value else {dotted: value}
+    return result
 
 
 def listed(names: Iterable[str]) -> str:
@@ -231,7 +293,9 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _one_of(inner, value, name)
-    if isinstance(value, Words):
+    if isinstance(value, Words) and origin is list and not is_section(inner[0]):
+        value = _entries_of(inner[0], value, name)
+    elif isinstance(value, Words):
         value = str(value) if hint is str or origin is Literal else value.read(name)
     if origin is Literal:
         near = difflib.get_close_matches(str(value), [str(choice) for choice in inner], n=1)
@@ -240,7 +304,8 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         return value
     if origin is list:
         value = _spelled_out(inner[0], value)
-        require(isinstance(value, list | tuple), name, "a list", value)
+        expected = f"a list, such as [{value}]" if isinstance(value, str | int | float) else "a list"
+        require(isinstance(value, list | tuple), name, expected, value)
         return [_typed(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
     if origin is dict:
         require(isinstance(value, Mapping), name, "a mapping", value)
@@ -248,6 +313,18 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
             require(isinstance(key, str), name, "names as keys", key)
         return {str(key): _typed(inner[1], entry, join(name, str(key))) for key, entry in value.items()}
     return _scalar(hint, value, name)
+
+
+def _entries_of(kind: Any, words: Words, name: str) -> Any:
+    """A list, which words may be without brackets: one entry, or several with commas where entries are no texts."""
+    value = words.read(name)
+    if not isinstance(value, str | int | float):
+        return value
+    texts = kind is str or str in get_args(kind)
+    require(
+        "," not in words or not texts, name, "a list, such as '[one, two]' or '[\"one, with a comma\"]'", str(words)
+    )
+    return [words] if texts else [Words(part.strip()) for part in words.split(",")]
 
 
 def _spelled_out(kind: Any, value: Any) -> Any:

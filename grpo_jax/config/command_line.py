@@ -6,18 +6,16 @@ files and among the arguments. What an argument says is built and checked as wha
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from grpo_jax.config.build import Words, build, complete, is_section, listed, merged, require_known, to_yaml
+from grpo_jax.config.build import Words, build, complete, listed, merged, to_yaml
 from grpo_jax.config.help import show_help
 from grpo_jax.config.named import KEY
-from grpo_jax.config.other_names import TRL
 from grpo_jax.config.reading import DEEPEST, read_yaml, require_text
 from grpo_jax.config.run import find_task, refuse_renamed, with_defaults
 from grpo_jax.errors import UserError, said, shown
@@ -219,39 +217,23 @@ def _laid_over(values: Mapping[str, Any], arguments: Sequence[str], task: Any) -
     for name, _ in options:
         if name in getattr(task.config, "anew", {}):
             values = merged(values, task.config.anew[name])
-    for name, words in options:
-        path = name.removesuffix("+").split(".")
-        _require_option(path, values, task.config)
-        values = _placed(values, path, words, more=name.endswith("+"))
+    entries = [option for option in options if any(part.isdecimal() for part in option[0].split("."))]
+    for name, words in [option for option in options if option not in entries]:
+        values = _placed(values, name.removesuffix("+").split("."), words, more=name.endswith("+"))
+    if entries:  # lists that are given as texts are needed as such
+        values = complete(task.config, values)
+    for name, words in entries:
+        values = _placed(values, name.removesuffix("+").split("."), words, more=name.endswith("+"))
     return values
-
-
-def _require_option(path: Sequence[str], values: Mapping[str, Any], kind: type) -> None:
-    """Raises UserError for an option that is no field, where a field of another section is what was meant."""
-    *sections, last = path
-    for section in sections:
-        hints = get_type_hints(kind) if is_section(kind) else {}
-        if section in hints and not is_section(hints[section]):  # of a task, a judge or a table
-            return
-        kind = hints.get(section, object)
-    own = [field.name for field in dataclasses.fields(kind)] if is_section(kind) else []
-    if last in own:
-        return
-    name, flat = ".".join(path), _flat(values)
-    same = [known for known in flat if known.rpartition(".")[2] == last]
-    if TRL.get(last) in flat:
-        raise UserError(f"{said(name)}: no such field; here it is {TRL[last]}")
-    if path[0] not in values:
-        require_known(name, same or flat)
-    elif same and not difflib.get_close_matches(last, own, n=1, cutoff=0.8):
-        require_known(name, same)
 
 
 def _placed(values: Mapping[str, Any], path: Sequence[str], words: Words, *, more: bool = False) -> dict[str, Any]:
     """Values with some words at a place: those of a section change the fields they name; `more` adds to a list."""
     first, *rest = path
     below, value = values.get(first), words
-    if rest:
+    if rest and isinstance(below, list):
+        value = _entry_placed(below, rest, words, f"--{said('.'.join([first, rest[0]]))}", more=more)
+    elif rest:
         value = _placed(below if isinstance(below, Mapping) else {}, rest, words, more=more)
     elif more:
         entries = words.read(first)
@@ -264,6 +246,20 @@ def _placed(values: Mapping[str, Any], path: Sequence[str], words: Words, *, mor
     return {**values, first: value}
 
 
+def _entry_placed(
+    entries: Sequence[Any], path: Sequence[str], words: Words, name: str, *, more: bool = False
+) -> list[Any]:
+    """A list with some words in one of its entries, or in a field of it; they are counted from 0."""
+    number, *rest = path
+    if not number.isdecimal() or int(number) >= len(entries):
+        raise UserError(f"{name}: no such entry; the list has {len(entries)}, counted from 0")
+    entry = entries[int(number)]
+    if rest and not isinstance(entry, Mapping):
+        raise UserError(f"{name}: this entry has no fields, got {shown(entry)}")
+    placed = _placed(entry, rest, words, more=more) if rest else words
+    return [*entries[: int(number)], placed, *entries[int(number) + 1 :]]
+
+
 def _saved_config(run_dir: str | None) -> Path:
     if run_dir is None:
         raise UserError("--resume: say which run with --run_dir DIR")
@@ -271,12 +267,3 @@ def _saved_config(run_dir: str | None) -> Path:
     if not os.path.isfile(saved):
         raise UserError(f"--resume: {said(run_dir)} holds no run (no config.yaml); start it without --resume")
     return saved
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values as {"section.field": value}."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        dotted = f"{prefix}{name}"
-        flat |= _flat(value, f"{dotted}.") if isinstance(value, Mapping) else {dotted: value}
-    return flat

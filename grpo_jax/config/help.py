@@ -92,15 +92,18 @@ def show_help(topic: str, kind: type, values: Mapping[str, Any], command: str = 
         return _overview(SCREENS[command], sections, values)
     if topic == ALL:
         return "\n\n".join(_section(section, whole=True) for section in sections)
-    topic = TRL.get(topic, topic)
+    options = [option for section in sections for option in section.options]
+    place = None if any(_is_meant(topic, option.name) for option in options) else TRL.get(topic)
+    topic = place.fields[0] if place and place.fields else topic
     inside = [section for section in sections if section.name.startswith(f"{topic}.")]
     for section in sections:
         if section.name == topic:
             return "\n\n".join([_section(section), *_below(inside)])
     if inside:
         return "\n\n".join(map(_section, inside))
-    options = [option for section in sections for option in section.options]
     found = [option for option in options if _is_meant(topic, option.name)]
+    if not found and place:
+        raise UserError(f"--help {topic}: no such section; {place.hint}")
     if not found:
         try:
             require_known(topic, [*(section.name for section in sections), *(option.name for option in options)])
@@ -143,7 +146,7 @@ def _overview(screen: Screen, sections: Sequence[Section], values: Mapping[str, 
 
 
 def _brief(value: Any) -> str:
-    return f"[{len(value)} entries]" if isinstance(value, list) and value else _shown(value, _VALUES)
+    return f"[{len(value)} entries]" if isinstance(value, list) and value else spelled(value, _VALUES)
 
 
 def _row(name: str, value: str, text: str) -> str:
@@ -175,7 +178,7 @@ def _option(option: Option, *, whole: bool) -> str:
     name = f"--{option.name}" if option.is_argument else option.name
     kind = f"{', '.join(option.names)}, …" if option.names else type_word(option.hint)
     missing = option.value is dataclasses.MISSING
-    value = "must be given" if missing else f"default: {_shown(option.value, None if whole else _SHORT)}"
+    value = "must be given" if missing else f"default: {spelled(option.value, None if whole else _SHORT)}"
     sentence = option.line if whole else first_sentence(option.line)
     text = sentence if sentence == option.line else f"{sentence} …"
     return _filled(f"  {name}  {kind}  ({value})", indent=8) + (
@@ -183,7 +186,7 @@ def _option(option: Option, *, whole: bool) -> str:
     )
 
 
-def _shown(value: Any, most: int | None = _SHORT) -> str:
+def spelled(value: Any, most: int | None = _SHORT) -> str:
     """A value as a command line or a file spells it."""
     import yaml
 

@@ -1,34 +1,218 @@
-"""What TRL calls the fields of a run: who types such a name is told the one that it has here."""
+"""What TRL calls things, and where each has its place here: one table for the hints and for docs/coming_from_trl.md.
 
-TRL = {
-    "batch_size": "training.prompts_per_batch",
-    "beta": "algorithm.kl_coef",
-    "dataset_name": "data.prompts",
+An entry is "names there": "fields here, then what differs". A field may have the value that is meant ("field: value").
+An entry that begins with NOT_HERE has no place, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+NOT_HERE = "not here: "
+_COMPILED = f"{NOT_HERE}the sampler is compiled with the policy and uses its weights where they lie"
+_TORCH = f"{NOT_HERE}JAX spreads weights, batch and sampler over policy.mesh (docs/scaling.md)"
+_ENTROPY = f"{NOT_HERE}algorithm.entropy_coef stays as it is given"
+
+TRAINER = {
+    "model": "policy.path; a folder or a name on the hub, not a model object",
+    "reward_funcs": "rewards; or functions, run(config, rewards=[…])",
+    "args": f"{NOT_HERE}the config is what `make_config` returns, and run(config) takes it",
+    "train_dataset": "data.prompts; or rows, a DataFrame or a Dataset, run(config, prompts=…)",
+    "eval_dataset": "data.test, data.validation; else data.held_out of the data is kept apart",
+    "processing_class": f"{NOT_HERE}the policy's folder has its tokenizer or processor",
+    "reward_processing_classes": f"{NOT_HERE}a judge's folder has its tokenizer (docs/judges.md)",
+    "callbacks": f"{NOT_HERE}run(config, on_iteration=…, on_validation=…) takes functions (docs/ending.md)",
+    "optimizers": f"{NOT_HERE}AdamW, set by the section optimizer",
+    "quantization_config": "policy.quantised; int8 or int4, with LoRA",
+    "peft_config": "policy.lora",
+    "tools": "data.tools; what calls them is task.environment (docs/turns.md)",
+    "rollout_func": f"{NOT_HERE}the sampler is the policy's own; what answers it is task.environment (docs/turns.md)",
+    "environment_factory": "task.environment; a function that answers all episodes of a batch (docs/turns.md)",
+    "log_extra": f"{NOT_HERE}a reward adds numbers by log_metric (docs/rewards.md), and no columns to completions/",
+}
+"""Arguments of `GRPOTrainer`, and what it gives to rewards that has no counterpart."""
+
+GRPO_CONFIG = {
+    "learning_rate": "optimizer.learning_rate; 1e-6 too, or 1e-4 with LoRA, unless said otherwise",
+    "model_init_kwargs": "policy.compute_dtype, policy.frozen_dtype, policy.quantised; the rest has no place",
+    "trust_remote_code": f"{NOT_HERE}no code of a folder is run",
+    "router_aux_loss_coef": f"{NOT_HERE}the experts' router learns from the rewards alone",
+    "disable_dropout": f"{NOT_HERE}there is no dropout",
+    "cast_lm_head_to_fp32": f"{NOT_HERE}log-probabilities are always computed in float32",
+    "remove_unused_columns": f"{NOT_HERE}all columns reach the rewards",
+    "num_generations": "sampling.group_size",
+    "num_generations_eval": "evaluation.samples",
+    "max_completion_length": "sampling.max_new_tokens; 32 unless said otherwise",
+    "ds3_gather_for_generation": f"{NOT_HERE}no DeepSpeed; policy.mesh spreads weights and sampler alike",
+    "shuffle_dataset": f"{NOT_HERE}the order is always drawn, by the seed",
+    "pad_to_multiple_of": f"{NOT_HERE}shapes are rounded up to few sizes by themselves",
+    "generation_batch_size": "training.prompts_per_batch; in prompts, which are sampled together",
+    "steps_per_generation": "training.minibatches; updates made of one sampled batch",
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p; the cuts act on drawing alone, the whole distribution is trained (docs/sampling.md)",
+    "top_k": "sampling.top_k; as top_p",
+    "min_p": "sampling.min_p; as top_p",
+    "generation_kwargs": "sampling.stop, sampling.min_new_tokens, data.forbidden_tokens; the rest has no place",
+    "chat_template_kwargs": "data.chat_template_options, data.enable_thinking, data.tools",
+    "repetition_penalty": "sampling.repetition_penalty; as top_p",
+    "cache_implementation": f"{NOT_HERE}there is one cache, whose prompt a group shares",
+    "use_vllm, vllm_mode, vllm_model_impl, vllm_enable_sleep_mode, vllm_server_base_url, vllm_server_host, "
+    "vllm_server_port, vllm_server_timeout, vllm_group_port, vllm_gpu_memory_utilization, vllm_max_model_length, "
+    "vllm_tensor_parallel_size": _COMPILED,
+    "vllm_structured_outputs_regex": f"{NOT_HERE}a task may list what can be written; expressions have no place",
+    "use_transformers_continuous_batching, transformers_continuous_batching_config, use_transformers_paged": _COMPILED,
+    "beta": "algorithm.kl_coef; 0 too unless said otherwise",
+    "use_bias_correction_kl": "algorithm.kl_corrected",
+    "num_iterations": "training.inner_epochs",
     "epsilon": "algorithm.clip_low",
     "epsilon_high": "algorithm.clip_high",
+    "delta": f"{NOT_HERE}the core's grpo_loss takes it, as Clip(dual=…)",
+    "sapo_temperature_neg, sapo_temperature_pos": "algorithm.preset: sapo; with the paper's (the core: SoftGate)",
+    "vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg": f"{NOT_HERE}there is no VESPO",
+    "importance_sampling_level": "algorithm.preset; gspo for sequences, the others for tokens",
+    "reward_weights": "rewards; each has a weight",
+    "multi_objective_aggregation": "algorithm.advantage; grpo sums first, gdpo normalises first",
+    "scale_rewards": "algorithm.scale; group, batch or none",
+    "loss_type": "algorithm.preset; all of them but luspo and vespo, and gspo besides",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "sync_ref_model": "algorithm.update_ref_every; 0 for never",
+    "ref_model_sync_steps": "algorithm.update_ref_every",
+    "ref_model_mixup_alpha": f"{NOT_HERE}a refreshed reference is the policy as it is",
+    "top_entropy_quantile": "algorithm.entropy_share",
+    "entropy_coef": "algorithm.entropy_coef",
+    "use_adaptive_entropy, entropy_coef_min, entropy_coef_max, entropy_coef_delta, entropy_target": _ENTROPY,
+    "max_tool_calling_iterations": "sampling.turns; how often the policy writes (docs/turns.md)",
+    "vllm_importance_sampling_correction, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max, "
+    "vllm_importance_sampling_cap": "algorithm.importance_cap; of a token's weight between sampler and update",
+    "vllm_importance_sampling_clip_min": f"{NOT_HERE}weights have an upper bound alone, algorithm.importance_cap",
+    "off_policy_mask_threshold": f"{NOT_HERE}no completion is left out for its age (training.lag is 1 at most)",
+    "log_completions, num_completions_to_print, log_unique_prompts": f"{NOT_HERE}all of them are in completions/",
+    "log_multimodal": f"{NOT_HERE}pictures of the first prompts are always in images/ and the report",
+    "log_completions_hub_repo": f"{NOT_HERE}completions are never uploaded to the hub",
+}
+"""Fields that TRL 1.16 declares in `GRPOConfig` itself."""
+
+TRAINING_ARGUMENTS = {
+    "output_dir": "run_dir",
+    "run_name, logging_dir": "run_dir; the folder's name is the run's",
+    "per_device_train_batch_size": "training.prompts_per_batch; in prompts, over all devices",
+    "per_device_eval_batch_size": f"{NOT_HERE}how many held-out prompts are drawn at once is no setting",
+    "gradient_accumulation_steps": "training.accumulation; parts of one batch, whose gradient is the whole batch's",
+    "auto_find_batch_size": "training.memory_budget_gib; finds training.accumulation",
+    "num_train_epochs": "training.num_epochs",
+    "max_steps": "training.max_steps; in batches sampled, 100 unless said otherwise, 0 for num_epochs",
+    "lr_scheduler_type": "optimizer.schedule; constant unless said otherwise",
+    "lr_scheduler_kwargs": f"{NOT_HERE}schedules have no settings beside optimizer.warmup_steps",
+    "warmup_steps": "optimizer.warmup_steps",
+    "warmup_ratio": "optimizer.warmup_steps; in updates",
+    "weight_decay": "optimizer.weight_decay",
+    "max_grad_norm": "optimizer.max_grad_norm",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2; .99 unless said otherwise",
+    "adam_epsilon": f"{NOT_HERE}AdamW's is 1e-8",
+    "optim, optim_args, optim_target_modules": f"{NOT_HERE}the optimizer is AdamW",
+    "bf16": "policy.compute_dtype: bfloat16",
+    "fp16": "policy.compute_dtype: float16",
+    "bf16_full_eval, fp16_full_eval": f"{NOT_HERE}policy.compute_dtype is that of evaluation too",
+    "gradient_checkpointing, gradient_checkpointing_kwargs, activation_checkpointing, "
+    "activation_checkpointing_kwargs": "policy.remat: layer",
+    "torch_compile, torch_compile_backend, torch_compile_mode": f"{NOT_HERE}everything is compiled, by XLA",
+    "use_liger_kernel, liger_kernel_config": f"{NOT_HERE}log-probabilities are computed in chunks of tokens",
+    "torch_empty_cache_steps": f"{NOT_HERE}the policy is not PyTorch's",
+    "neftune_noise_alpha, label_smoothing_factor": f"{NOT_HERE}they belong to supervised training",
+    "logging_steps, logging_strategy, logging_first_step": f"{NOT_HERE}every iteration is logged",
+    "report_to": "report_to; tensorboard, wandb, mlflow, trackio (docs/ending.md)",
+    "project": "project",
+    "disable_tqdm": f"{NOT_HERE}the live line shows where there is a terminal",
+    "eval_strategy": "evaluation.every; 0 for never",
     "eval_steps": "evaluation.every",
-    "gradient_accumulation_steps": "training.accumulation",
+    "eval_on_start": f"{NOT_HERE}held-out prompts are always measured before training",
+    "save_strategy": "training.save_every; 0 for the end only",
+    "save_steps": "training.save_every",
+    "save_total_limit": "training.keep_checkpoints; 2 beside best and final unless said otherwise",
+    "save_only_model": f"{NOT_HERE}a checkpoint holds all that resuming needs; policy/ is the model alone",
+    "load_best_model_at_end": (
+        f"{NOT_HERE}checkpoints/best is always kept, and --checkpoint best of evaluate and export takes it"
+    ),
+    "metric_for_best_model, greater_is_better": (
+        f"{NOT_HERE}best is where the maximised score was best (training.early_stopping_metric decides the end)"
+    ),
+    "early_stopping_patience": "training.early_stopping_patience; in validations",
+    "resume_from_checkpoint": "resume",
+    "ignore_data_skip": f"{NOT_HERE}a resumed run goes on at its place in the data",
+    "seed": "seed",
+    "data_seed": "seed; one for everything random",
+    "full_determinism": "deterministic",
+    "use_cpu": "devices; such as devices.policy: cpu",
+    "train_sampling_strategy, length_column_name": f"{NOT_HERE}the order is drawn by the seed",
+    "dataloader_num_workers, dataloader_pin_memory, dataloader_persistent_workers, dataloader_prefetch_factor": (
+        f"{NOT_HERE}rows are read where they lie (docs/data.md)"
+    ),
+    "dataloader_drop_last": f"{NOT_HERE}every batch is whole, what is left of an epoch is left out",
+    "fsdp, fsdp_config": "policy.mesh.fsdp; the number of parts (docs/scaling.md)",
+    "deepspeed, accelerator_config, parallelism_config, ddp_find_unused_parameters, ddp_bucket_cap_mb, ddp_backend, "
+    "ddp_timeout, local_rank": _TORCH,
+    "push_to_hub": "push_to_hub; OWNER/NAME in place of true (docs/publishing.md)",
     "hub_model_id": "push_to_hub",
     "hub_private_repo": "hub_private",
-    "loss_type": "algorithm.preset",
-    "max_completion_length": "sampling.max_new_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "model": "policy.path",
+    "hub_strategy, hub_always_push, hub_revision": f"{NOT_HERE}there is one push, at the end (docs/publishing.md)",
+    "hub_token": f"{NOT_HERE}the hub library's own login is used",
+    "do_train, do_eval, do_predict": f"{NOT_HERE}train, evaluate and predict are commands",
+}
+"""Of transformers' `TrainingArguments`, which `GRPOConfig` extends, what people set."""
+
+COMMAND = {
     "model_name_or_path": "policy.path",
-    "num_generations": "sampling.group_size",
-    "num_iterations": "training.inner_epochs",
-    "num_train_epochs": "training.num_epochs",
-    "output_dir": "run_dir",
-    "per_device_train_batch_size": "training.prompts_per_batch",
-    "resume_from_checkpoint": "resume",
-    "reward_funcs": "rewards",
-    "reward_weights": "rewards",
-    "save_steps": "training.save_every",
-    "scale_rewards": "algorithm.scale",
-    "system_prompt": "data.system_prompt",
-    "use_peft": "policy.lora.rank",
+    "dtype, torch_dtype": "policy.compute_dtype",
+    "attn_implementation": f"{NOT_HERE}the platform decides how attention is computed",
+    "dataset_name": "data.prompts; of the hub hub:OWNER/NAME, perhaps with :CONFIG:SPLIT behind it",
+    "dataset_config, dataset_train_split": "data.prompts; hub:OWNER/NAME:CONFIG:SPLIT",
+    "dataset_test_split": "data.test; hub:OWNER/NAME:CONFIG:SPLIT",
+    "dataset_streaming": f"{NOT_HERE}rows are read where they lie (docs/data.md)",
+    "reward_model_name_or_path": "judges; a reward model is one, and its name a reward (docs/judges.md)",
+    "use_peft": "policy.lora.rank; above 0",
     "lora_r": "policy.lora.rank",
     "lora_alpha": "policy.lora.alpha",
     "lora_target_modules": "policy.lora.targets",
+    "lora_dropout": f"{NOT_HERE}there is no dropout",
+    "lora_modules_to_save, use_rslora, use_dora": f"{NOT_HERE}adapters are plain LoRA (docs/lora.md)",
+    "load_in_8bit": "policy.quantised: int8",
+    "load_in_4bit": "policy.quantised: int4",
+    "max_prompt_length": "data.max_prompt_tokens; a longer prompt is an error",
+    "batch_size": "training.prompts_per_batch",
+    "system_prompt": "data.system_prompt",
 }
-"""By their names there; units may differ, as a field's help line says."""
+"""Of TRL's command line, and of earlier versions."""
+
+
+class Place(NamedTuple):
+    """Where a name of TRL has its place.
+
+    Attributes:
+        fields: Dotted names here; empty where it has none.
+        text: All that is said of it.
+    """
+
+    fields: tuple[str, ...]
+    text: str
+
+    def stands_in(self, known: Collection[str]) -> bool:
+        """Whether all of its fields are among these, or sections of them."""
+        return all(any(name == field or name.startswith(f"{field}.") for name in known) for field in self.fields)
+
+    @property
+    def hint(self) -> str:
+        """What follows "no such field; " in an error."""
+        return f"here it is {self.text}" if self.fields else f"TRL's is {self.text}"
+
+
+def _places(table: Mapping[str, str]) -> Iterator[tuple[str, Place]]:
+    for names, text in table.items():
+        settings = [] if text.startswith(NOT_HERE) else text.partition("; ")[0].split(", ")
+        place = Place(tuple(setting.partition(": ")[0] for setting in settings), text)
+        yield from ((name, place) for name in names.split(", "))
+
+
+TRL = dict(place for table in (TRAINER, GRPO_CONFIG, TRAINING_ARGUMENTS, COMMAND) for place in _places(table))
+"""Every name of the tables."""

@@ -178,10 +178,9 @@ def _values(series, stride, frame):
 
 
 def _legend(series):
-    """Names with the last value (smoothed for noisy lines); the figure's only labels of identity."""
+    """Names with the last value, as it was measured; the figure's only labels of identity."""
     items = []
     for line in series:
-        values = [y for _, y in line.points]
-        last = values[-1] if line.sparse else smoothed(values)[-1]
+        _, last = line.points[-1]
         items.append(f"<span>{swatch(line.place)}{html.escape(line.name)} <b>{number(last)}</b></span>")
     return f"<div class='legend'>{''.join(items)}</div>"

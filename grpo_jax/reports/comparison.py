@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_jax.config.build import flat
 from grpo_jax.config.command_line import read_config
+from grpo_jax.config.help import spelled
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.reports.charts import MOST_LINES, Series, line_chart, number, series_of, swatch
 from grpo_jax.reports.curves import all_others, charts_of
@@ -51,7 +54,7 @@ def write_comparison(path: str | Path, runs: Sequence[RunDirectory], displays: S
         raise UserError(f"at most {MOST_LINES} runs can be told apart in one page, got {len(runs)}")
     names, rows = names_of([run.path for run in runs]), [read_metrics(run.metrics) for run in runs]
     compared = [
-        Compared(name, found, read_summary(run, found), _flat(read_config(run.config)))
+        Compared(name, found, read_summary(run, found), _fields(read_config(run.config)))
         for name, found, run in zip(names, rows, runs, strict=True)
     ]
     title = f"Comparison of {len(runs)} runs"
@@ -163,21 +166,19 @@ def _configs(compared: Sequence[Compared]) -> str:
     return _section("Configuration", note, _table(["field", *_headings(compared)], rows, "across"))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            fields |= _flat(value, f"{prefix}{name}.")
-        else:
-            fields[f"{prefix}{name}"] = value
-    return fields
+def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config by dotted names, each reward's fields under what metrics call it."""
+    rewards = values.get("rewards") or []
+    if rewards and all(isinstance(entry, Mapping) and isinstance(entry.get("name"), str) for entry in rewards):
+        called = {RewardSection(entry["name"], label=entry.get("label") or "").called: entry for entry in rewards}
+        values = {**values, "rewards": called}
+    return flat(values)
 
 
 def _said(fields: Mapping[str, Any], name: str) -> str:
     if name not in fields:
         return _MISSING
-    value = fields[name]
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return spelled(fields[name], None)
 
 
 def _headings(compared: Sequence[Compared]) -> list[str]:

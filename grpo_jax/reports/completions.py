@@ -97,8 +97,9 @@ def _note(rows: Sequence[Row], taken: int, files: int, cut: bool, damaged: Seque
 def _cells(row: Mapping[str, Any], opened: dict[Any, str]) -> Row:
     """A row as the page has it; None where there is nothing to show."""
     cells = {name: _cell(value) for name, value in row.items() if name != _PICTURES}
-    if cells.get("text") == (row.get("completion") or "").strip() and cells.get("completion") is not None:
-        cells["text"] = None  # what was judged is what was written
+    written, judged = row.get("completion"), row.get("text")
+    if isinstance(written, str) and isinstance(judged, str) and "".join(written.split()) == "".join(judged.split()):
+        cells["text"] = None  # what was judged is what was written, but for spaces
     if row.get(_PICTURES):
         cells[_PICTURES] = [_picture(reference, opened) for reference in row[_PICTURES]]
     return cells

@@ -133,6 +133,12 @@ class RunOutput:
         self.say()
         for line in [*result_lines(summary, self._display), *finished.lines]:
             self.say(line)
+        best = (summary.get("best") or {}).get("iteration")
+        if self.directory.policy.is_dir() and best not in (None, 0, summary["iterations"]):
+            self.say(
+                f"policy/ is the final checkpoint, which was measured; the best in validation, of iteration {best}, is "
+                "checkpoints/best (evaluate, export, predict: --checkpoint best)"
+            )
         self.say(f"report: {self.directory.report}", style="bold green")
         if self._repo and self.directory.policy.is_dir():
             self._push()

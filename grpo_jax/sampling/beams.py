@@ -29,6 +29,7 @@ from grpo_jax.core.trie import (
     widest_below,
 )
 from grpo_jax.models.cache import Cache
+from grpo_jax.models.decoder import Policy
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.sampling.writing import Samples
@@ -55,7 +56,7 @@ class Beams(NamedTuple):
 
 
 def make_beam_sampler(
-    policy, params: SamplingParams, *, pad_id: int, trie: Trie, without_replacement: bool = False
+    policy: Policy, params: SamplingParams, *, pad_id: int, trie: Trie, without_replacement: bool = False
 ) -> Callable[..., Samples]:
     """Make the function that writes the G best texts of a tree, in falling order, or draws G distinct ones.
 

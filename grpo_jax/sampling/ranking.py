@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.core.trie import NARROW, Trie, depth_of, text_count, widest_below
+from grpo_jax.models.decoder import Policy
 from grpo_jax.sampling.beams import check_group, make_search
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.text_scores import levels_of, make_scores, numbers_of
@@ -36,7 +37,9 @@ class Ranking(NamedTuple):
     scores: Array
 
 
-def make_ranker(policy, listed: int, *, pad_id: int, trie: Trie, temperature: float = 1.0) -> Callable[..., Ranking]:
+def make_ranker(
+    policy: Policy, listed: int, *, pad_id: int, trie: Trie, temperature: float = 1.0
+) -> Callable[..., Ranking]:
     """Make the function that lists the best texts of a tree for each prompt.
 
     Args:

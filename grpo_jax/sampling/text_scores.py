@@ -18,6 +18,7 @@ from jax import lax
 
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.cache import Cache
+from grpo_jax.models.decoder import Policy
 from grpo_jax.sampling.writing import Array, move
 
 
@@ -132,7 +133,7 @@ def numbers_of(policy, levels: list[Level]) -> int:
     return max(len(levels[0].token), *map(of_paths, stages_of(levels, 0)), 1)
 
 
-def make_scores(policy, levels: list[Level], *, temperature: float = 1.0) -> Callable[..., jax.Array]:
+def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0) -> Callable[..., jax.Array]:
     """Make the function that scores every text after every prompt, to be called inside of a compiled one.
 
         score(text) = Σ_t log p(token_t | prompt, tokens before it), p over the tokens that may follow in the tree

@@ -1,6 +1,6 @@
 """PPO in the language trainer: token rewards, advantages from the values, one loss for policy and value head.
 
-The flow of one batch, which `trainer.make_update` follows: a forward pass gives old log-probabilities and values; the
+The flow of one batch, which `update.make_update` follows: a forward pass gives old log-probabilities and values; the
 estimates below turn scores into rewards per token, advantages and returns; the updates then minimise the policy's
 loss and the value loss together. A completion is an episode that ends with its last token, be that the end token or
 the last one there was room for: nothing comes after it, so nothing is bootstrapped.

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,16 +61,21 @@ def test_the_oracle_gets_what_was_asked_for_out_of_the_lens():
 
 
 def test_guessing_is_worth_little_and_a_second_guess_not_much_more():
-    """The best that words can do without a look: whatever lens one bets on, over all that there may be."""
+    """The best that words can do without a look: whatever lens one bets on, over all that there may be.
+
+    Of the 128 held-out requests that docs/looking.md measures.
+    """
     single, double = [], []
-    for row in world.prompts("test", 200):
+    for row in world.prompts("test", 128):
         wanted = world.complete(row["requested"])
         worth = np.array(
             [[share(lens.seen(lens.undone(wanted, bet), real), row["requested"]) for real in EVERY] for bet in EVERY]
         )
         single.append(worth.mean(1).max())
         double.append(max(np.maximum(a, b).mean() for a, b in itertools.combinations(worth, 2)))
-    assert np.mean(single) < 0.73 and np.mean(double) < 0.83
+    page = (Path(__file__).parents[2] / "docs" / "looking.md").read_text()
+    assert f"gets {np.mean(single):.3f}".replace("0.", ".") in page
+    assert f"keep the better picture {np.mean(double):.3f}".replace("0.", ".") in page
 
 
 def test_what_is_seen_tells_the_turn_and_half_of_the_turns_want_a_third_word():

@@ -127,6 +127,13 @@ def three_ways(dotted, value, task, tmp_path):
         ("training.max_step", 3, "training.max_step: no such field; did you mean training.max_steps"),
         ("optimiser.beta1", 0.5, r"optimiser(.beta1)?: no such field; did you mean optimizer(.beta1)?\?"),
         ("sede", 3, "sede: no such field; did you mean seed?"),
+        ("num_generations", 4, "num_generations: no such field; here it is sampling.group_size"),
+        ("training.beta", 0.1, "training.beta: no such field; here it is algorithm.kl_coef; 0 too"),
+        ("gradient_checkpointing", True, "gradient_checkpointing: no such field; here it is policy.remat: layer"),
+        ("use_vllm", True, "use_vllm: no such field; TRL's is not here: the sampler is compiled with the policy"),
+        ("generation_kwargs.seed", 3, "generation_kwargs.seed: no such field; here it is seed"),
+        ("lora.rank", 8, "lora.rank: no such field; did you mean policy.lora.rank?"),
+        ("cartpole/num_generations", 4, "num_generations: no such field; did you mean "),
         ("policy.lora.rnk", 3, "policy.lora.rnk: no such field; did you mean policy.lora.rank?"),
         (
             "rewards",
@@ -140,7 +147,6 @@ def three_ways(dotted, value, task, tmp_path):
         ("evaluation.sampled", 1, "evaluation.sampled: expected true or false, got 1"),
         ("optimizer.learning_rate", "fast", "optimizer.learning_rate: expected a number, got 'fast'"),
         ("policy.lora", 3, "policy.lora: expected a mapping of fields, got 3"),
-        ("watch", "m:f", "watch: expected a list, got 'm:f'"),
         ("recommendation/task.dummy_user", 3, "task.dummy_user: no such field; did you mean task.dummy_users"),
         ("recommendation/task.retrieval.bakend", 3, "task.retrieval.bakend: .* did you mean task.retrieval.backend"),
         ("prompt_enhancement/judges.scorer.modl", "x", "judges.scorer.modl: .* did you mean judges.scorer.model"),
@@ -179,13 +185,34 @@ def test_the_fields_of_an_earlier_version_are_told_what_they_are_called_now(old,
             way()
 
 
+def test_a_list_is_given_without_brackets_and_changed_by_entry():
+    assert parse(["--task=text", "--report_to", "wandb"]).report_to == ["wandb"]
+    assert parse(["--task=text", "--report_to=wandb, mlflow"]).report_to == ["wandb", "mlflow"]
+    assert parse(["--task=text", "--sampling.stop", "5"]).sampling.stop == ["5"]
+    options = ["--rewards.1.options.start", "3", "--rewards", "a.py:f", "b.py:g", "--rewards.0.weight=2"]
+    first, second = parse(["--task=text", *options]).rewards
+    assert (first.weight, first.options, second.weight, second.options) == (2.0, {}, 1.0, {"start": 3})
+    for words, message in (
+        (
+            ["--rewards", "a.py:f", "--rewards.1.weight", "3"],
+            "--rewards.1: no such entry; the list has 1, counted from",
+        ),
+        (["--report_to.0.x", "3"], "--report_to.0: this entry has no fields, got 'tensorboard'"),
+        (["--sampling.stop", "a,b"], """sampling.stop: expected a list, such as '[one, two]' or '["one, with a"""),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            parse(["--task=text", *words])
+    with pytest.raises(UserError, match=r"report_to: expected a list, such as \[wandb\], got 'wandb'"):
+        make_config(task="text", report_to="wandb")
+
+
 def test_arguments_without_an_option_or_a_value_are_refused():
     for arguments, message in (
         (["--seed"], "--seed: expected a value"),
         (["--seed", "--resume"], "--seed: expected a value"),
         (["train"], "train: expected an option, such as --config FILE"),
         (["--task=text", "--rewards", "[{"], "rewards: not valid YAML"),
-        (["--max_steps", "3"], "max_steps: no such field; did you mean training.max_steps?"),
+        (["--max_steps", "3"], "max_steps: no such field; here it is training.max_steps; in batches sampled"),
     ):
         with pytest.raises(UserError, match=message):
             parse(arguments)

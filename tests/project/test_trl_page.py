@@ -1,37 +1,75 @@
-"""The page for users of TRL: every field of its config has a line, which agrees with what a mistake is told."""
+"""The page for users of TRL is that of the table of hints, which has every name of the TRL that is installed."""
 
 import ast
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from grpo_jax.config import make_config
+from grpo_jax.config.build import flat, to_dict
 from grpo_jax.config.command_line import parse
-from grpo_jax.config.other_names import TRL
+from grpo_jax.config.other_names import COMMAND, GRPO_CONFIG, NOT_HERE, TRAINER, TRAINING_ARGUMENTS, TRL
 
-PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_trl.md").read_text()
-ROWS = re.findall(r"^\| ([\w, ]+) \| (.+) \|$", PAGE, re.MULTILINE)
-LINES = {name: ours for names, ours in ROWS for name in names.split(", ")}
-
-
-def test_every_field_of_the_config_is_there():
-    found = importlib.util.find_spec("trl")
-    if found is None:
-        pytest.skip("trl is not installed")
-    source = Path(found.submodule_search_locations[0], "trainer", "grpo_config.py").read_text()
-    (config,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    fields = {line.target.id for line in config.body if isinstance(line, ast.AnnAssign)}
-    assert len(fields) > 70
-    assert not fields - LINES.keys()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "coming_from_trl.md").read_text()
+FOUND = importlib.util.find_spec("trl")
 
 
-@pytest.mark.parametrize("name", sorted(TRL.keys() & LINES.keys()))
-def test_what_an_option_is_told_is_what_the_page_says(name):
-    assert TRL[name].rpartition(".")[2] in LINES[name]
+def names_of(table):
+    return {name for names in table for name in names.split(", ")}
 
 
-def test_its_config_is_one(tmp_path):
+def class_of_trl(module):
+    """The last class of a module of TRL, as its source has it."""
+    source = Path(FOUND.submodule_search_locations[0], "trainer", f"{module}.py").read_text()
+    return [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)][-1]
+
+
+@pytest.mark.skipif(FOUND is None, reason="trl is not installed")
+@pytest.mark.parametrize(
+    ("module", "table"), [("grpo_config", GRPO_CONFIG), ("base_config", {**GRPO_CONFIG, **TRAINING_ARGUMENTS})]
+)
+def test_every_field_of_its_config_is_in_the_table(module, table):
+    fields = {line.target.id for line in class_of_trl(module).body if isinstance(line, ast.AnnAssign)}
+    assert fields and not fields - names_of(table)
+
+
+@pytest.mark.skipif(FOUND is None, reason="trl is not installed")
+def test_every_argument_of_its_trainer_is_in_the_table():
+    (init,) = (node for node in class_of_trl("grpo_trainer").body if getattr(node, "name", None) == "__init__")
+    assert not {argument.arg for argument in init.args.args[1:]} - names_of(TRAINER)
+
+
+def test_every_place_is_a_field_that_takes_a_value():
+    values = to_dict(make_config(task="text"))
+    in_force = flat(values) | values | {"policy.lora": values["policy"]["lora"], "policy.lora.rank": 4}
+    settings = set()
+    for name, place in TRL.items():
+        assert bool(place.fields) != place.text.startswith(NOT_HERE), name
+        settings |= {*place.text.partition("; ")[0].split(", ")} if place.fields else set()
+    while settings:  # each field once in a config
+        chosen = {setting.partition(": ")[0]: setting for setting in sorted(settings)}
+        settings -= {*chosen.values()}
+        given = {field: setting.partition(": ")[2] or in_force[field] for field, setting in chosen.items()}
+        texts = {field: value if isinstance(value, str) else json.dumps(value) for field, value in given.items()}
+        words = [f"--{field}={text}" for field, text in texts.items()]
+        config = flat(to_dict(parse(["--task=text", *words, "--policy.lora.rank=4"])))
+        assert all(config[field] == value for field, value in given.items() if field in config and value is not None)
+
+
+def test_the_page_has_the_table():
+    spec = importlib.util.spec_from_file_location("make_trl_page", ROOT / "docs" / "make_trl_page.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    assert page.with_tables(PAGE) == PAGE, "run docs/make_trl_page.py"
+    for table in (TRAINER, GRPO_CONFIG, TRAINING_ARGUMENTS, COMMAND):
+        assert page.rows(table) in PAGE
+
+
+def test_its_config_is_one():
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     scope = {}
     exec(code[: code.index("run(config")].replace("make_config, run", "make_config"), scope)

@@ -54,8 +54,8 @@ def test_what_was_written_is_in_the_page(tmp_path):
 
 
 def test_columns_without_a_value_and_what_is_the_same_are_left_out(tmp_path):
-    texts = [" said ", "other"]
-    write(tmp_path, 1, ["a"], completion=texts, text=["said", "OTHER"], answer=[None, None], gone=[float("nan")] * 2)
+    texts = [" said  so", "other"]
+    write(tmp_path, 1, ["a"], completion=texts, text=["said so", "OTHER"], answer=[None, None], gone=[float("nan")] * 2)
     write(tmp_path, 2, ["a"], kept_prompt=[True, False])  # a column that the first has not
     came = read_back(read_completions(tmp_path / "completions").data)
     assert came["text"] == [None, "OTHER", None, None] and came["kept_prompt"] == [None, None, 1, 0]

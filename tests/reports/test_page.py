@@ -61,6 +61,11 @@ def test_a_chart_leaves_out_what_is_missing():
     assert "&lt;one&gt;" in chart and "A &amp; B <b>0.5</b>" in chart
 
 
+def test_the_figure_beside_a_name_is_the_last_one():
+    chart = line_chart("Shares", [Series("truncated", [(step, float(step == 20)) for step in range(1, 21)])])
+    assert "class='smooth'" in chart and "truncated <b>1</b>" in chart
+
+
 def test_the_lines_of_a_chart_are_where_the_values_are():
     chart = line_chart("t", [Series("a", [(0, 0.0), (10, 1.0)])])
     (low_x, low_y), (high_x, high_y) = re.findall(r"[ML]([\d.]+) ([\d.]+)", chart)

@@ -112,7 +112,8 @@ def test_completions_beyond_what_was_asked_for_are_left_out(tmp_path):
 
 
 def test_several_runs_in_one_page(tmp_path, monkeypatch, capsys):
-    runs = [write_run(tmp_path / "a" / "run", seed=1), write_run(tmp_path / "b" / "run", 9, seed=2)]
+    rewards = [{"name": "mine.py:x", "options": {"most": 3}}, {"name": "mine.py:y"}]
+    runs = [write_run(tmp_path / "a" / "run", seed=1), write_run(tmp_path / "b" / "run", 9, seed=2, rewards=rewards)]
     runs.append(write_run(tmp_path / "new & <b>", 2, ends=False, seed=1, sampling={"group_size": 6}))
     monkeypatch.chdir(tmp_path)
     assert __main__.main(["report", *map(str, runs)]) == 0
@@ -125,6 +126,8 @@ def test_several_runs_in_one_page(tmp_path, monkeypatch, capsys):
     rows = [re.sub(r"<[^>]*>", "|", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
     rows = [[cell.strip() for cell in row.split("|") if cell.strip()] for row in rows]
     assert ["seed", "1", "2", "1"] in rows and ["sampling.group_size", "8", "8", "6"] in rows
+    assert ["rewards.x.name", "–", "mine.py:x", "–"] in rows and ["rewards.x.options.most", "–", "3", "–"] in rows
+    assert ["rewards", "[]", "–", "[]"] in rows and ["rewards.y.condition_on", "–", "null", "–"] in rows
     assert not [row for row in rows if row[0] in ("run_dir", "optimizer.learning_rate")]
     assert ["x", "0.5", "0.25", "0.5", "0.25", "–"] in rows
     assert ["x, mean@4", "0.4 [0.375, 0.425]", "0.4 [0.375, 0.425]", "–"] in rows

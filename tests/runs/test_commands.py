@@ -89,7 +89,10 @@ def test_evaluate_repeats_what_the_run_measured(finished, capsys):
     assert final["greedy"] == {name: values["after"] for name, values in summary["evaluation"].items()}
     assert measured(capsys, finished, "--checkpoint", "6")["greedy"] == final["greedy"]
     best = measured(capsys, finished, "--checkpoint", "best", "--prompts", "1")
-    assert best["step"] == summary["best"]["iteration"] and best["prompts"] == 1
+    chosen = summary["best"]["iteration"]
+    assert best["step"] == chosen and best["prompts"] == 1
+    said = f"policy/ is the final checkpoint, which was measured; the best in validation, of iteration {chosen}, is"
+    assert chosen != final["step"] and said in (finished / "train.log").read_text()
 
     assert evaluate.main(["--run", str(finished), "--checkpoint", "3"]) == 0
     table = capsys.readouterr().out
@@ -100,9 +103,9 @@ def test_evaluate_repeats_what_the_run_measured(finished, capsys):
 
 
 def test_exported_folders_write_what_the_run_writes(finished, tmp_path, capsys):
-    assert export.main(["--run", str(finished), "--out", str(tmp_path / "out"), "--checkpoint", "3"]) == 0
-    assert "checkpoint 3 (step 3)" in capsys.readouterr().out
-    rewrite = load_rewriter(finished, "3")
+    assert export.main(["--run", str(finished), "--out", str(tmp_path / "out"), "--checkpoint", "best"]) == 0
+    assert "checkpoint best (step 4)" in capsys.readouterr().out
+    rewrite = load_rewriter(finished, checkpoint="best")
     expected = [rewrite(prompt) for prompt in PROMPTS]
     assert greedy_texts(tmp_path / "out", PROMPTS) == expected
     assert any(expected)

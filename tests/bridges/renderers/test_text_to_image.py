@@ -1,6 +1,7 @@
 """Any pipeline of diffusers as a judge: the pictures, windows and weights are those of diffusers itself."""
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 
@@ -262,6 +263,12 @@ def test_lora_weights_are_those_of_diffusers(kind, folders, load, tmp_path):
             "SanaPipeline",
             {"scheduler": "EulerDiscrete"},
             "has none called 'EulerDiscrete'; did you mean EulerDiscreteS",
+        ),
+        pytest.param(
+            "SanaPipeline",
+            {"scheduler": "DPMSolverSDEScheduler"},
+            "scheduler: DPMSolverSDEScheduler of diffusers needs torchsde, which is not installed",
+            marks=pytest.mark.skipif(importlib.util.find_spec("torchsde") is not None, reason="torchsde is installed"),
         ),
         ("SanaPipeline", {"scheduler": "UNet2DModel"}, "diffusers has none called 'UNet2DModel'"),
         ("FluxPipeline", {"scheduler_options": {"shitf": 2}}, "FlowMatchEulerDiscreteScheduler has no shitf; it has "),

@@ -1,0 +1,45 @@
+"""Writes the tables of docs/coming_from_trl.md from those of `grpo_jax.config.other_names`.
+
+.venv/bin/python docs/make_trl_page.py
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_jax.config import other_names
+
+PAGE = Path(__file__).parent / "coming_from_trl.md"
+HEAD = "| TRL | here |\n|---|---|\n"
+TITLES = {
+    "## Every argument of `GRPOTrainer`": other_names.TRAINER,
+    "## Every field of `GRPOConfig`": other_names.GRPO_CONFIG,
+    "## Of transformers' `TrainingArguments`": other_names.TRAINING_ARGUMENTS,
+    "## Of its command line": other_names.COMMAND,
+}
+LINK = re.compile(r"docs/(\w+\.md)")
+
+
+def rows(table: Mapping[str, str]) -> str:
+    """A table's lines: fields as code, pages as links."""
+    return "".join(f"| {names} | {_here(text)} |\n" for names, text in table.items())
+
+
+def with_tables(page: str) -> str:
+    """The page with the tables as they are now, each behind its title."""
+    for title, table in TITLES.items():
+        start = page.index(HEAD, page.index(title)) + len(HEAD)
+        end = re.compile(r"^(?!\|)", re.MULTILINE).search(page, start).start()
+        page = page[:start] + rows(table) + page[end:]
+    return page
+
+
+def _here(text: str) -> str:
+    if not text.startswith(other_names.NOT_HERE):
+        fields, semicolon, rest = text.partition("; ")
+        text = ", ".join(f"`{field}`" for field in fields.split(", ")) + semicolon + rest
+    return LINK.sub(r"[\1](\1)", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -1,0 +1,116 @@
+"""Every figure of the README is that of a measurement which is kept, or of the code."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from grpo_jax.config import make_config
+
+ROOT = Path(__file__).parents[2]
+RANKING, TEXTS = "recommendation/beauty_ranking.json", "recommendation/beauty_text_together.json"
+ALONE, BESIDE = "policy, after − policy, before", "policy, after + prior − policy, before + prior"
+
+
+@cache
+def kept(name):
+    """A file of benchmarks/."""
+    return json.loads((ROOT / "benchmarks" / name).read_text())
+
+
+def looking(measure):
+    return kept("evidence/vision.json")["intervals"][measure][0]
+
+
+def against_trl(case):
+    """The median of the rounds."""
+    ratios = kept(f"grpo_iteration_{case}.json")["results"][0]["ratios"]["time/trl"]
+    return sorted(ratios)[len(ratios) // 2] if isinstance(ratios, list) else ratios
+
+
+def gains(name, difference):
+    """NDCG@10 of all users, seed by seed."""
+    found = [row for run in kept(name) for row in run["differences"]]
+    return [row["NDCG@10"][0] for row in found if row["method"] == difference and row["group"] == "all"]
+
+
+def printed(row, column):
+    """A cell of a table of RESULTS.md that `benchmarks/miniature.py` printed."""
+    lines = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    place = next(place for place, line in enumerate(lines) if line.startswith(row))
+    head = next(lines[above - 1] for above in range(place, 0, -1) if lines[above].startswith("|---"))
+    return float(lines[place].split("|")[head.replace(" ", "").split("|").index(column)])
+
+
+def rate(**lora):
+    return make_config(task="text", policy={"lora": lora}).learning_rate
+
+
+def parameters():
+    """Of the miniature's policy, from the header of its weights."""
+    with (ROOT / "bridges" / "miniature" / "weights" / "policy" / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    return sum(rows * (columns[0] if columns else 1) for rows, *columns in shapes)
+
+
+def in_tens(path):
+    return 10 * (len((ROOT / path).read_text().splitlines()) // 10 + 1)
+
+
+FIGURES = [
+    (r"a (\S+) M-parameter policy", [lambda: parameters() / 1e6]),
+    (r"finds (\S+) of the requested attributes before", [lambda: printed("| **gdpo** | mean", "before")]),
+    (r"after it \*\*(\S+)\*\* with GDPO", [lambda: printed("| **gdpo** | mean", "after")]),
+    (r"\*\*(\S+)\*\* with GRPO", [lambda: printed("| **grpo** | mean", "after")]),
+    (r"\*\*(\S+)\*\* with PPO", [lambda: printed("| **ppo** | mean", "after")]),
+    (r"\((\d+) held-out prompts", [lambda: make_config(task="prompt_enhancement").evaluation.prompts]),
+    (r"and (\S+) after training on shuffled", [lambda: printed("| shuffled | 0", "after")]),
+    (r"from (\S+) of the attributes to \*\*(\S+)\*\*", [
+        lambda: looking("refinement seeing turn_1"), lambda: looking("refinement seeing end")]),
+    (r"another user's picture it stays at (\S+) ", [lambda: looking("refinement seeing end_wrong")]),
+    (r"takes (\S+) to (\S+) of the time of TRL", [
+        lambda: min(map(against_trl, ("small", "large_vocab", "long_prompt", "pictures"))),
+        lambda: max(map(against_trl, ("small", "large_vocab", "long_prompt", "pictures")))]),
+    (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
+    (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),
+    (r"gain (\S+) NDCG@10 by their rewards, and (\S+) to (\S+) beside", [
+        lambda: sum(gains(RANKING, ALONE)) / 3,
+        lambda: min(gains(RANKING, BESIDE)), lambda: max(gains(RANKING, BESIDE))]),
+    (r"gains nothing by them \((\S+)\)", [lambda: gains(TEXTS, ALONE)[0]]),
+]  # fmt: skip
+"""What stands around figures of the README, and what they are."""
+NAMES = r"Stable Diffusion 3|TRL 1\.16|Gemma [23]|[23] (?:CPU cores|GPUs)|Python 3\.11\+|tested on 3\.11 and 3\.13"
+"""What has a number and measures nothing."""
+NUMBER = re.compile(r"(?<![\w.@-])(?:\d[\d,]*)?\.?\d+(?:e-?\d+)?(?!\w)")
+
+
+def prose(page):
+    """What a reader takes for a claim: no code, no addresses; of command lines what is said behind them."""
+    page = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    page = re.sub(r"^    [^#\n]*(#[^\n]*)?$", lambda line: line[1] or "", page, flags=re.MULTILINE)
+    page = re.sub(r"`[^`]*`", "``", page)
+    return " ".join(re.sub(r"\]\([^)]*\)", "]", page).split())
+
+
+TEXT = prose((ROOT / "README.md").read_text())
+
+
+@pytest.mark.parametrize(("around", "sources"), FIGURES, ids=[around for around, _ in FIGURES])
+def test_a_figure_is_what_was_measured(around, sources):
+    (found,) = re.finditer(around, TEXT)
+    for said, source in zip(found.groups(), sources, strict=True):
+        value = source()
+        digits = len(said.partition(".")[2])
+        rounded = f"{value:.0e}".replace("e-0", "e-") if "e" in said else f"{value:.{digits}f}"
+        assert said == (rounded.removeprefix("0") if said.startswith(".") else rounded)
+
+
+def test_no_figure_is_without_a_source():
+    known = [
+        found.span() for around in (NAMES, *(around for around, _ in FIGURES)) for found in re.finditer(around, TEXT)
+    ]
+    bare = [found for found in NUMBER.finditer(TEXT) if not any(a <= found.start() < b for a, b in known)]
+    assert not [TEXT[max(0, found.start() - 30) : found.end() + 20] for found in bare]

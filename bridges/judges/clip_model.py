@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from bridges.clip import Preprocess, Scorer, load_quality_head
 from bridges.loading import first_line, load_complete, load_config, local_folder, quiet_loading, torch_device
 from bridges.loading import torch_dtype as dtype_of
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 BICUBIC, BILINEAR = 3, 2  # Pillow's numbers
@@ -123,14 +123,14 @@ def _preprocess(path: str, folder: Path | None) -> Preprocess:
     try:
         name = "preprocessor_config.json"
         file = folder / name if folder is not None else Path(str(cached_file(path, name)))
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = load_json(file)
         size, crop = settings.get("size", 224), settings.get("crop_size", 224)
         shortest = size.get("shortest_edge") if isinstance(size, dict) else size
         height, width = (crop["height"], crop["width"]) if isinstance(crop, dict) else (crop, crop)
         filters = {BICUBIC: "bicubic", BILINEAR: "bilinear"}
         mean, deviation = (tuple(map(float, settings[name])) for name in ("image_mean", "image_std"))
         interpolation = filters[settings.get("resample", BICUBIC)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         raise UserError(f"cannot read preprocessor_config.json of {path}: {first_line(error)}") from error
     if not shortest == height == width:
         raise UserError(f"{path}: expected pictures resized and cropped to one edge, got {size} and {crop}")

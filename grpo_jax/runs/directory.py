@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from grpo_jax.config.files import parse_json, read_bytes
 from grpo_jax.errors import UserError
 from grpo_jax.runs.lock import NAME as LOCK
 from grpo_jax.runs.lock import RunLock
@@ -316,13 +317,13 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = _content(path).decode("utf-8", "replace").split("\n")
     for number, line in enumerate(lines):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            row = parse_json(line)
+            if not isinstance(row.get("step"), int):
                 raise ValueError("no step")
         except ValueError as error:
             if number == len(lines) - 1:
@@ -338,8 +339,15 @@ def truncate_metrics(path: str | Path, step: int) -> None:
     if not path.is_file():
         return
     kept = sum(row["step"] <= step for row in read_metrics(path))
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    lines = [line for line in _content(path).split(b"\n") if line.strip()]
     write_atomically(path, b"".join(line + b"\n" for line in lines[:kept]))
+
+
+def _content(metrics: Path) -> bytes:
+    try:
+        return read_bytes(metrics, 2**32)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{metrics}: cannot be read ({error})") from error
 
 
 def finite(value: Any) -> Any:

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.config.files import parse_json
 from grpo_jax.errors import UserError
 
 NAME = "run.lock"
@@ -115,10 +116,9 @@ def _is_dead(holder: dict[str, Any]) -> bool:
 
 def _read(handle: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
+        return parse_json(os.pread(handle, 4096, 0))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _write(handle: int, holder: dict[str, Any]) -> None:

@@ -276,9 +276,7 @@ def test_a_checkpoint_under_another_number_is_damaged(sound, tmp_path):
     shutil.copytree(folder / "step_2", folder / "step_3")
     (folder / "step_3" / "manifest.json").write_text("[" * 100_000)
     with Checkpoints(folder) as checkpoints:
-        with pytest.raises(
-            UserError, match=r"step_13 is damaged \(it was saved as that of step 2\); there are: 1, 2, 3"
-        ):
+        with pytest.raises(UserError, match=r"step_13 is damaged \(it was saved as that of step 2\); there"):
             checkpoints.restore(13, make_state())
         assert checkpoints.latest_step() == 2
         assert [line.partition(" (")[2] for line in checkpoints.set_aside_damaged()] == [

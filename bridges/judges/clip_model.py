@@ -89,6 +89,12 @@ def load_clip_model(
             tokenizer = AutoTokenizer.from_pretrained(folder or path, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"cannot load the tokenizer of {path}: {first_line(error)}") from error
+    highest, size = max(tokenizer.get_vocab().values(), default=0), config.text_config.vocab_size
+    if highest >= size:
+        raise UserError(
+            f"{path}: its tokenizer has a token {highest}, its model {size} tokens: they do not belong together; "
+            "download the folder again"
+        )
     model = load_complete(CLIPModel, path, dtype=dtype).to(target)
     scorer = Scorer(
         _Towers(model),

@@ -1,5 +1,6 @@
 """The folder of a run: what lies where, made once, written so that a full disk or a kill loses nothing."""
 
+import errno
 import json
 import math
 import os
@@ -42,9 +43,9 @@ def insist(write: Callable[[], Result], path: str | Path) -> Result:
     for pause in PAUSES:
         try:
             return write()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise _unwritable(Path(path), error) from error
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EBADF):
+                raise _unwritable(Path(path), error) from error
             time.sleep(pause)
     with disk_errors(path):
         return write()
@@ -53,6 +54,11 @@ def insist(write: Callable[[], Result], path: str | Path) -> Result:
 def _unwritable(path: Path, error: OSError) -> UserError:
     if isinstance(error, FileNotFoundError) and not path.parent.exists():
         return UserError(f"{path.parent} is gone: it was deleted under the run, and nothing more can be saved")
+    if error.errno == errno.EBADF:
+        return UserError(
+            f"{path} was closed under the run, by a reward or judge that closes files which it did not open: mend that "
+            "(a reward can be `isolated`), then continue with --resume, or start again if nothing was saved yet"
+        )
     reason = error.strerror or str(error)
     return UserError(
         f"cannot write {path} ({reason}): make room or mend the permissions, then continue with --resume, "

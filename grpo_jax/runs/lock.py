@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ class RunLock:
         self._ended.set()
         if _is_same(self._handle, self._path):
             self._path.unlink(missing_ok=True)
-        os.close(self._handle)
+        with suppress(OSError):  # a judge may have closed it
+            os.close(self._handle)
 
     def _take(self) -> int:
         while True:

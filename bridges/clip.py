@@ -115,7 +115,10 @@ class Scorer:
         self._batch_size = batch_size
         self._cache_size = cache_size
         self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
-        self.width = self.text_features([""]).shape[-1]
+        try:
+            self.width = self.text_features([""]).shape[-1]
+        except IndexError as error:
+            raise UserError(f"{name}: its tokenizer and its model do not belong together ({error})") from error
 
     @property
     def summary(self) -> str:

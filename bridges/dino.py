@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch.nn import functional
 from bridges.clip import Preprocess, Preprocessing, ScoreError
 from bridges.features import features_of
 from bridges.loading import first_line, load_image_processor, local_folder, quiet_loading, torch_device, torch_dtype
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 
@@ -115,7 +115,7 @@ def _preprocess(source: str | Path, config) -> Preprocess:
         from transformers.utils import cached_file
 
         path = Path(str(cached_file(source, "preprocessor_config.json")))
-    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings = load_json(path)
     crop = settings.get("crop_size") or settings.get("size") or {}
     size = crop.get("height", crop.get("shortest_edge")) if isinstance(crop, dict) else crop
     size = size or config.image_size

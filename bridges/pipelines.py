@@ -1,7 +1,6 @@
 """Pipelines of diffusers: where one is, how it is loaded, what a renderer must know of it."""
 
 import inspect
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import torch
 
 from bridges import bundled
 from bridges.loading import first_line, local_folder, quiet_loading
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 HUB_HELP = "log in with `hf auth login` after accepting the model's licence on its page, or give the path of a folder"
@@ -156,10 +156,10 @@ def component_config(source: Path | str, file: str) -> dict:
     with quiet_loading():
         try:
             if isinstance(source, Path):
-                return json.loads((source / file).read_text())
+                return load_json(source / file)
             from huggingface_hub import hf_hub_download
 
-            return json.loads(Path(hf_hub_download(source, file)).read_text())
+            return load_json(hf_hub_download(source, file))
         except Exception as error:
             raise _cannot_load(source, error) from error
 

@@ -3,13 +3,13 @@
 No weight is read, so a folder that holds the config files alone will do.
 """
 
-import json
 from pathlib import Path
 
 import torch
 
 from bridges import bundled
 from bridges.loading import first_line, local_folder, quiet_loading
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 MODELS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -65,12 +65,12 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     folder = bundled(path, "renderer") or local_folder(path)
     if folder is None or not (folder / "model_index.json").is_file():
         raise UserError(f"renderer {path}: expected a folder with model_index.json and the components' config.json")
-    index = _read(folder / "model_index.json")
+    index = load_json(folder / "model_index.json")
     named = {name: index[name] for name in MODELS if index.get(name, [None])[0]}
     sizes = {name: _size(library, kind, folder / name / "config.json") for name, (library, kind) in named.items()}
-    vae = _read(folder / "vae" / "config.json")
+    vae = load_json(folder / "vae" / "config.json")
     widths = tuple(vae.get("block_out_channels") or vae["encoder_block_out_channels"])
-    drawing = _read(folder / ("transformer" if "transformer" in named else "unet") / "config.json")
+    drawing = load_json(folder / ("transformer" if "transformer" in named else "unet") / "config.json")
     latents = drawing.get("sample_size", 128)  # FLUX's transformer has none: its pipeline says 128
     return sizes, widths, latents * 2 ** (len(widths) - 1)
 
@@ -121,7 +121,7 @@ def clip_size(model: str) -> int:
 
     name, folder = model.replace("/", "-"), local_folder(model.removeprefix("local-dir:"))
     if folder is not None:
-        config = _read(folder / "open_clip_config.json")["model_cfg"]
+        config = load_json(folder / "open_clip_config.json")["model_cfg"]
     elif name in open_clip.list_models():
         config = open_clip.get_model_config(name)
     else:
@@ -149,7 +149,7 @@ def model_size(path: str, auto: str = "AutoModel") -> int:
     folder = local_folder(path)
     if folder is None:
         raise UserError(f"{path}: its size is not known; give a folder with its config.json")
-    config = _read(folder / "config.json")
+    config = load_json(folder / "config.json")
     try:
         with quiet_loading(), torch.device("meta"):
             known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
@@ -162,7 +162,7 @@ def _size(library: str, kind: str, path: Path) -> int:
     import diffusers
     import transformers
 
-    config = _read(path)
+    config = load_json(path)
     try:
         with quiet_loading(), torch.device("meta"):
             if library == "diffusers":
@@ -178,10 +178,3 @@ def _count(model: torch.nn.Module) -> int:
     saved = model.state_dict()
     buffers = (tensor for name, tensor in model.named_buffers() if name in saved)
     return sum(tensor.numel() for tensor in (*model.parameters(), *buffers))
-
-
-def _read(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {first_line(error)}") from error

@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, carry_out, extras_named, leave, one_line, said, version
+from grpo_jax.config.files import read_text
+from grpo_jax.errors import UserError, carry_out, extras_named, leave, version
 
 
 @extras_named()
@@ -132,9 +133,10 @@ def read_lines(path: str) -> list[str]:
         UserError: It cannot be read.
     """
     try:
-        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--file: cannot read {said(path)}: {one_line(str(error), 80)}") from error
+        text = read_text(path)
+    except UserError as error:
+        raise UserError(f"--file: {error}") from error
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def command() -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from bridges.loading import (
     torch_device,
 )
 from bridges.loading import torch_dtype as dtype_of
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 BICUBIC, BILINEAR = 3, 2  # Pillow's numbers
@@ -99,6 +99,12 @@ def load_clip_model(
             tokenizer = AutoTokenizer.from_pretrained(folder or path, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"cannot load the tokenizer of {path}: {first_line(error)}") from error
+    highest, size = max(tokenizer.get_vocab().values(), default=0), config.text_config.vocab_size
+    if highest >= size:
+        raise UserError(
+            f"{path}: its tokenizer has a token {highest}, its model {size} tokens: they do not belong together; "
+            "download the folder again"
+        )
     preprocess = _preprocess(path, folder)
     if preprocessing == "library":
         preprocess = preprocess._replace(library=load_image_processor(path))
@@ -136,14 +142,14 @@ def _preprocess(path: str, folder: Path | None) -> Preprocess:
     try:
         name = "preprocessor_config.json"
         file = folder / name if folder is not None else Path(str(cached_file(path, name)))
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = load_json(file)
         size, crop = settings.get("size", 224), settings.get("crop_size", 224)
         shortest = size.get("shortest_edge") if isinstance(size, dict) else size
         height, width = (crop["height"], crop["width"]) if isinstance(crop, dict) else (crop, crop)
         filters = {BICUBIC: "bicubic", BILINEAR: "bilinear"}
         mean, deviation = (tuple(map(float, settings[name])) for name in ("image_mean", "image_std"))
         interpolation = filters[settings.get("resample", BICUBIC)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         raise UserError(f"cannot read preprocessor_config.json of {path}: {first_line(error)}") from error
     if not shortest == height == width:
         raise UserError(f"{path}: expected pictures resized and cropped to one edge, got {size} and {crop}")

@@ -14,6 +14,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpo_jax.config.files import parse_json
 from grpo_jax.errors import UserError, one_line
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
@@ -164,8 +165,8 @@ def _scores(answer: bytes, count: int) -> list[float | None]:
         JudgeError: The answer is something else.
     """
     try:
-        scores = json.loads(answer)["scores"]
-    except (ValueError, KeyError, TypeError) as error:
+        scores = parse_json(answer)["scores"]
+    except (ValueError, KeyError) as error:
         raise JudgeError(
             f'it answered no JSON {{"scores": [...]}} but {one_line(answer[:60].decode(errors="replace"), 40)}'
         ) from error

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import sparse
 
 from bridges.retrieval.encoders import Encoder, Vectors, encode_titles, titles_digest
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 _FORMAT = 1  # of the folder; part of its name
@@ -105,19 +106,19 @@ def load_index(folder: str | Path) -> Index:
     """
     folder = Path(folder)
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = load_json(folder / "meta.json")
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in meta["arrays"]}
         vectors = arrays["vectors"] if "vectors" in arrays else _csr(arrays, tuple(meta["shape"]))
         if list(vectors.shape) != meta["shape"]:
             raise ValueError(f"shape {vectors.shape} instead of {meta['shape']}")
         return Index(vectors, Fingerprint(**meta["fingerprint"]), folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         raise UserError(f"the cached catalogue {folder} cannot be read ({error}): delete it and start again") from error
 
 
 def load_titles(folder: str | Path) -> list[str]:
     """The titles that a folder's vectors belong to."""
-    return json.loads((Path(folder) / "titles.json").read_text(encoding="utf-8"))
+    return load_json(Path(folder) / "titles.json", list)
 
 
 def _csr(arrays: dict[str, np.ndarray], shape: tuple[int, ...]) -> sparse.csr_matrix:

@@ -15,6 +15,7 @@ import numpy as np
 from scipy import sparse
 
 from bridges.retrieval.errors import NonFiniteScores
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 Vectors = np.ndarray | sparse.csr_matrix
@@ -71,11 +72,11 @@ class TfidfEncoder:
 
 def _require_no_code(folder: Path) -> None:
     """Refuses a folder that names classes of its own: versions of the library differ in whether they would run them."""
-    try:
-        kinds = [str(module["type"]) for module in json.loads((folder / "modules.json").read_text())]
-    except FileNotFoundError:
+    if not (folder / "modules.json").exists():
         return  # of transformers alone
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    try:
+        kinds = [str(module["type"]) for module in load_json(folder / "modules.json", list)]
+    except (UserError, TypeError, KeyError) as error:
         raise UserError(f"cannot load the encoder {folder}: its modules.json is broken") from error
     if own := [kind for kind in kinds if not kind.startswith("sentence_transformers.")]:
         raise UserError(f"encoder {folder}: it comes with code of its own ({own[0]}), which is not run; take another")

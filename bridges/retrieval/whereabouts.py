@@ -14,6 +14,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from bridges.retrieval.catalogue import default_cache
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 
@@ -70,7 +71,7 @@ def find_service(service: str) -> Whereabouts | None:
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise UserError(f"{path} can be written by others; remove it and start the service again")
-        return Whereabouts(**json.loads(path.read_text()))
+        return Whereabouts(**load_json(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:

@@ -218,10 +218,10 @@ def _checked(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
     """The value as plain data of the field's type."""
     places = field.metadata.get(CLASSES)
     if places is None:
-        return _typed(hint, value, name)
+        return typed(hint, value, name)
     if get_origin(hint) is not dict:
         return _named_values(field, value, name)
-    value = _typed(dict[str, Any], value, name)
+    value = typed(dict[str, Any], value, name)
     return {key: _named_values(field, entry, join(name, key)) for key, entry in value.items()}
 
 
@@ -281,7 +281,7 @@ def _object(hint: Any, value: Any, name: str) -> Any:
 # ----------------------------------------------------------------------------------------------------------- types
 
 
-def _typed(hint: Any, value: Any, name: str) -> Any:
+def typed(hint: Any, value: Any, name: str) -> Any:
     """A plain value of a type; numbers may be written as text, as YAML gives 1e-6.
 
     Raises:
@@ -306,12 +306,12 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         value = _spelled_out(inner[0], value)
         expected = f"a list, such as [{value}]" if isinstance(value, str | int | float) else "a list"
         require(isinstance(value, list | tuple), name, expected, value)
-        return [_typed(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
+        return [typed(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
     if origin is dict:
         require(isinstance(value, Mapping), name, "a mapping", value)
         for key in value:
             require(isinstance(key, str), name, "names as keys", key)
-        return {str(key): _typed(inner[1], entry, join(name, str(key))) for key, entry in value.items()}
+        return {str(key): typed(inner[1], entry, join(name, str(key))) for key, entry in value.items()}
     return _scalar(hint, value, name)
 
 
@@ -345,7 +345,7 @@ def _one_of(choices: Sequence[Any], value: Any, name: str) -> Any:
     errors = []
     for choice in (choice for choice in choices if choice is not type(None)):
         try:
-            return _typed(choice, value, name)
+            return typed(choice, value, name)
         except UserError as error:
             errors.append(error)
     raise errors[0]

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.config.build import Words, build, complete, listed, merged, to_yaml
+from grpo_jax.config.files import read_text
 from grpo_jax.config.help import show_help
 from grpo_jax.config.named import KEY
-from grpo_jax.config.reading import DEEPEST, read_yaml, require_text
+from grpo_jax.config.reading import DEEPEST, LONGEST, read_yaml, require_text
 from grpo_jax.config.run import find_task, refuse_renamed, with_defaults
 from grpo_jax.errors import UserError, said, shown
 
@@ -94,12 +95,9 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: It cannot be read, is no YAML, or holds something else.
     """
+    text = read_text(path, LONGEST)
     try:
-        values = read_yaml(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text; save it as UTF-8") from error
+        values = read_yaml(text)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     if not isinstance(values, Mapping):

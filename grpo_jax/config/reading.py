@@ -16,7 +16,9 @@ from grpo_jax.errors import shown
 
 DEEPEST = 32
 """Levels of nesting; what is read is walked by functions that call themselves."""
-_MOST_CHARACTERS, _MOST_ENTRIES = 2**20, 100_000  # of a YAML text: a config, not data
+LONGEST = 2**20
+"""Characters of a YAML text: a config, not data."""
+_MOST_ENTRIES = 100_000  # that a YAML text stands for
 _DIGITS = 400  # of a number: a float's 309 among them
 
 
@@ -28,7 +30,7 @@ def read_yaml(text: str) -> Any:
     """
     import yaml
 
-    if len(text) > _MOST_CHARACTERS:
+    if len(text) > LONGEST:
         raise ValueError(f"expected a config, got {len(text):,} characters")
     try:
         loader = yaml.SafeLoader(text)

@@ -21,6 +21,7 @@ RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""
 FREE = 0.05
 """Of a device, left for what does not fit between other things."""
+_RUNTIME = "runtime"
 SAMPLER = "policy, sampling ahead"  # of policy.sampler_devices own
 
 
@@ -48,7 +49,17 @@ class Card(NamedTuple):
     @property
     def excess(self) -> int:
         """Bytes too much; 0 if it fits."""
-        return max(self.needed - int((1 - FREE) * self.capacity), 0)
+        return max(self.needed - self.room, 0)
+
+    @property
+    def room(self) -> int:
+        """Bytes that may be taken."""
+        return int((1 - FREE) * self.capacity)
+
+    @property
+    def runtime(self) -> int:
+        """Bytes of contexts and libraries, which no change saves."""
+        return sum(line.bytes for line in self.parts.get(_RUNTIME, ()))
 
 
 class Planner:
@@ -85,7 +96,7 @@ class Planner:
         for card in cards.values():
             runtimes = (POLICY in card.parts) + bool(card.parts.keys() - {POLICY})
             if card.name != "cpu" and runtimes:
-                card.parts["runtime"] = [Line("contexts and libraries", runtimes * RUNTIME, "allowance")]
+                card.parts[_RUNTIME] = [Line("contexts and libraries", runtimes * RUNTIME, "allowance")]
         return list(cards.values())
 
     def excess(self, config: Config) -> Excess:

@@ -57,7 +57,11 @@ def _show_memory(config: Any, gib: tuple[float, ...]) -> int:
     if not full:
         print("It fits.")
         return 0
-    print(f"It does not fit: {', '.join(card.name for card in full)}. Looking for what would …", flush=True)
+    told = f"It does not fit: {', '.join(card.name for card in full)}."
+    if small := [card.name for card in full if card.runtime > card.room]:
+        print(f"{told} Contexts and libraries alone are too much for {', '.join(small)}: take larger devices.")
+        return 1
+    print(f"{told} Looking for what would (each try compiles the programs, for minutes in all) …", flush=True)
     # A mesh is compiled for devices that JAX has, or simulates.
     words, left = changes_that_fit(config, min(len(cards), len(jax.devices()) + 1), planner.excess)
     print("It would fit with:" if not left.bytes else f"Still {_gib(left.bytes)} GiB too much with:")

@@ -125,7 +125,7 @@ def _final(summary: Mapping[str, Any]) -> dict[str, str]:
 def _interval(values: Sequence[float | None] | None) -> str:
     if not values or values[0] is None:
         return _MISSING
-    mean, low, high = values
+    mean, low, high = (*values, None, None)[:3]
     return number(mean) if low is None else f"{number(mean)} [{number(low)}, {number(high)}]"
 
 

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.errors import UserError, one_line, shown
+from grpo_jax.config.build import typed
+from grpo_jax.config.files import load_json, read_text
+from grpo_jax.errors import UserError, one_line
 from grpo_jax.reports.completions import MEGABYTES, read_completions
 from grpo_jax.rollout.inputs.pictures import File, read_rgb
 from grpo_jax.runs.directory import RunDirectory, finite, read_metrics, write_atomically
@@ -77,7 +79,20 @@ def contents(
     }
 
 
-def read_summary(run: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+_SUMMARY: Mapping[str, Any] = {
+    "iterations": int,
+    "prompts": int,
+    "evaluation": dict[str, dict[str, float | None]],
+    "best": dict[str, float | None] | None,
+    "seconds": dict[str, float | None],
+    "versions": dict[str, str],
+    "samples": dict[str, Any],
+}
+"""What pages and cards compute with, where a summary has it."""
+_SAMPLES = dict[str, dict[str, dict[str, list[float | None] | None]]]
+
+
+def read_summary(run: RunDirectory, rows: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """What summary.json holds; nothing of a run that has not finished, or goes on after it had.
 
     Args:
@@ -87,59 +102,59 @@ def read_summary(run: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> dict[s
     Raises:
         UserError: It is damaged.
     """
-    summary = _read_json(run.summary) or {}
-    if not isinstance(summary, dict):
-        raise UserError(f"{run.summary}: expected an object, got {shown(summary)}")
+    summary = load_json(run.summary) if run.summary.exists() else {}
+    try:
+        for name in _SUMMARY.keys() & summary.keys():
+            typed(_SUMMARY[name], summary[name], name)
+        typed(_SAMPLES, summary.get("samples", {}).get("measures", {}), "samples.measures")
+    except UserError as error:
+        raise UserError(f"{run.summary}: {error}") from error
     return {} if rows and summary.get("iterations", rows[-1]["step"]) < rows[-1]["step"] else summary
 
 
 def _read_kept(run: RunDirectory) -> Kept:
-    told = _read_json(run.kept) or {"tables": [], "starts": [0], "config": _config(run)}
-    gallery, episodes = (_read_json(run.images / name) or [] for name in ("gallery.json", "episodes.json"))
+    told = load_json(run.kept) if run.kept.exists() else {"tables": [], "starts": [0], "config": _config(run)}
+    names = (run.images / name for name in ("gallery.json", "episodes.json"))
+    gallery, episodes = (load_json(path, list) if path.exists() else [] for path in names)
     try:
         return Kept(
             [_entry(run.images, f"{place:03d}", entry) for place, entry in enumerate(gallery)],
             [_episode(run.images, f"{place:03d}", entry) for place, entry in enumerate(episodes)],
-            [Table(**table) for table in told["tables"]],
-            told["starts"],
-            told["config"],
+            [_table(**table) for table in told["tables"]],
+            typed(list[int], told["starts"], "starts"),
+            typed(str, told["config"], "config"),
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, UserError) as error:
         raise UserError(f"{run.path}: report.json or images/ is not as a run writes it ({one_line(error)})") from error
 
 
 def _config(run: RunDirectory) -> str:
-    return run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else ""
+    return read_text(run.config) if run.config.is_file() else ""
 
 
-def _read_json(path: Path) -> Any:
-    """None where there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({one_line(error)})") from error
+def _table(title: str, columns: list[str], rows: list[list[Any]], note: str = "") -> Table:
+    return Table(str(title), typed(list[str], columns, "columns"), typed(list[list[Any]], rows, "rows"), str(note))
 
 
 def _entry(folder: Path, name: str, entry: Mapping[str, Any]) -> GalleryEntry:
     before, after = (_picture(folder / f"{name}_{kind}.png") for kind in ("before", "after"))
-    scores = {measure: (first, second) for measure, (first, second) in entry["scores"].items()}
-    return GalleryEntry(entry["prompt"], entry["rewrite"], before, after, scores, shown=_shown(folder, name))
+    pairs = typed(dict[str, list[float | None]], entry["scores"], "scores")
+    scores = {measure: (first, second) for measure, (first, second) in pairs.items()}
+    return GalleryEntry(str(entry["prompt"]), str(entry["rewrite"]), before, after, scores, shown=_shown(folder, name))
 
 
 def _episode(folder: Path, name: str, entry: Mapping[str, Any]) -> EpisodeEntry:
     turns = [
         ShownTurn(
-            turn["text"],
-            turn["scores"],
+            str(turn["text"]),
+            typed(dict[str, float | None], turn["scores"], "scores"),
             _picture(folder / f"{name}_turn_{number}.png"),
-            turn["answer"],
+            typed(str | None, turn["answer"], "answer"),
             _shown(folder, f"{name}_turn_{number}"),
         )
         for number, turn in enumerate(entry["turns"], 1)
     ]
-    return EpisodeEntry(entry["prompt"], turns, _shown(folder, f"{name}_episode"))
+    return EpisodeEntry(str(entry["prompt"]), turns, _shown(folder, f"{name}_episode"))
 
 
 def _shown(folder: Path, name: str) -> list[np.ndarray]:

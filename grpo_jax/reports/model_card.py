@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.config.build import to_dict
+from grpo_jax.reports.kept import read_summary
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.tasks.display import Display, of_turns
 
@@ -22,9 +22,8 @@ def write_card(folder: str | Path, config: Any, run_dir: str | Path, *, checkpoi
     Raises:
         UserError: The folder cannot be written.
     """
-    path = RunDirectory(run_dir).summary
-    if path.is_file():
-        summary = json.loads(path.read_text(encoding="utf-8"))
+    summary = read_summary(RunDirectory(run_dir))
+    if summary:
         card = model_card(config, summary, config.task.display, checkpoint=checkpoint, adapters=adapters)
         write_atomically(Path(folder) / "README.md", card)
 

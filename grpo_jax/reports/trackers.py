@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.config.files import read_text
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
 from grpo_jax.tasks.display import GalleryEntry
@@ -213,7 +214,7 @@ def _started(name: str, hint: str, start: Callable[[], Any]) -> Any:
 
 def _kept(path: Path) -> str | None:
     """What a run directory has kept of its tracked run."""
-    return path.read_text().strip() if path.is_file() else None
+    return read_text(path).strip() if path.exists() else None
 
 
 def _project(config: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.config.files import parse_json
 from grpo_jax.config.named import load_object
 from grpo_jax.errors import StopRun, UserError, one_line
 from grpo_jax.rollout.data import Row
@@ -170,7 +171,7 @@ class _Home:
     def _answer(self, request: bytes | None, limit: float | None) -> dict[str, Any]:
         assert self.child is not None
         try:
-            answer = json.loads(self.child.ask(request, limit))
+            answer = parse_json(self.child.ask(request, limit))
         except _GoneError:
             self.end()
             raise

@@ -10,6 +10,7 @@ stand in a line (`Line`) may be made at once: each stage then passes from one ba
 """
 
 import contextvars
+import sys
 import threading
 import time
 from collections import deque
@@ -181,7 +182,11 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int,
             item = state.take(state.queues[index], limit)
             start = time.perf_counter()
             _here.call = state.running[index] = _Call(chunk, start)
-            item = stage.function(item)
+            depth = sys.getrecursionlimit()
+            try:
+                item = stage.function(item)
+            finally:
+                sys.setrecursionlimit(max(depth, sys.getrecursionlimit()))  # a judge may have lowered everybody's
             mend_streams()
             state.running[index] = None
             state.seconds[index] += time.perf_counter() - start

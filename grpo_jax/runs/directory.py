@@ -1,5 +1,6 @@
 """The folder of a run: what lies where, made once, written so that a full disk or a kill loses nothing."""
 
+import errno
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from grpo_jax.config.files import parse_json, read_bytes
 from grpo_jax.errors import UserError
 from grpo_jax.runs.lock import NAME as LOCK
 from grpo_jax.runs.lock import RunLock
@@ -41,9 +43,9 @@ def insist(write: Callable[[], Result], path: str | Path) -> Result:
     for pause in PAUSES:
         try:
             return write()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise _unwritable(Path(path), error) from error
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EBADF):
+                raise _unwritable(Path(path), error) from error
             time.sleep(pause)
     with disk_errors(path):
         return write()
@@ -52,6 +54,11 @@ def insist(write: Callable[[], Result], path: str | Path) -> Result:
 def _unwritable(path: Path, error: OSError) -> UserError:
     if isinstance(error, FileNotFoundError) and not path.parent.exists():
         return UserError(f"{path.parent} is gone: it was deleted under the run, and nothing more can be saved")
+    if error.errno == errno.EBADF:
+        return UserError(
+            f"{path} was closed under the run, by a reward or judge that closes files which it did not open: mend that "
+            "(a reward can be `isolated`), then continue with --resume, or start again if nothing was saved yet"
+        )
     reason = error.strerror or str(error)
     return UserError(
         f"cannot write {path} ({reason}): make room or mend the permissions, then continue with --resume, "
@@ -316,13 +323,13 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = _content(path).decode("utf-8", "replace").split("\n")
     for number, line in enumerate(lines):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            row = parse_json(line)
+            if not isinstance(row.get("step"), int):
                 raise ValueError("no step")
         except ValueError as error:
             if number == len(lines) - 1:
@@ -338,8 +345,15 @@ def truncate_metrics(path: str | Path, step: int) -> None:
     if not path.is_file():
         return
     kept = sum(row["step"] <= step for row in read_metrics(path))
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    lines = [line for line in _content(path).split(b"\n") if line.strip()]
     write_atomically(path, b"".join(line + b"\n" for line in lines[:kept]))
+
+
+def _content(metrics: Path) -> bytes:
+    try:
+        return read_bytes(metrics, 2**32)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{metrics}: cannot be read ({error})") from error
 
 
 def finite(value: Any) -> Any:

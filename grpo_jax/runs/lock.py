@@ -8,9 +8,11 @@ import os
 import socket
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.config.files import parse_json
 from grpo_jax.errors import UserError
 
 NAME = "run.lock"
@@ -47,7 +49,8 @@ class RunLock:
         self._ended.set()
         if _is_same(self._handle, self._path):
             self._path.unlink(missing_ok=True)
-        os.close(self._handle)
+        with suppress(OSError):  # a judge may have closed it
+            os.close(self._handle)
 
     def _take(self) -> int:
         while True:
@@ -115,10 +118,9 @@ def _is_dead(holder: dict[str, Any]) -> bool:
 
 def _read(handle: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
+        return parse_json(os.pread(handle, 4096, 0))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _write(handle: int, holder: dict[str, Any]) -> None:

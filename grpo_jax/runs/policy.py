@@ -256,7 +256,6 @@ def restore_variables(
 
     It holds the trained collections alone; frozen weights are those of the folder.
     """
-    which = int(checkpoint) if checkpoint.isdigit() else checkpoint
     trained = {name: variables[name] for name in trained_collections(variables)}
-    restored, meta = restore_params(run_dir, which, trained)
+    restored, meta = restore_params(run_dir, checkpoint, trained)
     return {**variables, **restored}, meta

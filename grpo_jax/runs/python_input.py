@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.config.fields import require
+from grpo_jax.config.files import parse_json
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
-from grpo_jax.errors import UserError, shown
+from grpo_jax.errors import UserError, one_line, shown
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row, Rows, all_rows, as_facts, fact_of, facts_of
 from grpo_jax.rollout.inputs.lines import read_lines
@@ -100,19 +101,23 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
     """The rows that `keep_prompts` wrote.
 
     Raises:
-        UserError: They were not kept.
+        UserError: They were not kept, or not as `keep_prompts` writes them.
     """
     if not directory.prompts.is_file():
         raise UserError(
             f"data.prompts: run() was given the prompts in Python and {directory.prompts} does not keep them: call "
             "run(config, prompts=...) again (with resume=True to go on or to measure)"
         )
-    records = read_lines(directory.prompts, json.loads)
+    records = read_lines(directory.prompts, _parsed)
     splits, facts = array("b"), array("q")
     line: Any
-    for _, line in records.all():
-        splits.append(SPLITS.index(line["split"]))
-        facts.extend(fact_of(_row(line)))
+    for number, line in records.all():
+        try:
+            splits.append(SPLITS.index(line["split"]))
+            facts.extend(fact_of(_row(line)))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = line if isinstance(line, str) else f"no row as a run keeps it, {one_line(error)}"
+            raise UserError(f"{directory.prompts}, line {number}: {reason}; call run(config, prompts=...)") from error
 
     def make(place: int) -> Row:
         ((_, line),) = records.read(place, place + 1)
@@ -120,6 +125,13 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
 
     rows = Rows(make, np.arange(len(splits)), as_facts(np.array(facts)))
     return PromptSet(*(rows.chosen(np.array(splits) == part) for part in range(len(SPLITS))))
+
+
+def _parsed(text: str) -> dict[str, Any] | str:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        return str(error)
 
 
 def _same_lines(path: Path, lines: Iterator[bytes]) -> bool:

@@ -226,6 +226,7 @@ MUTATIONS = [
     _doing("empties its lists and raises", "completions.clear(); wish.clear()\nraise ValueError('gone')"),
     _doing("empties its lists", "completions.clear(); prompts.clear(); wish.clear()\nreturn [1.0] * n", missing="none"),
     _doing("empties its lists and counts them", "completions.clear()\nreturn [1.0] * len(completions)"),
+    _doing("lowers everybody's recursion limit", "sys.setrecursionlimit(90)\nreturn [1.0] * n", missing="none"),
     _doing("changes its columns", "wish[:] = [None] * n\ncolumns.clear()\nreturn [1.0] * n", missing="none"),
 ]  # fmt: skip
 

@@ -183,8 +183,17 @@ def test_what_is_no_run_is_one_line(tmp_path, refused):
     [
         ("metrics.jsonl", 'nonsense\n{"step": 1}\n', "metrics.jsonl, line 1: not a row of metrics"),
         ("summary.json", "{", "summary.json: cannot be read"),
-        ("summary.json", "[1]", "summary.json: expected an object"),
+        ("summary.json", "[1]", "summary.json: cannot be read (expected a JSON object, got [1])"),
+        ("summary.json", "[" * 100_000, "summary.json: cannot be read (nested deeper than 100 levels)"),
+        ("summary.json", '{"evaluation": {"x": 3}}', "summary.json: evaluation.x: expected a mapping, got 3"),
+        ("summary.json", '{"seconds": {"total": []}}', "summary.json: seconds.total: expected a number, got []"),
+        ("report.json", "[" * 100_000, "report.json: cannot be read (nested deeper than 100 levels)"),
         ("report.json", '{"tables": [{"name": 1}]}', "report.json or images/ is not as a run writes it"),
+        (
+            "report.json",
+            '{"tables": [], "starts": 3, "config": ""}',
+            "report.json or images/ is not as a run writes it",
+        ),
         ("images/gallery.json", '["x"]', "report.json or images/ is not as a run writes it"),
         ("images/000_before.png", "no picture", "report.json or images/ is not as a run writes it"),
     ],

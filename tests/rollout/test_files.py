@@ -234,7 +234,7 @@ def test_a_trained_policy_is_asked_as_it_was_trained(place, policy, tmp_path, ca
     assert predict.main(["--run", str(run), "--file", str(tmp_path / "asked.txt")]) == 0
     assert json.loads(capsys.readouterr().out) == {"prompt": "a tree", "completion": expected.strip()}
     for words, wrong in (
-        (["--file", "absent.txt"], "--file: cannot read absent.txt"),
+        (["--file", "absent.txt"], "--file: absent.txt: cannot be read"),
         (["--prompt", "a tree", "--checkpoint", "77"], "77"),
         (["--promt", "a tree"], "--promt: no such option; did you mean --prompt?"),
     ):

@@ -269,6 +269,23 @@ def test_a_checkpoint_that_is_half_there_is_damaged(sound, tmp_path):
         checkpoints.restore(2, make_state())
 
 
+def test_a_checkpoint_under_another_number_is_damaged(sound, tmp_path):
+    folder = shutil.copytree(sound, tmp_path / "copied")
+    shutil.copytree(folder / "step_2", folder / "step_13")
+    shutil.copytree(folder / "step_2", folder / "step_012")  # no name that a run gives
+    shutil.copytree(folder / "step_2", folder / "step_3")
+    (folder / "step_3" / "manifest.json").write_text("[" * 100_000)
+    with Checkpoints(folder) as checkpoints:
+        with pytest.raises(UserError, match=r"step_13 is damaged \(it was saved as that of step 2\); there"):
+            checkpoints.restore(13, make_state())
+        assert checkpoints.latest_step() == 2
+        assert [line.partition(" (")[2] for line in checkpoints.set_aside_damaged()] == [
+            "it was saved as that of step 2) and was set aside",
+            "manifest.json cannot be read) and was set aside",
+        ]
+        assert checkpoints.available() == ["1", "2", "best"]
+
+
 def test_where_every_checkpoint_is_damaged_none_is_touched(sound, tmp_path):
     folder = shutil.copytree(sound, tmp_path / "all")
     for step in (1, 2):
@@ -283,6 +300,13 @@ def test_where_every_checkpoint_is_damaged_none_is_touched(sound, tmp_path):
 def test_what_is_no_step_is_said(sound, name):
     with Checkpoints(sound, read_only=True) as checkpoints, pytest.raises(UserError, match="expected a step, latest"):
         checkpoints.read_meta(name)
+
+
+@pytest.mark.parametrize("name", ["02", "9" * 5000])
+def test_a_step_that_is_not_there_is_said(sound, name):
+    with pytest.raises(UserError, match="there are: 1, 2") as error:
+        restore_params(sound.parent, name)
+    assert len(str(error.value)) < 300
 
 
 def test_an_unwritable_folder(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 
 from grpo_jax.errors import UserError
 from grpo_jax.runs.directory import (
+    AppendedFile,
     RunDirectory,
     disk_errors,
     encode_png,
@@ -70,6 +71,17 @@ def test_a_lock_of_another_machine_holds_as_long_as_that_one_touches_it(tmp_path
     taken.release()
     taken.release()
     assert not lock.exists()
+
+
+def test_files_that_a_judge_has_closed_are_said(tmp_path):
+    lock, file = RunLock(tmp_path), AppendedFile(tmp_path / "metrics.jsonl")
+    os.close(file._file.fileno())
+    os.close(lock._handle)
+    with pytest.raises(UserError, match=r"metrics.jsonl was closed under the run, by a reward or judge"):
+        file.write("row")
+    lock.release()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.close()
 
 
 def test_of_many_that_want_it_at_once_one_has_it(tmp_path):

@@ -117,15 +117,22 @@ def cropped(path):
     (path / "preprocessor_config.json").write_text(json.dumps(settings | {"crop_size": 16}))
 
 
+def with_more_tokens(path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens([f"beyond{number}" for number in range(1000)])
+    tokenizer.save_pretrained(path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (without_a_weight, "as a CLIPModel: its weights lack visual_projection.weight"),
         (pickled, "cannot load .*model.safetensors"),
         (cropped, "expected pictures resized and cropped to one edge"),
+        (with_more_tokens, r"its tokenizer has a token \d+, its model \d+ tokens"),
         (lambda path: (path / "preprocessor_config.json").unlink(), "cannot read preprocessor_config.json of"),
     ],
-    ids=["a weight is missing", "a pickle", "another crop", "no preprocessor"],
+    ids=["a weight is missing", "a pickle", "another crop", "tokens beyond", "no preprocessor"],
 )
 def test_broken_folders_are_one_line(folder, tmp_path, change, message):
     with pytest.raises(UserError, match=message) as caught:

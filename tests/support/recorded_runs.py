@@ -3,8 +3,8 @@
     PYTHONPATH=tests python -m support.recorded_runs record before.json [NAME …]
     PYTHONPATH=tests python -m support.recorded_runs compare before.json after.json
 
-A record holds the metrics of each iteration without timings, the validation measures, and of each array of the final
-checkpoint its digest and its norm. `compare` says which runs are equal bit for bit, which within 1e-6, and what differs.
+A record holds the metrics of each iteration without timings, the held-out measures, and digest and norm of each array of
+the final checkpoint. `compare` says which runs are equal bit for bit, which within 1e-6, and what differs.
 """
 
 import hashlib
@@ -24,7 +24,8 @@ TIMINGS = ("seconds/", "tokens_per_second", "environment_steps_per_second")
 TOLERANCE = 1e-6
 SHORT = ["--report_to", "[]", "--training.save_every", "0", "--evaluation.gallery", "0"]
 TWO = [*SHORT, "--training.max_steps", "2", "--evaluation.every", "2"]
-SMALL = [*TWO, "--evaluation.prompts", "16", "--evaluation.validation_prompts", "16", "--training.prompts_per_batch", "8"]
+FEW = ["--evaluation.prompts", "16", "--evaluation.validation_prompts", "16", "--training.prompts_per_batch", "8"]
+SMALL = [*TWO, *FEW]
 TEN_ROUNDS = ["--report_to", "[]", "--training.iterations", "10", "--evaluation.every", "10"]
 TEXT: dict[str, list[str]] = {
     "text": [],
@@ -48,14 +49,14 @@ RUNS: dict[str, list[str]] = {
     "cartpole_gdpo": ["--config", "cartpole_gdpo", *TEN_ROUNDS],
     **TEXT,
 }
-REWARDS = '''
+REWARDS = """
 def letters(prompts, completions, wish, **columns):
     return [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish)]
 
 
 def brief(completions, **columns):
     return [-len(text) / 10 for text in completions]
-'''
+"""
 
 
 def text_config(folder: Path) -> Path:

@@ -9,6 +9,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from grpo_jax.config.files import read_text
 from grpo_jax.config.reading import read_json as read_json_text
 from grpo_jax.errors import UserError, said
 from grpo_jax.models.families import ModelConfig
@@ -55,12 +56,9 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: if the file cannot be read or is something else.
     """
+    text = read_text(path)
     try:
-        content = read_json_text(path.read_text(encoding="utf-8"), whole=None)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {path}: not UTF-8 text; download the folder again") from error
+        content = read_json_text(text, whole=None)
     except ValueError as error:
         raise UserError(f"cannot read {path}: {error}; download the folder again") from error
     if not isinstance(content, dict):

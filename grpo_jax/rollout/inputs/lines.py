@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.config.files import read_bytes
 from grpo_jax.config.reading import checked, read_json
 from grpo_jax.errors import UserError, one_line, said
 from grpo_jax.rollout.inputs.records import Numbered, Records
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _MAPPED = 2**26  # bytes of a file that is not copied into memory
+_LONGEST = 2**26  # bytes of a line, which becomes text and then a record
 _WINDOW = 2**24  # bytes that are searched for line ends at once
 _TOGETHER = 2**16  # rows of a sheet that become Arrow's at once
 _BOM = b"\xef\xbb\xbf"
@@ -29,7 +31,7 @@ def read_text(path: Path) -> Records:
     read again when they are drawn.
 
     Raises:
-        UserError: It cannot be read; a sheet is not UTF-8, or no sheet.
+        UserError: It cannot be read, or has a line that is too long; a sheet is not UTF-8, or no sheet.
     """
     kind = path.suffix.lower()
     if kind in DELIMITERS:
@@ -43,7 +45,7 @@ def _content(path: Path) -> Any:
 
     try:
         large = os.path.getsize(path) > _MAPPED
-        whole = pyarrow.memory_map(str(path)).read_buffer() if large else pyarrow.py_buffer(path.read_bytes())
+        whole = pyarrow.memory_map(str(path)).read_buffer() if large else pyarrow.py_buffer(read_bytes(path, _MAPPED))
     except FileNotFoundError:
         raise UserError(f"{said(path)} does not exist: give a .jsonl, .csv or .txt file with prompts") from None
     except (OSError, ValueError) as error:  # NUL in a path is a ValueError
@@ -65,7 +67,7 @@ def read_lines(path: Path, parse: Callable[[str], dict[Any, Any] | str]) -> Reco
     import pyarrow
 
     content = _content(path)
-    offsets = np.unique(np.concatenate([[0], *_line_ends(content), [content.size]]).astype(np.int64))
+    offsets = _line_offsets(path, content)
     buffers = [None, pyarrow.py_buffer(offsets), content]
     cells = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(offsets) - 1, buffers)
 
@@ -74,6 +76,21 @@ def read_lines(path: Path, parse: Callable[[str], dict[Any, Any] | str]) -> Reco
         return [(number, _line(data, parse)) for number, data in enumerate(found, start + 1)]
 
     return Records("line", path.parent, len(cells), read)
+
+
+def _line_offsets(path: Path, content: Any) -> np.ndarray:
+    """Where the lines of a file begin, and its end.
+
+    Raises:
+        UserError: One is longer than any row.
+    """
+    offsets = np.unique(np.concatenate([[0], *_line_ends(content), [content.size]]).astype(np.int64))
+    long = np.flatnonzero(np.diff(offsets) > _LONGEST)
+    if long.size:
+        raise UserError(
+            f"{said(path)}: line {long[0] + 1} is longer than {_LONGEST >> 20} MB; a row has a line of its own"
+        )
+    return offsets
 
 
 def _line_ends(content: Any) -> Iterator[np.ndarray]:
@@ -117,6 +134,7 @@ def _cells(path: Path, content: Any, delimiter: str) -> Records:
     """Rows under a heading; each cell is a text, an empty one is none."""
     import pyarrow
 
+    _line_offsets(path, content)
     numbers: list[int] = []
     wrong: dict[int, str] = {}
     batches: list[Any] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.config.reading import read_json
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError, one_line, said
 from grpo_jax.rollout.inputs.pictures import Stored
 from grpo_jax.rollout.inputs.records import Numbered, Records
@@ -40,7 +40,7 @@ def read_tables(path: Path) -> Records:
 
 def _folder(path: Path) -> list[tuple[str | None, Any]]:
     if (path / "dataset_dict.json").is_file():
-        splits = read_json((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        splits = load_json(path / "dataset_dict.json")["splits"]
         return [(split, table) for split in splits for table in _saved(path / Path(split).name)]
     if (path / "state.json").is_file():
         return [(None, table) for table in _saved(path)]
@@ -51,7 +51,7 @@ def _saved(folder: Path) -> list[Any]:
     """The tables of one data set, whose Arrow files are read where they lie."""
     import pyarrow
 
-    state = read_json((folder / "state.json").read_text(encoding="utf-8"))
+    state = load_json(folder / "state.json")
     names = [Path(file["filename"]).name for file in state["_data_files"]]
     return [pyarrow.ipc.open_stream(pyarrow.memory_map(str(folder / name))).read_all() for name in names]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, shown
 from grpo_jax.runs import directory
 from grpo_jax.runs.checkpoint.disk_errors import first_line, is_disk_error
 from grpo_jax.runs.checkpoint.echoes import silence
@@ -255,7 +255,7 @@ class Checkpoints:
         try:
             self._steps.wait()  # they may be on their way
             series.link(number, self._held[1], meta)
-        except (OSError, ValueError):  # then it is written in full
+        except (OSError, UserError):  # then it is written in full
             return False
         return True
 
@@ -299,12 +299,19 @@ class Checkpoints:
         path = series.path(number)
         if path in self._sound:
             return ""
-        damage = find_damage(path)
+        damage = find_damage(path) or self._misplaced(series, number)
         if not damage:
             self._sound.add(path)
         elif number not in series.numbers():
             raise _Gone
         return damage
+
+    def _misplaced(self, series, number) -> str:
+        """What is wrong with the step that a sound checkpoint says it is of; "" where nothing is."""
+        step = self._meta(series, number).get("step")
+        if not isinstance(step, int):
+            return "its meta names no step"
+        return "" if series is not self._steps or step == number else f"it was saved as that of step {step}"
 
     def _latest(self):
         """(series, number, step) of the furthest sound one of `step_N` and `final`; None if there is nothing."""
@@ -354,13 +361,14 @@ class Checkpoints:
             if numbers := self._named[which].numbers():
                 return self._checked(self._named[which], numbers[-1], which)
         elif str(which).isascii() and str(which).isdigit():
-            if int(which) in self._steps.numbers():
-                return self._checked(self._steps, int(which), which)
+            number = next((number for number in self._steps.numbers() if str(number) == str(which)), None)
+            if number is not None:
+                return self._checked(self._steps, number, which)
         else:
-            raise UserError(f"checkpoint {which!r}: expected a step, latest, best or final")
+            raise UserError(f"checkpoint {shown(which)}: expected a step, latest, best or final")
         there = ", ".join(self.available())
         mend = f"there are: {there}" if there else "it holds none; the run has not come to its first checkpoint"
-        raise UserError(f"no checkpoint {str(which)!r} in {self.folder}: {mend}")
+        raise UserError(f"no checkpoint {shown(str(which))} in {self.folder}: {mend}")
 
     def _checked(self, series, number, which):
         if damage := self._damage(series, number):

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.config.files import load_json
+from grpo_jax.errors import UserError
+
 MANIFEST = "manifest.json"
 
 
@@ -35,23 +38,21 @@ def entries(folder: Path) -> dict[str, Any]:
     """What a manifest says of each file.
 
     Raises:
-        OSError: There is no manifest.
-        ValueError: It is no manifest.
+        UserError: There is none that can be read.
     """
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    files = manifest.get("files") if isinstance(manifest, dict) else None
+    files = load_json(folder / MANIFEST).get("files")
     if not isinstance(files, dict):
-        raise ValueError(f"{folder / MANIFEST} lists no files")
+        raise UserError(f"{folder / MANIFEST} lists no files")
     return files
 
 
 def find_damage(folder: Path) -> str:
     """What differs first from the manifest, in a few words; "" where every file is as it was written."""
+    if not (folder / MANIFEST).exists():
+        return f"it has no {MANIFEST}: it was not written to its end"
     try:
         listed = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries(folder).items()}
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}: it was not written to its end"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (UserError, ValueError, KeyError, TypeError):
         return f"{MANIFEST} cannot be read"
     if not listed:
         return f"{MANIFEST} lists nothing"

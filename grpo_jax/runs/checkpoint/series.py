@@ -19,6 +19,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from grpo_jax.config.files import load_json
 from grpo_jax.runs.checkpoint.manifest import entries, seal
 from grpo_jax.runs.checkpoint.sharing import share
 from grpo_jax.runs.checkpoint.tree import ITEMS, target
@@ -77,7 +78,7 @@ class Series:
         """Of the checkpoints that are there, sound or damaged, rising."""
         if not self.folder.is_dir():
             return []
-        names = (re.fullmatch(rf"{self._prefix}_([0-9]{{1,18}})", path.name) for path in self.folder.iterdir())
+        names = (re.fullmatch(rf"{self._prefix}_(0|[1-9][0-9]{{0,17}})", path.name) for path in self.folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
     def save(self, number: int, trees: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
@@ -97,7 +98,7 @@ class Series:
 
         Raises:
             OSError: The other one is gone, or the file system has no hard links.
-            ValueError: Its manifest is no manifest.
+            UserError: Its manifest is no manifest.
         """
         written = self._begun(number)
         known = {name: entry for name, entry in entries(source).items() if name != _META}
@@ -133,7 +134,7 @@ class Series:
 
     def read_meta(self, number: int) -> dict[str, Any]:
         """The meta of a checkpoint."""
-        return json.loads((self.path(number) / _META).read_text(encoding="utf-8"))
+        return load_json(self.path(number) / _META)
 
     def described(self, number: int, item: str) -> Any:
         """Shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
+
+from grpo_jax.errors import complain
 
 _FOLDER, _ENABLED = "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"
 _SETTINGS = {  # name in jax.config, which is that of the variable: value
@@ -22,13 +26,14 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Has JAX keep what it compiles for 0.3 s or longer in `~/.cache/grpo_jax/programs`, at most 2 GiB.
 
     Where JAX is told otherwise, by JAX_COMPILATION_CACHE_DIR or by JAX_ENABLE_COMPILATION_CACHE=false, that holds. Each
-    kind of processor has a folder of its own, since homes are shared by machines and programs are not.
+    kind of processor has a folder of its own, since homes are shared by machines and programs are not. What is damaged
+    is compiled again and replaced; a folder that others may write is not used, since what lies there is run.
 
     Args:
         environment: XDG_CACHE_HOME in place of `~/.cache`, and JAX's variables.
 
     Returns:
-        The folder; None where this has changed nothing, also where it cannot be made or is another user's.
+        The folder; None where this has changed nothing, also where it cannot be made or others may write it.
     """
     if _FOLDER in environment or jax.config.jax_compilation_cache_dir or _ENABLED in environment:
         return None
@@ -36,16 +41,74 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> Path | None:
         cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = cache / "grpo_jax" / "programs" / _processor()
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)  # what lies there is run
-        if folder.stat().st_uid != os.getuid():
-            return None
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
     except (OSError, RuntimeError):  # nobody's home
         return None
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        _warn(f"note: compiled programs are not kept, since others may write {folder}: remove it, or chmod 700 it")
+        return None
+    _seal_entries(str(folder))
     jax.config.update("jax_compilation_cache_dir", str(folder))
     for name, value in _SETTINGS.items():
         if name.upper() not in environment:
             jax.config.update(name, value)
     return folder
+
+
+def _seal_entries(folder: str) -> None:
+    """Has JAX's cache of a folder keep a checksum with each entry, where JAX has the function that opens one."""
+    try:
+        from jax._src import compilation_cache
+
+        opened = compilation_cache.get_file_cache
+    except (ImportError, AttributeError):  # of another version
+        return
+
+    def sealed(path: str) -> tuple[Any, str] | None:
+        found = opened(path)
+        return found if found is None or path != folder else (_Sealed(found[0], Path(path)), path)
+
+    compilation_cache.get_file_cache = sealed
+
+
+class _Sealed:
+    """JAX's entries, each behind its checksum.
+
+    JAX takes a damaged entry for one that is there: it compiles the program again at every start, and may run what a
+    disk has changed. An entry without the time of its use, as a kill leaves it, lets no other be written any more.
+    """
+
+    def __init__(self, entries: Any, folder: Path):
+        self._entries, self._path = entries, folder
+        for entry in folder.glob("*-cache"):
+            if not entry.with_name(f"{entry.name.removesuffix('-cache')}-atime").exists():
+                entry.unlink(missing_ok=True)
+
+    def get(self, key: str) -> bytes | None:
+        """The value of a sound entry; a damaged one is removed, and written again when it is compiled."""
+        stored = self._entries.get(key)
+        value = None if stored is None else stored[_DIGEST:]
+        if value is not None and stored != _sealed(value):
+            (self._path / f"{key}-cache").unlink(missing_ok=True)
+            return None
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes an entry, where there is none."""
+        self._entries.put(key, _sealed(value))
+
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+def _sealed(value: bytes) -> bytes:
+    return hashlib.sha256(value).digest() + value
+
+
+@functools.cache  # once for each text
+def _warn(text: str) -> None:
+    complain(text)
 
 
 def _processor() -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_jax.config.files import read_bytes
 from grpo_jax.errors import UserError
 
 _SHOWN = 6
+_MOST_BYTES = 2**32  # of a table of events, which is read whole
 
 
 class Problems:
@@ -50,11 +52,12 @@ def read_text(path: str | Path, what: str) -> str:
         UserError: If it is missing, unreadable or not UTF-8 (with the line of the first bad byte).
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_bytes(path, _MOST_BYTES)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: expected {what}") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} cannot be read: {reason}") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from support.text_task import rows, train
 
 from grpo_jax.runs.loop.programs import keep_programs
@@ -47,3 +48,59 @@ def test_what_jax_was_told_holds(untold, tmp_path):
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.3
     assert jax.config.jax_compilation_cache_max_size != 2 * 2**30
     assert keep_programs(home) is None  # it is told now
+
+
+@pytest.fixture
+def kept():
+    """An event for each program that is written to the disk."""
+    found = []
+
+    def heard(name, **_):
+        if name.endswith("cache_misses"):
+            found.append(name)
+
+    jax.monitoring.register_event_listener(heard)
+    yield found
+    jax.monitoring.unregister_event_listener(heard)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "without its time"])
+def test_a_damaged_program_is_compiled_once_and_kept_again(untold, kept, tmp_path, damage):
+    home = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    folder = keep_programs(home)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+    def start():
+        """As a new process would; how many programs it kept."""
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+        before = len(kept)
+        jax.jit(lambda value: 2 * value + 1)(3)
+        return len(kept) - before
+
+    try:
+        assert [start(), start()] == [1, 0]
+        (entry,) = folder.glob("jit__lambda*-cache")
+        content = bytearray(entry.read_bytes())
+        content[len(content) // 2] ^= 1
+        if damage == "without its time":
+            next(folder.glob("jit__lambda*-atime")).unlink()
+        else:
+            entry.write_bytes({"flipped": content, "cut": content[:50], "emptied": b""}[damage])
+        assert [start(), start()] == [1, 0]
+    finally:
+        compilation_cache.reset_cache()
+
+
+def test_a_folder_that_others_may_write_is_not_used(untold, tmp_path, capsys):
+    home = {"XDG_CACHE_HOME": str(tmp_path)}
+    folder = keep_programs(home)
+    jax.config.update("jax_compilation_cache_dir", None)
+    folder.chmod(0o770)
+    assert keep_programs(home) is None is keep_programs(home)
+    assert jax.config.jax_compilation_cache_dir is None
+    line = capsys.readouterr().err
+    assert (
+        line.startswith(f"note: compiled programs are not kept, since others may write {folder}: ")
+        and line.count("\n") == 1
+    )

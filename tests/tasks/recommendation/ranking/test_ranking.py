@@ -301,7 +301,7 @@ def test_a_prior_is_chosen_on_validation_users_by_the_policys_own_ranking(run, c
         (["--history", " | "], "history: expected at least one title"),
         (["--history", "i1", "--k", "0"], "--k: expected a number >= 1"),
         (["--history", "i1", "--catalogue", "other.tsv"], "catalogue: expected the run's"),
-        (["--file", "absent.txt"], "--file: cannot read"),
+        (["--file", "absent.txt"], "--file: absent.txt: cannot be read"),
         (["--history", "i1", "--checkpoint", "99"], "99"),
     ],
 )

@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m support.recorded_runs record before.json [NAME …]
     PYTHONPATH=tests python -m support.recorded_runs compare before.json after.json
 
-A record holds the metrics of each iteration without timings, the held-out measures, and digest and norm of each array of
+A record holds the metrics of each iteration without timings, the held-out measures, digest and norm of each array of
 the final checkpoint. `compare` says which runs are equal bit for bit, which within 1e-6, and what differs.
 """
 

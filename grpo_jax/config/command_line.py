@@ -215,14 +215,21 @@ def _laid_over(values: Mapping[str, Any], arguments: Sequence[str], task: Any) -
     for name, _ in options:
         if name in getattr(task.config, "anew", {}):
             values = merged(values, task.config.anew[name])
-    entries = [option for option in options if any(part.isdecimal() for part in option[0].split("."))]
+    entries = [option for option in options if _in_list(values, option[0].split("."))]
     for name, words in [option for option in options if option not in entries]:
         values = _placed(values, name.removesuffix("+").split("."), words, more=name.endswith("+"))
-    if entries:  # lists that are given as texts are needed as such
+    if entries:  # of lists that may have been given as words
         values = complete(task.config, values)
     for name, words in entries:
         values = _placed(values, name.removesuffix("+").split("."), words, more=name.endswith("+"))
     return values
+
+
+def _in_list(values: Any, path: Sequence[str]) -> bool:
+    """Whether a path leads into an entry of a list."""
+    if not path or isinstance(values, list):
+        return bool(path)
+    return isinstance(values, Mapping) and _in_list(values.get(path[0]), path[1:])
 
 
 def _placed(values: Mapping[str, Any], path: Sequence[str], words: Words, *, more: bool = False) -> dict[str, Any]:
@@ -249,13 +256,13 @@ def _entry_placed(
 ) -> list[Any]:
     """A list with some words in one of its entries, or in a field of it; they are counted from 0."""
     number, *rest = path
-    if not number.isdecimal() or int(number) >= len(entries):
+    numbered = {str(place): entry for place, entry in enumerate(entries)}
+    if number not in numbered:
         raise UserError(f"{name}: no such entry; the list has {len(entries)}, counted from 0")
-    entry = entries[int(number)]
-    if rest and not isinstance(entry, Mapping):
-        raise UserError(f"{name}: this entry has no fields, got {shown(entry)}")
-    placed = _placed(entry, rest, words, more=more) if rest else words
-    return [*entries[: int(number)], placed, *entries[int(number) + 1 :]]
+    if rest and not isinstance(numbered[number], Mapping):
+        raise UserError(f"{name}: this entry has no fields, got {shown(numbered[number])}")
+    placed = _placed(numbered[number], rest, words, more=more) if rest else words
+    return [*{**numbered, number: placed}.values()]
 
 
 def _saved_config(run_dir: str | None) -> Path:

@@ -197,6 +197,10 @@ def test_a_list_is_given_without_brackets_and_changed_by_entry():
             ["--rewards", "a.py:f", "--rewards.1.weight", "3"],
             "--rewards.1: no such entry; the list has 1, counted from",
         ),
+        (
+            ["--rewards", "a.py:f", f"--rewards.{'9' * 5000}.weight", "3"],
+            "no such entry; the list has 1, counted from 0",
+        ),
         (["--report_to.0.x", "3"], "--report_to.0: this entry has no fields, got 'tensorboard'"),
         (["--sampling.stop", "a,b"], """sampling.stop: expected a list, such as '[one, two]' or '["one, with a"""),
     ):

@@ -82,13 +82,19 @@ def run(
 
 def _run(config: Any, company: Company, callbacks: Callbacks, *, prompts: Any, rewards: Any) -> dict[str, Any]:
     from grpo_jax.reports.output import RunOutput
+    from grpo_jax.rollout.watchdog import last_words
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run, execute
     from grpo_jax.runs.language import load_program
     from grpo_jax.runs.processes import stop_requests
 
+    again = (
+        f"; the last checkpoint is sound: mend the judge and go on with --resume --run_dir {config.run_dir}, "
+        "or give it a process that can be ended: isolated: true"
+    )
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop, ExitStack() as leaving:
+        leaving.enter_context(last_words(again, output.directory.log))
         try:
             with stop.at_once():
                 program = config.task.program(config, output.part)

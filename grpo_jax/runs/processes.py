@@ -73,8 +73,10 @@ def stop_requests() -> Iterator[StopRequests]:
     def handle(number: int, frame: object) -> None:
         if number == signal.SIGHUP:
             return
-        if number == signal.SIGINT and requests.is_set():
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, handle)  # `unseen_interrupts_end` has it answer once
+            if requests.is_set():
+                raise KeyboardInterrupt
         requests.set()
 
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

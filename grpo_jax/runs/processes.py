@@ -52,6 +52,8 @@ class StopRequests:
         """Inside there is nothing to save: a request raises `Stopped` wherever the main thread is."""
         self._at_once = True
         try:
+            if self._asked:
+                raise Stopped
             yield
         finally:
             self._at_once = False

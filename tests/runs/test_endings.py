@@ -59,7 +59,7 @@ errors.leave(3)
 def test_a_thread_that_never_ends_does_not_hold_the_process(name):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", LEAVING, name], env=environment, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", LEAVING, name], env=environment, timeout=PATIENCE, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, "said\n", "")
 

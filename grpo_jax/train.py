@@ -25,6 +25,7 @@ from grpo_jax.planning.request import take_request
 
 if TYPE_CHECKING:
     from grpo_jax.runs.loop.callbacks import Callback, Callbacks
+    from grpo_jax.runs.processes import StopRequests
     from grpo_jax.runs.several.company import Company
 
 
@@ -68,27 +69,40 @@ def run(
         raise UserError("run_dir: expected a folder for the run, got null")
     from grpo_jax.runs.loop.callbacks import Callbacks
     from grpo_jax.runs.loop.programs import keep_programs
+    from grpo_jax.runs.processes import number_of, stop_requests
     from grpo_jax.runs.several.company import Follower
     from grpo_jax.runs.several.joining import join, leading, take_part
 
     keep_programs()
-    company = join(config)
-    if isinstance(company, Follower):
-        return take_part(config, company)
     callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
-    with leading(company, config):
-        return _run(config, company, callbacks, prompts=prompts, rewards=rewards)
+    with stop_requests() as stop:
+        try:
+            company = join(config, stop)
+        except Stopped:
+            if number_of() == 0:
+                print("stopped while waiting for the other processes: the same command begins again")
+            return {"stopped": True, "iteration": 0}
+        if isinstance(company, Follower):
+            return take_part(config, company, stop)
+        with leading(company, config):
+            return _run(config, company, callbacks, stop, prompts=prompts, rewards=rewards)
 
 
-def _run(config: Any, company: Company, callbacks: Callbacks, *, prompts: Any, rewards: Any) -> dict[str, Any]:
+def _run(
+    config: Any, company: Company, callbacks: Callbacks, stop: StopRequests, *, prompts: Any, rewards: Any
+) -> dict[str, Any]:
     from grpo_jax.reports.output import RunOutput
+    from grpo_jax.rollout.watchdog import last_words
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run, execute
     from grpo_jax.runs.language import load_program
-    from grpo_jax.runs.processes import stop_requests
 
+    again = (
+        f"; the last checkpoint is sound: mend the judge and go on with --resume --run_dir {config.run_dir}, "
+        "or give it a process that can be ended: isolated: true"
+    )
     clock = time.monotonic()
-    with RunOutput(config) as output, stop_requests() as stop, ExitStack() as leaving:
+    with RunOutput(config) as output, ExitStack() as leaving, last_words(again, output.directory.log):
         try:
             with stop.at_once():
                 program = config.task.program(config, output.part)

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_jax.errors import ABANDONED, StageError, StageTimeout, Stopped, UserError, mend_streams, one_line
+from grpo_jax.rollout.watchdog import Watchdog, unseen_interrupts_end
 
 _POLL_SECONDS = 0.5  # how often the waiting main thread looks up where a signal does not wake it
 _GRACE_SECONDS = 10.0  # how long a pipeline that failed waits for calls that are still running
 _STOP_SECONDS = 2.0  # the same where a stop was asked for
+_WATCHDOG_SECONDS = 10.0  # beyond its limit, after which a call that nobody could end ends the process
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,31 @@ class Place:
 class _Call:
     """A stage's call: its chunk, since when its clock runs (None while it stands still), and who is at work in it."""
 
+    stage: str
     chunk: int
     start: float | None
+    limit: float | None
+    watchdog: Watchdog
     who: str = ""
 
     def told(self, reason: str) -> str:
         return f"{self.who}: {reason}" if self.who else reason
+
+    def overdue(self) -> StageTimeout | None:
+        """What to raise where it has taken longer than its limit."""
+        start = self.start  # its own thread may stop the clock meanwhile
+        if self.limit is None or start is None or time.perf_counter() - start <= self.limit:
+            return None
+        return self._timeout()
+
+    def _timeout(self) -> StageTimeout:
+        return StageTimeout(self.stage, self.chunk, self.told(f"no result after {self.limit:g} s"))
+
+    def watch(self) -> None:
+        """Has the watchdog wait for its end, where its clock runs: with the lock held nobody else can."""
+        if self.limit is not None and self.start is not None:
+            seconds = self.start + self.limit + _WATCHDOG_SECONDS - time.perf_counter()
+            self.watchdog.arm(seconds, f"error: {self._timeout()}, and it holds Python's interpreter lock")
 
 
 _here = threading.local()  # .call: the stage's call that runs in this thread
@@ -96,6 +117,7 @@ def at_work(who: str) -> None:
     call = getattr(_here, "call", None)
     if call is not None:
         call.who = who
+        call.watch()
 
 
 @contextmanager
@@ -107,10 +129,12 @@ def untimed() -> Iterator[None]:
         return
     spent = time.perf_counter() - call.start
     call.start = None
+    call.watchdog.disarm()
     try:
         yield
     finally:
         call.start = time.perf_counter() - spent
+        call.watch()
 
 
 class _Stopped(Exception):
@@ -120,11 +144,13 @@ class _Stopped(Exception):
 class _State:
     """What the threads share. One condition guards it all, also a line's: every change is announced, nobody polls."""
 
-    def __init__(self, count: int, place: Place | None):
+    def __init__(self, count: int, place: Place | None, timeout: float | None):
         self.changed = threading.Condition() if place is None else place.line.changed
         self.place = place
         self.queues: list[deque] = [deque() for _ in range(count + 1)]  # the last one collects the results
+        self.timeout = timeout
         self.running: list[_Call | None] = [None] * count
+        self.watchdogs = [Watchdog() for _ in range(count)]
         self.seconds = [0.0] * count
         self.begun = 0
         self.stopped = False
@@ -181,11 +207,14 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int,
         try:
             item = state.take(state.queues[index], limit)
             start = time.perf_counter()
-            _here.call = state.running[index] = _Call(chunk, start)
+            call = _Call(stage.name, chunk, start, state.timeout if stage.timed else None, state.watchdogs[index])
+            _here.call = state.running[index] = call
             depth = sys.getrecursionlimit()
+            call.watch()
             try:
                 item = stage.function(item)
             finally:
+                call.watchdog.disarm()
                 sys.setrecursionlimit(max(depth, sys.getrecursionlimit()))  # a judge may have lowered everybody's
             mend_streams()
             state.running[index] = None
@@ -194,7 +223,7 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int,
         except _Stopped:
             return
         except BaseException as error:  # whatever ends a stage ends all: its neighbours would wait for ever
-            call, state.running[index] = state.running[index] or _Call(chunk, None), None
+            call, state.running[index] = state.running[index], None
             failure = StageError(stage.name, chunk, _reason(error, call))
             failure.__cause__ = error
             state.stop(failure)
@@ -202,18 +231,17 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int,
     state.leave(stage.name)
 
 
-def _reason(error: BaseException, call: _Call) -> str:
+def _reason(error: BaseException, call: _Call | None) -> str:
     """A user's mistake says itself whose it is."""
     if isinstance(error, UserError):
         return str(error)
-    return call.told(f"{type(error).__name__}: {one_line(error, 200)}")
+    reason = f"{type(error).__name__}: {one_line(error, 200)}"
+    return reason if call is None else call.told(reason)
 
 
-def _wait(
-    state: _State, stages: Sequence[Stage], chunks: int, timeout: float | None, stopping: Callable[[], bool]
-) -> None:
+def _wait(state: _State, chunks: int, stopping: Callable[[], bool]) -> None:
     """Wait in the calling thread until all results are there, a stage failed, or one is overdue; or for a stop."""
-    patience = _POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout / 4)
+    patience = _POLL_SECONDS if state.timeout is None else min(_POLL_SECONDS, state.timeout / 4)
     while True:
         with state.changed:
             if state.error is not None or len(state.queues[-1]) == chunks:
@@ -221,13 +249,9 @@ def _wait(
             state.changed.wait(patience)
         if stopping():
             raise Stopped
-        for stage, call in zip(stages, list(state.running), strict=True):
-            start = None if call is None else call.start
-            if call is None or start is None or timeout is None or not stage.timed:
-                continue
-            if time.perf_counter() - start > timeout:
-                reason = call.told(f"no result after {timeout:g} s")
-                state.stop(StageTimeout(stage.name, call.chunk, reason))
+        for call in list(state.running):
+            if call is not None and (failure := call.overdue()) is not None:
+                state.stop(failure)
 
 
 def _join(state: _State, threads: Sequence[threading.Thread], seconds: float) -> None:
@@ -255,8 +279,9 @@ def run_pipeline(
 
     The calling thread only waits, so signals reach it: an exception a handler raises there
     (KeyboardInterrupt) stops the pipeline and goes on to the caller. After any failure no further call is
-    begun; calls that are running are waited for, at most ten seconds, since a thread cannot be interrupted. The stages'
-    threads have the caller's context variables.
+    begun; calls that are running are waited for, at most ten seconds, since a thread cannot be interrupted. A call that
+    holds Python's interpreter lock for ever lets no signal and no time limit through: `watchdog` then ends the process.
+    The stages' threads have the caller's context variables.
 
     Args:
         chunks: What the first stage takes, in order.
@@ -284,7 +309,7 @@ def run_pipeline(
             raise ValueError(f"{name} must be at least 1, got {size}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be positive or None, got {timeout}")
-    state = _State(len(stages), place)
+    state = _State(len(stages), place, timeout)
     state.queues[0].extend(chunks)
     count = len(state.queues[0])
     threads = [
@@ -298,14 +323,17 @@ def run_pipeline(
     ]
     grace = _GRACE_SECONDS
     try:
-        for thread in threads:
-            thread.start()
-        _wait(state, stages, count, timeout, stopping)
+        with unseen_interrupts_end():
+            for thread in threads:
+                thread.start()
+            _wait(state, count, stopping)
     except Stopped:
         grace = _STOP_SECONDS
         raise
     finally:
         state.stop()
+        for watchdog in state.watchdogs:  # this thread goes on by itself
+            watchdog.close()
         _join(state, threads, grace)
     if state.error is not None:
         raise state.error

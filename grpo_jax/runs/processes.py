@@ -52,6 +52,8 @@ class StopRequests:
         """Inside there is nothing to save: a request raises `Stopped` wherever the main thread is."""
         self._at_once = True
         try:
+            if self._asked:
+                raise Stopped
             yield
         finally:
             self._at_once = False
@@ -73,8 +75,10 @@ def stop_requests() -> Iterator[StopRequests]:
     def handle(number: int, frame: object) -> None:
         if number == signal.SIGHUP:
             return
-        if number == signal.SIGINT and requests.is_set():
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, handle)  # `unseen_interrupts_end` has it answer once
+            if requests.is_set():
+                raise KeyboardInterrupt
         requests.set()
 
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

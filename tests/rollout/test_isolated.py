@@ -53,7 +53,7 @@ def asks(completions, renderer):
     return []
 
 def slow(completions):
-    time.sleep(0.7)
+    time.sleep(1.5)
     return [1.0] * len(completions)
 
 def hang(completions):
@@ -119,11 +119,11 @@ def test_stop_run_stops(file):
 
 
 def test_it_has_a_limit_of_its_own(file):
-    """Two calls of .7 s within one stage of 1 s are no timeout."""
-    rewards = [isolate(f"{file}:slow", 1.0) for _ in range(2)]
+    """A call of 1.5 s within a stage of 1 s is no timeout."""
+    reward = isolate(f"{file}:slow", 600.0)
 
     def score(texts):
-        return collect_rewards(rewards, ["a", "b"], texts, texts, {}, 2)
+        return collect_rewards([reward], ["a"], texts, texts, {}, 2)
 
     (values,), _ = run_pipeline([TEXTS], [Stage("score", score)], timeout=1.0)
     assert (values == 1).all()
@@ -177,7 +177,7 @@ def is_alive(pid):
 
 
 def wait(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -16,7 +16,7 @@ import pytest
 from grpo_jax.errors import Stopped
 from grpo_jax.rollout.pipeline import Line, Stage, StageError, StageTimeout, at_work, run_pipeline, untimed
 
-PATIENCE = 30.0  # seconds after which a test that should have gone on fails instead of hanging
+PATIENCE = 600.0  # seconds after which a test that should have gone on fails instead of hanging
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_no_more_chunks_than_allowed_are_on_their_way():
 def test_seconds_count_the_function_and_not_the_waiting():
     _, seconds = run_pipeline([0, 1], [Stage("slow", lambda c: time.sleep(0.2) or c), Stage("waits", identity)])
     assert seconds["slow"] >= 0.4
-    assert seconds["waits"] < 0.2  # it waited for 0.4 s
+    assert seconds["waits"] < seconds["slow"] / 2  # it waited as long
 
 
 @pytest.mark.parametrize("failing", ["first", "second", "third"])
@@ -154,18 +154,20 @@ def test_a_stage_that_leaves_the_program_stops_all():
 
 
 def test_a_failure_lets_running_calls_end_and_begins_no_other():
-    inside, ended, begun = threading.Event(), threading.Event(), []
+    inside, raised, ended, begun = threading.Event(), threading.Event(), threading.Event(), []
 
     def sample(chunk):
         begun.append(chunk)
         if chunk == 1:
             inside.set()
+            assert raised.wait(PATIENCE)
             time.sleep(0.2)
             ended.set()
         return chunk
 
     def score(chunk):
         assert inside.wait(PATIENCE)
+        raised.set()
         raise RuntimeError("broken")
 
     with pytest.raises(StageError, match="broken"):
@@ -279,32 +281,38 @@ def test_an_uncaught_interrupt_ends_a_program():
 
 
 def test_a_failing_stage_says_who_was_at_work():
-    def work(seconds):
+    release = threading.Event()
+
+    def work(waits):
         at_work("reward mine")
-        time.sleep(seconds)
+        assert not waits or release.wait(PATIENCE)
         raise ValueError("a\nb" * 10**5)
 
     with pytest.raises(StageTimeout, match=r"'score' failed on chunk 0: reward mine: no result after 0\.1 s"):
-        run_pipeline([0.5], [Stage("score", work)], timeout=0.1)
+        run_pipeline([True], [Stage("score", work)], timeout=0.1)
+    release.set()
     with pytest.raises(StageError, match="stage 'score' failed on chunk 0: reward mine: ValueError: a ba b") as failed:
-        run_pipeline([0], [Stage("score", work)])
+        run_pipeline([False], [Stage("score", work)])
     assert len(str(failed.value)) < 300
 
 
 def test_the_clock_stands_still_where_a_call_has_its_own_limit():
     def work(chunk):
         with untimed():
-            time.sleep(0.4)
+            time.sleep(0.8)
         return chunk
 
-    assert run_pipeline([1, 2], [Stage("score", work)], timeout=0.2)[0] == [1, 2]
+    assert run_pipeline([1], [Stage("score", work)], timeout=0.5)[0] == [1]
+
+    release = threading.Event()
 
     def slow_after(chunk):
         work(chunk)
-        time.sleep(0.6)
+        release.wait(PATIENCE)
 
     with pytest.raises(StageTimeout):
-        run_pipeline([1], [Stage("score", slow_after)], timeout=0.2)
+        run_pipeline([1], [Stage("score", slow_after)], timeout=0.5)
+    release.set()
 
 
 # batches in a line

@@ -2,7 +2,7 @@
 
 import resource
 import shutil
-import time
+import threading
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -350,7 +350,8 @@ def test_a_write_that_failed_in_the_background_is_made_up_for_by_the_next(folder
     with Checkpoints(folder, note=notes.append, pauses=(0.01,)) as checkpoints:
         with small_files_only(50_000):
             checkpoints.save(1, big, {})
-            time.sleep(0.5)
+            for thread in [thread for thread in threading.enumerate() if thread.name == "commit"]:
+                thread.join()
         checkpoints.save(2, big, {})
         assert checkpoints.available() == ["2"] and len(notes) == 1
         assert "could not be written" in notes[0]

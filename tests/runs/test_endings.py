@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
-from support.text_task import ROOT, assert_same_run, finished_run, train_here
+from support.text_task import PATIENCE, ROOT, assert_same_run, environment, finished_run, rewound, train_here
 
 from grpo_jax.errors import UserError
 from grpo_jax.reports.console import Console
@@ -57,9 +59,60 @@ errors.leave(3)
 def test_a_thread_that_never_ends_does_not_hold_the_process(name):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", LEAVING, name], env=environment, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", LEAVING, name], env=environment, timeout=PATIENCE, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, "said\n", "")
+
+
+IMPATIENT = """
+from grpo_jax.rollout import pipeline
+pipeline._WATCHDOG_SECONDS = 1.0
+from grpo_jax.train import command
+command()
+"""
+
+
+def test_a_judge_that_holds_the_interpreter_lock_ends_the_run_and_it_goes_on(place, tmp_path):
+    expected, run = finished_run(place), rewound(finished_run(place), tmp_path / "run", step=3)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPATIENT, "--resume", "--run_dir", run, "--judge_timeout=3"],
+        env=environment(place, run, judge="lock:0"),
+        timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and (run / "held").exists(), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: stage 'score' failed on chunk 0: reward letters: no result after 3 s, and it holds")
+    assert f"go on with --resume --run_dir {run}" in line
+    assert (run / "train.log").read_text().splitlines()[-1] == line
+    assert train_here(place.config, run, "--resume", "--judge_timeout=1800") == 0
+    assert_same_run(run, expected)
+
+
+INTERRUPTED = """
+import ctypes, re, sys
+from grpo_jax.rollout.pipeline import Stage, run_pipeline
+
+def hold(_):
+    sys.setswitchinterval(1000)
+    ctypes.PyDLL(None).write(1, b"held", 4)  # keeps the lock, which nobody gets from here on
+    re.match("(a+)+$", "a" * 40 + "b")
+
+run_pipeline([0], [Stage("score", hold)])
+"""
+
+
+def test_interrupts_end_a_process_whose_interpreter_lock_is_held():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout.read(4) == b"held"
+        deadline = time.monotonic() + PATIENCE
+        while process.poll() is None and time.monotonic() < deadline:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)  # two that are sent at once are one
+        process.kill()
+        assert process.wait() == -signal.SIGINT
 
 
 class Gone(io.StringIO):

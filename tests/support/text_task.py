@@ -24,7 +24,7 @@ PATIENCE = 600  # seconds; only a hang takes that long
 TIMINGS = ("seconds/", "tokens_per_second")
 
 JUDGE = '''
-import os, pathlib, sys, time
+import os, pathlib, re, sys, time
 
 def letters(prompts, completions, wish, **columns):
     """Share of letters; more for the letter that is wished for."""
@@ -44,6 +44,9 @@ def letters(prompts, completions, wish, **columns):
         flag.touch()
         while flag.exists():
             time.sleep(0.02)
+    if action == "lock":
+        (pathlib.Path(os.environ["JUDGE_RUN"]) / "held").touch()
+        re.match(r"(a+)+$", "a" * 40 + "b")  # longer than anybody waits, with the interpreter lock held
     if action == "close":
         sys.stdout.close(), sys.stderr.close(), os.closerange(0, 3)
     if action == "commit":

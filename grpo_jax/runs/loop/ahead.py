@@ -20,6 +20,7 @@ import jax
 from grpo_jax.errors import ABANDONED, Stopped
 from grpo_jax.rollout.drawing import Drawn
 from grpo_jax.rollout.pipeline import Line, Place
+from grpo_jax.rollout.watchdog import unseen_interrupts_end
 from grpo_jax.runs.iteration import Iteration, Learner, draw_batch, learn
 from grpo_jax.runs.parts import Parts
 from grpo_jax.training.state import Behind, TrainState, frozen_behind, left_behind, release, variables_behind
@@ -92,8 +93,9 @@ class Ahead:
         self._threads.clear()
 
     def _await(self, drawn: list[Future[Drawn]]) -> None:
-        while wait(drawn, _POLL_SECONDS).not_done:
-            pass
+        with unseen_interrupts_end():
+            while wait(drawn, _POLL_SECONDS).not_done:
+                pass
 
     def _draw(
         self, drawn: Future[Drawn], before: list[Future[Drawn]], iteration: int, variables: Any, place: Place | None

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.errors import complain
+from grpo_jax.errors import ABANDONED, complain
 from grpo_jax.runs.processes import HEARTBEAT_SECONDS
 
 _ATTEMPT_MS = 1_000  # one wait for a message, which no signal interrupts; it is asked for again
@@ -25,6 +25,7 @@ _WATCH_SECONDS = 1.0
 _PARTING_SECONDS = 30.0
 _LEAVING_SECONDS = 2.0  # for one that has left in good order to hear the coordinator say so: JAX would abort it
 _STOP = "grpo_jax/stop"
+_WATCH = "watch"
 
 
 def client() -> Any:
@@ -88,7 +89,7 @@ class Watch:
         """
         self._client, self._told, self._stop, self._over = client(), told, stop, threading.Event()
         self._everybody = list(range(count))
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        threading.Thread(target=self._look, name=_WATCH, daemon=True).start()
 
     def over(self) -> None:
         """Looks no more: processes may end."""
@@ -115,24 +116,36 @@ class Watch:
         os._exit(1)
 
 
+joined = threading.Event()
+"""Whether all are there: only then there is anything to leave."""
+
+
 def part() -> None:
     """Leaves the company, at the end of a process: process 0, in which the coordinator runs, is the last.
 
     A second time, and in a process that is alone, nothing happens.
     """
-    if not jax.distributed.is_initialized():
+    if not joined.is_set():
         return
-    if jax.process_index():
+    joined.clear()
+    parting = threading.Thread(target=_part, name="part", daemon=True)
+    parting.start()
+    parting.join(_PARTING_SECONDS)
+    if parting.is_alive():
+        parting.name = ABANDONED + parting.name
+
+
+def _part() -> None:
+    with suppress(jax.errors.JaxRuntimeError):
+        if (
+            jax.process_index() == 0
+        ):  # JAX aborts who finds the coordinator gone; a call is answered when all live ones ask
+            while set(client().get_live_nodes(list(range(jax.process_count())))) - {0}:
+                pass
+        for thread in threading.enumerate():
+            if thread.name == _WATCH:  # Python's end aborts the process where a thread is still inside JAX
+                thread.join()
         jax.distributed.shutdown()
-        return
-
-    def wait_for_the_others() -> None:  # who asks is answered when all that are there do
-        with suppress(jax.errors.JaxRuntimeError):
-            client().get_live_nodes(list(range(jax.process_count())))
-
-    waiting = threading.Thread(target=wait_for_the_others, daemon=True)
-    waiting.start()
-    waiting.join(_PARTING_SECONDS)
 
 
 def ask_to_stop() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,29 +15,56 @@ import jax
 
 from grpo_jax.config import Config
 from grpo_jax.config.fields import require
-from grpo_jax.errors import StageError, UserError, complain
-from grpo_jax.runs.processes import announced, join_processes, number_of
-from grpo_jax.runs.several.channel import CoordinatorChannel, Watch, ask_to_stop, part, wait_for_the_watch
+from grpo_jax.errors import ABANDONED, StageError, Stopped, UserError, complain
+from grpo_jax.runs.processes import StopRequests, announced, join_processes, number_of
+from grpo_jax.runs.several.channel import CoordinatorChannel, Watch, ask_to_stop, joined, part, wait_for_the_watch
 from grpo_jax.runs.several.company import ALONE, Company, Follower, Leader
 from grpo_jax.runs.several.following import follow
 
+_POLL_SECONDS = 0.5  # how often who joins looks up where a signal does not wake it
 _PATIENCE_SECONDS = 10.0  # for processes to hear that the run failed: they may wait in a collective
 
 
-def join(config: Any) -> Company:
+def join(config: Any, stop: StopRequests) -> Company:
     """The processes that make this run: what the environment announces (`processes.announced`).
+
+    Args:
+        config: The run's.
+        stop: Looked at while the others are waited for.
 
     Raises:
         UserError: It announces several, and this run cannot be one of several.
+        Stopped: A stop was asked for before all were there.
     """
     count = announced().count
     if count == 1:
         return ALONE
     _require_fit(config, count)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
     with _told_by_itself():
-        join_processes()
+        _join_unless_stopped(stop)
+    joined.set()
     atexit.register(part)
     return (Follower if jax.process_index() else Leader)(count, CoordinatorChannel())
+
+
+def _join_unless_stopped(stop: StopRequests) -> None:
+    """Joins in a thread of its own: JAX waits for the others where no signal comes through."""
+    count: Future[int] = Future()
+
+    def work() -> None:
+        try:
+            count.set_result(join_processes())
+        except BaseException as error:  # told where it is waited for
+            count.set_exception(error)
+
+    thread = threading.Thread(target=work, name="join", daemon=True)
+    thread.start()
+    while wait([count], _POLL_SECONDS).not_done:
+        if stop.is_set():
+            thread.name = ABANDONED + thread.name
+            raise Stopped
+    count.result()
 
 
 def _require_fit(config: Any, count: int) -> None:
@@ -71,8 +99,13 @@ def leading(company: Company, config: Any) -> Iterator[None]:
     company.end(0)
 
 
-def take_part(config: Any, follower: Follower) -> dict[str, Any]:
+def take_part(config: Any, follower: Follower, stop: StopRequests) -> dict[str, Any]:
     """Any other process's whole run: it says nothing, and asks process 0 to stop where it is asked itself.
+
+    Args:
+        config: The run's.
+        follower: How the calls come.
+        stop: Whether it was asked while it joined.
 
     Returns:
         That it is over: summary.json is process 0's.
@@ -82,6 +115,8 @@ def take_part(config: Any, follower: Follower) -> dict[str, Any]:
     """
     watch = Watch(follower.processes)
     with _signals_passed_on(), _told_by_itself():
+        if stop.is_set():
+            ask_to_stop()
         try:
             code = follow(config, follower)
         except jax.errors.JaxRuntimeError:

@@ -37,13 +37,22 @@ EXCLUDE = [RNG.integers(0, 200, 4).tolist() for _ in QUERIES]
 IMPATIENT = retrieval.Patience(attempts=1, budget=0, window=1)
 
 
+def held_file(orders):
+    """Is there once an actor holds a step."""
+    return orders.with_name("held")
+
+
 def make_faulty(path):
     """What the actors load, with faults that a file orders; made in a function, so that Ray sends its code along."""
+    held = held_file(path)
 
     class FaultyShard(service.RankShard):
         def count(self, queries, scale, *vectors):
             orders = json.loads(path.read_text())
             time.sleep(orders.get("sleep", 0.0))
+            if orders.get("hold") == self._number and not held.exists():  # once: until it is killed
+                held.touch()
+                time.sleep(600)
             counts = super().count(queries, scale, *vectors)
             return counts._replace(score=counts.score * np.nan) if orders.get("nan") else counts
 
@@ -52,7 +61,7 @@ def make_faulty(path):
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    """(backend, orders): a service of two shards on a cluster of its own, and a function that orders faults."""
+    """(backend, orders): a service of two shards on a cluster of its own, and the file that orders faults."""
     folder = tmp_path_factory.mktemp("ray")
     orders = folder / "orders.json"
     orders.write_text("{}")
@@ -72,19 +81,35 @@ def running(tmp_path_factory):
         backend = service.start_service(
             TITLES, shards=2, cache=folder / "cache", cpus=0.5, shard_class=make_faulty(orders), restarts=2
         )
-        yield backend, lambda **faults: orders.write_text(json.dumps(faults))
+        yield backend, orders
     finally:
         ray.shutdown()
 
 
 @pytest.fixture
 def misbehave(running):
-    yield running[1]
-    running[1]()
+    orders = running[1]
+    yield lambda **faults: orders.write_text(json.dumps(faults))
+    orders.write_text("{}")
+    held_file(orders).unlink(missing_ok=True)
 
 
 def actor_pid(actor):
-    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    """The actor's process; one that is restarting is waited for."""
+    return ray.get(actor.__ray_call__.options(max_task_retries=-1).remote(lambda _: os.getpid()))
+
+
+def kill_once_held(running, actor, *, restart):
+    """Starts a thread that kills an actor in the midst of the step that it holds."""
+
+    def act():
+        while not held_file(running[1]).exists():
+            time.sleep(0.02)
+        ray.kill(actor, no_restart=not restart)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
 
 
 def test_ray_and_in_process_agree(running):
@@ -201,9 +226,8 @@ def test_an_actor_killed_in_mid_step_is_restarted_and_the_step_repeated(running,
     expected = Retriever(backend).score_ranks(QUERIES, TARGETS, EXCLUDE)
     actor = backend._pool.seats[1].handle
     before = actor_pid(actor)
-    misbehave(sleep=1.0)
-    killer = threading.Timer(0.3, ray.kill, [actor], {"no_restart": False})
-    killer.start()
+    misbehave(hold=1)
+    killer = kill_once_held(running, actor, restart=True)
     retriever = Retriever(backend, patience=IMPATIENT)
     found = retriever.score_ranks(QUERIES, TARGETS, EXCLUDE)
     killer.join()
@@ -216,8 +240,8 @@ def test_an_actor_killed_in_mid_step_is_restarted_and_the_step_repeated(running,
 def test_an_actor_that_stays_dead_stops_the_run(running, misbehave):
     """The last test of the service: afterwards it is gone."""
     backend = running[0]
-    misbehave(sleep=1.0)
-    threading.Timer(0.3, ray.kill, [backend._pool.seats[0].handle], {"no_restart": True}).start()
+    misbehave(hold=0)
+    kill_once_held(running, backend._pool.seats[0].handle, restart=False)
     with pytest.raises(retrieval.ActorLost, match="died"):
         backend.count(make_queries([["a"]], [[1.0]], [0], [[]]), retrieval.Scale())
     retriever = Retriever(backend, patience=retrieval.Patience(attempts=2, first_wait=0.1, budget=1))

@@ -83,7 +83,7 @@ def ask(address, **environment):
     """What a command says that asks the service at an address, and whether it is one line and exit code 2."""
     changed = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     changed |= {"RAY_NUM_REDIS_GET_RETRIES": "2", **environment}
-    done = subprocess.run([sys.executable, "-c", ASK, address], **PIPES | {"stdin": None}, env=changed, timeout=120)
+    done = subprocess.run([sys.executable, "-c", ASK, address], **PIPES | {"stdin": None}, env=changed, timeout=600)
     assert done.returncode == 2 and done.stdout == "", (done.stdout, done.stderr)
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and len(done.stderr) < 300, done.stderr
     return done.stderr
@@ -103,7 +103,7 @@ def test_a_service_says_where_it_is_to_its_user_alone(served, catalogue):
     file = whereabouts.service_file("retrieval")
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
     assert whereabouts.find_service("retrieval").address == served[1]
-    second = subprocess.run([*SERVE, "--catalogue", str(catalogue)], **PIPES | {"stdin": None}, timeout=120)
+    second = subprocess.run([*SERVE, "--catalogue", str(catalogue)], **PIPES | {"stdin": None}, timeout=600)
     assert second.returncode == 2 and f"of yours is at {served[1]} already" in second.stderr
 
 
@@ -163,7 +163,7 @@ def test_the_command_serves_until_it_is_told_to_stop(served):
     retriever.close()  # it is not ours to end
     assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=600) == 0
     with pytest.raises(StopRun, match="none of yours runs here"):
         retriever.score_ranks([TITLES[3]], [3], [[]])
     assert process.stderr.read() == ""
@@ -181,7 +181,7 @@ def test_without_a_cluster_the_message_says_how_to_start_one(home):
 
 def test_a_catalogue_that_is_not_there_is_one_line(tmp_path):
     done = subprocess.run(
-        [*SERVE, "--catalogue", str(tmp_path / "none.tsv")], capture_output=True, text=True, timeout=120, cwd=ROOT
+        [*SERVE, "--catalogue", str(tmp_path / "none.tsv")], capture_output=True, text=True, timeout=600, cwd=ROOT
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "none.tsv does not exist" in done.stderr

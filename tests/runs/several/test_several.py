@@ -9,20 +9,26 @@ import time
 
 import pytest
 from support import xla
-from support.text_task import environment, finish, finished_run, rows, train, wait_for
+from support.text_task import ROOT, environment, finish, finished_run, rows, train, wait_for
+from support.text_task import start as start_alone
 
 from grpo_jax import evaluate
 
 pytestmark = pytest.mark.slow
-END = 60  # seconds in which a run ends everywhere when one of its processes is gone
+END = 600  # seconds; only a hang takes that long
+
+
+def announcement(count):
+    """What tells `count` processes of each other, and the coordinator's port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}, port
 
 
 def start(place, run, count, *arguments, judge="work:0", devices=1, last=()):
     """The training command `count` times, each with so many devices; the last one perhaps with arguments of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "XLA_FLAGS": xla.devices(devices)}
+    told = announcement(count)[0] | {"XLA_FLAGS": xla.devices(devices)}
     config = [] if "--resume" in arguments else ["--config", str(place.config)]
     command = [sys.executable, "-m", "grpo_jax.train", *config, "--run_dir", str(run), *arguments]
     return [
@@ -132,6 +138,52 @@ def test_mistakes_are_told_once(place, tmp_path, monkeypatch):
         "error: process 1: policy '/nowhere' is not on"
     )
     assert first.returncode == 1 and lines(first.stderr)[0].startswith("error: process 1 of 2 is gone: ")
+
+
+def test_sigterm_ends_a_process_that_waits_for_the_others(place, tmp_path, monkeypatch):
+    told, port = announcement(2)
+    for name, value in (told | {"JAX_PROCESS_ID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    process = start_alone(place, tmp_path / "run", "--policy.mesh.fsdp=2")
+
+    def listens():
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_for(listens, process)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert done.returncode == 0 and not lines(done.stderr), done.stderr
+    assert done.stdout == "stopped while waiting for the other processes: the same command begins again\n"
+
+
+LATE = """
+import sys, time
+from grpo_jax.errors import leave
+from grpo_jax.runs.processes import join_processes
+from grpo_jax.runs.several.channel import Watch, joined, part
+join_processes()
+joined.set()
+watch = Watch(2)
+time.sleep(int(sys.argv[1]))
+watch.over()
+part()
+leave(0)
+"""
+
+
+def test_the_coordinator_waits_for_one_that_leaves_late():
+    told, _ = announcement(2)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LATE, str(4 * number)],
+            env=os.environ | told | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_PROCESS_ID": str(number)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    assert [(finish(process).returncode, process.args[-1]) for process in processes] == [(0, "0"), (0, "4")]
 
 
 @pytest.mark.wide

@@ -1,0 +1,194 @@
+"""Ends a process whose interpreter lock is held for ever, by calls of the C library that need no Python.
+
+A judge that never gives the lock back (a catastrophic regular expression) stops all threads of Python: nobody sees its
+time limit pass, or a Ctrl-C come. A POSIX timer needs nobody: its own thread calls `fflush` on a line that was written
+ahead, then `_exit`. A SIGINT that Python has not looked at when the next one comes is left to the system, which ends
+the process. On Linux alone; elsewhere nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+EXIT_CODE = 2  # that of a judge which fails
+_STEP_SECONDS = 0.1  # between the calls of one watchdog
+_SIGEV_THREAD, _SA_RESETHAND, _IOFBF = 2, 0x80000000, 0
+_BUFFER_BYTES = 4096
+
+
+class _SignalEvent(ctypes.Structure):
+    """`struct sigevent`: call `function(value)` in a thread of its own."""
+
+    _fields_ = [
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_byte * 32),
+    ]
+
+
+class _TimerTime(ctypes.Structure):
+    """`struct itimerspec`."""
+
+    _fields_ = [
+        ("interval_seconds", ctypes.c_long),
+        ("interval_nanoseconds", ctypes.c_long),
+        ("seconds", ctypes.c_long),
+        ("nanoseconds", ctypes.c_long),
+    ]
+
+
+class _SignalAction(ctypes.Structure):
+    """`struct sigaction`."""
+
+    _fields_ = [
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_byte * 128),
+        ("flags", ctypes.c_uint),
+        ("restorer", ctypes.c_void_p),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The C library; None where it has no timers."""
+    if sys.platform != "linux":
+        return None
+    for name in (None, "librt.so.1"):  # glibc before 2.34 has the timers apart
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name)
+            library.timer_create, library["__fpurge"]  # an AttributeError where they are not
+            library.fdopen.restype = ctypes.c_void_p
+            return library
+    return None
+
+
+class Watchdog:
+    """Ends this process, with a line, where it is not called off in time."""
+
+    def __init__(self) -> None:
+        """Nothing is waited for yet."""
+        self._lock = threading.Lock()
+        self._timers: list[ctypes.c_void_p] = []
+        self._files: list[ctypes.c_void_p] = []
+        self._closed = False
+        _watchdogs.add(self)
+
+    def arm(self, seconds: float, line: str) -> None:
+        """Waits anew; nothing after `close`.
+
+        Args:
+            seconds: From now, until the process ends with `EXIT_CODE`.
+            line: What standard error and the log (`last_words`) then say.
+        """
+        library = _library()
+        with self._lock:
+            self._disarm()
+            if self._closed or library is None:
+                return
+            text = f"{line}{_last_words}\n".encode()[-_BUFFER_BYTES + 1 :]
+            for descriptor in _descriptors():
+                file = ctypes.c_void_p(library.fdopen(descriptor, b"w"))
+                library.setvbuf(file, None, _IOFBF, _BUFFER_BYTES)
+                library.fputs(text, file)
+                self._files.append(file)
+            calls = [(library.fflush, file) for file in self._files]
+            for place, (function, value) in enumerate([*calls, (library._exit, ctypes.c_void_p(EXIT_CODE))]):
+                self._call_later(library, max(seconds, 0.0) + (place + 1) * _STEP_SECONDS, function, value)
+
+    def disarm(self) -> None:
+        """Waits no more, until it is armed again."""
+        with self._lock:
+            self._disarm()
+
+    def close(self) -> None:
+        """Waits no more."""
+        with self._lock:
+            self._closed = True
+            self._disarm()
+
+    def forget_line(self) -> None:
+        """In a process that was forked: its end must not write the line."""
+        for file in self._files:
+            _library()["__fpurge"](file)  # type: ignore[index]
+
+    def _call_later(self, library: ctypes.CDLL, seconds: float, function: object, value: ctypes.c_void_p) -> None:
+        address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type]
+        event = _SignalEvent(value=value, notify=_SIGEV_THREAD, function=address)
+        timer = ctypes.c_void_p()
+        if library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+            return  # no more timers: then there is no last resort
+        self._timers.append(timer)
+        moment = _TimerTime(seconds=int(seconds), nanoseconds=int(seconds % 1 * 1e9))
+        library.timer_settime(timer, 0, ctypes.byref(moment), None)
+
+    def _disarm(self) -> None:
+        library = _library()
+        timers, self._timers = self._timers, []
+        files, self._files = self._files, []
+        assert library is not None or not (timers or files)
+        for timer in timers:
+            library.timer_delete(timer)
+        for file in files:
+            library["__fpurge"](file)
+            library.fclose(file)
+
+
+_watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [watchdog.forget_line() for watchdog in _watchdogs])
+
+_last_words = ""
+_log: Path | None = None
+
+
+@contextmanager
+def last_words(text: str, log: Path) -> Iterator[None]:
+    """What else a watchdog's line says inside, and a file that gets it too."""
+    global _last_words, _log
+    before = _last_words, _log
+    _last_words, _log = text, log
+    try:
+        yield
+    finally:
+        _last_words, _log = before
+
+
+def _descriptors() -> list[int]:
+    """Of standard error and the log, where there are such."""
+    found = []
+    with suppress(OSError):
+        found.append(os.dup(2))
+    if _log is not None:
+        with suppress(OSError):
+            found.append(os.open(_log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+    return found
+
+
+@contextmanager
+def unseen_interrupts_end() -> Iterator[None]:
+    """Inside, a Ctrl-C ends the process if Python has not looked at the one before. In the main thread alone."""
+    library = _library()
+    if library is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = _SignalAction()
+    library.sigaction(signal.SIGINT, None, ctypes.byref(before))
+    once = _SignalAction.from_buffer_copy(before)
+    once.flags |= _SA_RESETHAND
+    library.sigaction(signal.SIGINT, ctypes.byref(once), None)
+    try:
+        yield
+    finally:
+        library.sigaction(signal.SIGINT, ctypes.byref(before), None)

@@ -61,12 +61,13 @@ def make_recommender(
     Raises:
         UserError: Data are bad, or the policy cannot name the items of another catalogue.
     """
-    task, dataset = config.task, load_dataset(config.task, held_out=config.data.held_out)
+    task, data = config.task, config.data
+    dataset = load_dataset(task, held_out=data.held_out, columns=data.columns)
     items = dataset.catalogue
     if catalogue is not None:
         if items.names:
             raise UserError(f"catalogue: expected the run's, whose items are the policy's own words; got {catalogue}")
-        items = read_catalogue(catalogue, blank_titles=task.blank_titles)
+        items = read_catalogue(catalogue, blank_titles=task.blank_titles, columns=data.columns)
         dataset = dataset._replace(catalogue=items, known=_carried_over(dataset, items))
     template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
     best = _by_query(config, items, write) if task.writes == "query" else _by_policy(config, policy, items, dataset)

@@ -23,7 +23,7 @@ from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_p
 from grpo_jax.tasks.recommendation.ranking.choosing import ChosenPrior, choose_prior
 from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, items_of, ranking_columns
 from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
-from grpo_jax.tasks.recommendation.ranking.recommending import Recommender, make_recommender
+from grpo_jax.tasks.recommendation.ranking.recommending import MakeWriter, Recommender, make_recommender
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, make_ask, open_retriever
 from grpo_jax.tasks.recommendation.rewards import (
@@ -258,11 +258,9 @@ class Recommendation(Task):
         """The task with a catalogue that has grown (`dataset.over_catalogue`)."""
         return over_catalogue(self, path, columns)
 
-    def recommender(
-        self, config: Any, policy: Any, write: Callable[[str], str], *, catalogue: str | None = None
-    ) -> Recommender:
+    def recommender(self, config: Any, policy: Any, writer: MakeWriter, *, catalogue: str | None = None) -> Recommender:
         """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
-        return make_recommender(config, policy, write, catalogue=catalogue)
+        return make_recommender(config, policy, writer, catalogue=catalogue)
 
     def choose_prior(self, config: Any, policy: Any, *, users: int | None = None) -> ChosenPrior:
         """Which weights of the prior are best for a trained policy (`choosing.choose_prior`)."""

@@ -49,7 +49,7 @@ def choose_prior(config: Any, policy: Any, *, users: int | None = None) -> Chose
     rows, catalogue = dataset.prompts.validation[:wanted], dataset.catalogue
     if not rows:
         raise UserError(f"--users: expected a number >= 1, and data with validation users, got {wanted}")
-    listed, scores = policy_ranking(config, policy, catalogue)(rows)
+    listed, scores = policy_ranking(config, policy, catalogue, rows)(rows)
 
     def own(start: int, stop: int) -> np.ndarray:
         nothing = np.zeros((stop - start, len(catalogue)), np.float32)

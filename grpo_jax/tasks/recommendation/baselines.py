@@ -51,6 +51,10 @@ class Retriever(Protocol):
         ...
 
 
+SPARSE_BLOCK = 128
+"""Examples of which sparse scores are held at once, whatever the catalogue: some thousand entries each."""
+
+
 def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance: float = 1e-6) -> RankCounts:
     """Counts for each example the items before its target and level with it, without those excluded.
 

@@ -146,26 +146,31 @@ def measure_methods(
 ) -> Measured:
     """Every baseline and the given policies, full ranking, ties as retrieval.ties says; arguments as in `findings`."""
     # SciPy is needed for nothing else of a run.
-    from grpo_jax.tasks.recommendation.baselines import count_baselines, rank_and_recommend, title_baselines
+    from grpo_jax.tasks.recommendation.baselines import (
+        SPARSE_BLOCK,
+        count_baselines,
+        rank_and_recommend,
+        title_baselines,
+    )
     from grpo_jax.tasks.recommendation.ranking.prior import fusion_baseline
 
     items, ranks, recommended = len(dataset.catalogue), {}, {}
     histories = [row.columns["history"] for row in rows]
 
-    def measure(scores: Mapping[str, Scores]) -> None:
+    def measure(scores: Mapping[str, Scores], block: int) -> None:
         for name, score in scores.items():
-            counts, recommended[name] = rank_and_recommend(score, rows, block=users_at_once(items))
+            counts, recommended[name] = rank_and_recommend(score, rows, block=block)
             ranks[name] = rank_of(counts, rule=task.retrieval.ties)
 
     def of_histories(prior: Known) -> Scores:
         return lambda start, stop: prior(histories[start:stop])
 
     # One after the other: each holds how alike the items are, of many items the most of a run's memory.
-    measure(count_baselines(dataset.known, items, rows, decay=task.decay))
+    measure(count_baselines(dataset.known, items, rows, decay=task.decay), SPARSE_BLOCK)
     fusion = fusion_baseline(dataset.catalogue.titles, dataset.known, decay=task.decay)
-    measure({"titles + item-kNN": of_histories(fusion)})
+    measure({"titles + item-kNN": of_histories(fusion)}, users_at_once(items))
     if known is not None:
-        measure({PRIOR: of_histories(known)})
+        measure({PRIOR: of_histories(known)}, users_at_once(items))
     asked = ask if task.writes == "query" and task.prior.used else None
     ranks |= title_baselines(retriever, dataset.catalogue, rows, decay=task.decay, ask=asked)
     for name, found in policies.items():

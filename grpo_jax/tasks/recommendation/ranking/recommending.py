@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import heapq
+import itertools
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,11 +119,24 @@ def _names(catalogue: Catalogue) -> Callable[[str], int]:
             return ids[title] if title in ids else ids[name]
         if spelled in known:
             return known[spelled]
-        near = difflib.get_close_matches(spelled, known, n=1, cutoff=0.3)
+        near = difflib.get_close_matches(spelled, _alike(spelled, known), n=1, cutoff=0.3)
         hint = f"; the nearest is {one_line(repr(catalogue.titles[known[near[0]]]), 80)}" if near else ""
         raise UserError(f"history: no item is called {one_line(repr(title), 80)}{hint}")
 
     return row_of
+
+
+def _alike(title: str, known: Iterable[str]) -> list[str]:
+    """The few titles that share the most pairs of letters with one; comparing it with all would take seconds."""
+    pairs = set(itertools.pairwise(title))
+
+    def shared(name: str) -> float:
+        return len(pairs.intersection(itertools.pairwise(name))) / (len(title) + len(name))
+
+    return heapq.nlargest(_COMPARED, known, key=shared)
+
+
+_COMPARED = 50
 
 
 def _composed(name: str) -> str:

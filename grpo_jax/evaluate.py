@@ -75,7 +75,7 @@ def _evaluate(options: argparse.Namespace, leaving: ExitStack) -> None:
     if options.catalogue is not None:
         if not hasattr(config.task, "over_catalogue"):
             raise UserError(f"--catalogue: the task of {options.run} ranks no catalogue")
-        config = dataclasses.replace(config, task=config.task.over_catalogue(options.catalogue))
+        config = dataclasses.replace(config, task=config.task.over_catalogue(options.catalogue, config.data.columns))
     if options.mesh is not None:
         section = dataclasses.replace(config.policy, mesh=MeshSection(*options.mesh))
         config = dataclasses.replace(config, policy=section)

@@ -50,8 +50,14 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
     return make_rewriter(config, policy)
 
 
-def make_rewriter(config: Any, policy: Any) -> Callable[..., str]:
-    """The function of `load_rewriter` for a policy that is loaded: `functions`, `variables` and `loaded`."""
+def make_rewriter(config: Any, policy: Any, rows: Sequence[Any] = ()) -> Callable[..., str]:
+    """The function of `load_rewriter` for a policy that is loaded.
+
+    Args:
+        config: Of the run.
+        policy: `functions`, `variables` and `loaded`.
+        rows: Rows without pictures whose longest prompt sets the width of all prompts, so that none compiles anew.
+    """
     import jax
 
     from grpo_jax.rollout.data import Row
@@ -68,6 +74,12 @@ def make_rewriter(config: Any, policy: Any) -> Callable[..., str]:
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
 
+    def encoder(rows: Sequence[Row]) -> Callable[[Sequence[Row]], Any]:
+        size = loaded.config.vocab_size
+        return make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=size, rows=rows, eyes=eyes)
+
+    encode_wide = encoder(rows) if rows else None
+
     @functools.cache  # what may be written is read when it is asked for first
     def sampler() -> Callable[..., Any]:
         trie = policy_choices(config, config.task.listed_texts(config), loaded)
@@ -79,11 +91,7 @@ def make_rewriter(config: Any, policy: Any) -> Callable[..., str]:
         except ValueError as error:
             raise UserError(str(error)) from error
         row = Row(0, asked.text, {}, asked.pictures, asked.messages)
-        vocabulary = loaded.config.vocab_size
-        encode = make_encode(
-            loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=vocabulary, rows=[row], eyes=eyes
-        )
-        tokens, mask, shown = encode([row])
+        tokens, mask, shown = (encode_wide or encoder([row]))([row])
         seen = {} if shown is None else {"pictures": make_see(policy)(policy.variables, shown)[0]}
         samples = jax.device_get(sampler()(policy.variables, tokens, mask, keys, **seen))
         return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1]
@@ -117,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _predict(options: argparse.Namespace) -> None:
     from grpo_jax.runs.loop.programs import keep_programs
 
-    prompts = options.prompt if options.file is None else read_lines(options.file)
+    prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
     keep_programs()
     rewrite = load_rewriter(options.run, options.checkpoint)
     for prompt in prompts:
@@ -126,17 +134,17 @@ def _predict(options: argparse.Namespace) -> None:
         print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) if as_json else text)
 
 
-def read_lines(path: str) -> list[str]:
-    """What `--file` names, without blank lines.
+def read_lines(path: str) -> list[tuple[int, str]]:
+    """The lines of what `--file` names and their numbers, from 1, without blank ones.
 
     Raises:
         UserError: It cannot be read.
     """
     try:
-        text = read_text(path)
+        lines = read_text(path).replace("\r\n", "\n").split("\n")
     except UserError as error:
         raise UserError(f"--file: {error}") from error
-    return [line for line in text.splitlines() if line.strip()]
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def command() -> NoReturn:

@@ -9,12 +9,13 @@ On the command line:
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, carry_out, extras_named, leave, one_line, said, version
+from grpo_jax.errors import UserError, carry_out, complain, extras_named, leave, one_line, said, version
 from grpo_jax.predict import make_rewriter, read_lines
 
 SEPARATOR = "|"
@@ -23,6 +24,9 @@ SEPARATOR = "|"
 @extras_named()
 def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogue: str | None = None) -> Any:
     """The function recommend(titles, k=10) of a run whose task recommends: its best items, with why.
+
+    There are fewer than k where the run's rankings list no more (`task.listed`). A title that stands several times
+    counts once, in its last place.
 
     Args:
         run_dir: Run directory of a training run.
@@ -33,7 +37,8 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogu
         UserError: There is no such run or checkpoint, or its task recommends nothing.
     """
     config, policy = _restored(run_dir, checkpoint)
-    return config.task.recommender(config, policy, make_rewriter(config, policy), catalogue=catalogue)
+    writer = functools.partial(make_rewriter, config, policy)
+    return config.task.recommender(config, policy, writer, catalogue=catalogue)
 
 
 @extras_named()
@@ -105,18 +110,54 @@ def _recommend(options: argparse.Namespace) -> None:
     k = 10 if options.k is None else options.k
     if k < 1:
         raise UserError(f"--k: expected a number >= 1, got {k}")
-    histories = [options.history] if options.file is None else read_lines(options.file)
-    asked = load_recommender(options.run, options.checkpoint, catalogue=options.catalogue)
-    for number, line in enumerate(histories, 1):
-        titles = [title.strip() for title in line.split(SEPARATOR) if title.strip()]
+    lines = None if options.file is None else read_lines(options.file)
+    recommender = load_recommender(options.run, options.checkpoint, catalogue=options.catalogue)
+    if lines is not None:
+        return _answer_lines(lines, options.file, recommender, k)
+    titles = _titles(options.history)
+    found = recommender(titles, k)
+    if options.json:
+        print(json.dumps(_record(titles, found, k), ensure_ascii=False))
+        return
+    _print(found)
+    if note := _fewer(found, k):
+        complain(f"note: {note}")
+
+
+def _answer_lines(lines: Sequence[tuple[int, str]], path: str, recommender: Any, k: int) -> None:
+    """Prints the answer to each line; one that cannot be answered says why, and the next is asked.
+
+    Raises:
+        UserError: No line could be answered.
+    """
+    errors = []
+    for number, line in lines:
+        titles = _titles(line)
         try:
-            found = asked(titles, k)
+            record = _record(titles, recommender(titles, k), k)
         except UserError as error:
-            raise UserError(f"{options.file}:{number}: {error}" if options.file else str(error)) from error
-        if options.file or options.json:
-            print(json.dumps({"history": titles, "items": [item._asdict() for item in found]}, ensure_ascii=False))
-        else:
-            _print(found)
+            errors.append(f"{path}:{number}: {error}")
+            record = {"history": titles, "items": [], "error": errors[-1]}
+        print(json.dumps(record, ensure_ascii=False))
+    if errors and len(errors) == len(lines):
+        raise UserError(f"none of {len(lines)} lines could be answered: {errors[0]}")
+    if errors:
+        complain(f"note: {len(errors)} of {len(lines)} lines could not be answered: {one_line(errors[0], 300)}")
+
+
+def _titles(line: str) -> list[str]:
+    return [title.strip() for title in line.split(SEPARATOR) if title.strip()]
+
+
+def _record(titles: Sequence[str], found: Sequence[Any], k: int) -> dict[str, Any]:
+    note = _fewer(found, k)
+    return {"history": titles, "items": [item._asdict() for item in found], **({"note": note} if note else {})}
+
+
+def _fewer(found: Sequence[Any], k: int) -> str:
+    """Why there are fewer items than were asked for; "" where there are not."""
+    why = "the run's rankings list no more beside the history (task.listed, and items of the catalogue)"
+    return f"{len(found)} of {k} items: {why}" if len(found) < k else ""
 
 
 def _choose(options: argparse.Namespace) -> None:

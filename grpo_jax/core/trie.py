@@ -2,7 +2,9 @@
 
 A completion walks from the root; at every node only the tokens of its children exist, so that each finished text is one
 of the catalogue's. Nodes are numbered level by level and, within a level, by parent and token: the edges of a node lie
-side by side, and the edge i leads to the node i + 1. Axes: n nodes, e = n - 1 edges, V vocabulary, W wide nodes.
+side by side, and the edge i leads to the node i + 1. What a node has is listed edge by edge where it is little, and as
+bits where it is much, so that memory grows with the edges alone. Axes: n nodes, e = n - 1 edges, V vocabulary, W wide
+nodes, C children that are listed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from jax.typing import ArrayLike
 
 ROOT = 0
 NARROW = 32
-"""Children up to which a node's are looked up one by one; a wider node has a row of V."""
+"""Children up to which a node's are looked up one by one, in place of the vocabulary."""
+_SHARE = 256
+"""A node has bits of its own where its children are more than this part of V: at most 32 bytes for each of them."""
 
 
 class Trie(NamedTuple):
@@ -26,22 +30,25 @@ class Trie(NamedTuple):
 
     Attributes:
         first: int32 [n + 1], the first edge of each node; its edges end where the next node's begin.
-        token: int32 [e + NARROW], the token of each edge, rising within a node; what pads the end is V.
-        row: int32 [n], the row of a wide node in `wide`; -1 for narrow ones.
-        wide: bool [max(W, 1), V], the tokens of the children of wide nodes.
+        token: int32 [e + C], the token of each edge, rising within a node; what pads the end is V. C is NARROW, or more
+            in a large vocabulary.
+        row: int32 [n], the row of a node with more than C children in `wide`; -1 for others, and the root.
+        root: bool [V], the tokens of the root's children.
+        wide: uint8 [W, V / 8], the tokens of the children of wide nodes, packed as `numpy.packbits` does.
         text: int32 [n], which text ends at a node; -1 where none does.
     """
 
     first: jax.Array
     token: jax.Array
     row: jax.Array
+    root: jax.Array
     wide: jax.Array
     text: jax.Array
 
     @property
     def vocab_size(self) -> int:
         """V."""
-        return self.wide.shape[1]
+        return len(self.root)
 
 
 def make_trie(texts: Sequence[Sequence[int]], *, vocab_size: int) -> Trie:
@@ -60,47 +67,51 @@ def make_trie(texts: Sequence[Sequence[int]], *, vocab_size: int) -> Trie:
     if not texts or not all(len(text) for text in texts):
         raise ValueError("texts must be at least one, each of at least one token")
     order = sorted(range(len(texts)), key=lambda i: tuple(texts[i]))
-    length = max(map(len, texts))
-    table = np.full((len(texts), length), -1, np.int64)
-    for place, i in enumerate(order):
-        table[place, : len(texts[i])] = texts[i]
-    if table.max() >= vocab_size or min(min(text) for text in texts) < 0:
-        raise ValueError(f"texts must hold tokens in [0, {vocab_size}), got {int(table.max())} or one below 0")
-    for before, after in itertools.pairwise(table):
-        if ((before == after) | (before < 0)).all():
-            raise ValueError(f"texts must not repeat or begin one another, got {after[after >= 0].tolist()[:20]}")
-    return _levels(table, np.array(order), vocab_size)
+    lengths = np.array([len(texts[i]) for i in order])
+    tokens = np.fromiter(itertools.chain.from_iterable(texts[i] for i in order), np.int64, lengths.sum())
+    if tokens.max() >= vocab_size or tokens.min() < 0:
+        raise ValueError(f"texts must hold tokens in [0, {vocab_size}), got {int(tokens.max())} or one below 0")
+    for before, after in itertools.pairwise(tuple(texts[i]) for i in order):
+        if after[: len(before)] == before:
+            raise ValueError(f"texts must not repeat or begin one another, got {list(after)[:20]}")
+    return _levels(tokens, lengths, np.array(order), vocab_size)
 
 
-def _levels(table: np.ndarray, order: np.ndarray, vocab_size: int) -> Trie:
-    """The tree of sorted texts [texts, longest], -1 after the end; `order` is the number of each."""
-    parent = np.zeros(len(table), np.int64)  # the node that each text has reached
-    tokens, parents, nodes = [], [], 1
-    ends: dict[int, int] = {}
-    for place in range(table.shape[1]):
-        column, here = table[:, place], table[:, place] >= 0
-        new = here & np.concatenate([[True], (parent[1:] != parent[:-1]) | (column[1:] != column[:-1])])
-        parents.append(parent[new])
-        tokens.append(column[new])
-        parent = np.where(here, nodes - 1 + np.cumsum(new), -1 - np.arange(len(table)))
+def _levels(tokens: np.ndarray, lengths: np.ndarray, order: np.ndarray, vocab_size: int) -> Trie:
+    """The tree of sorted texts, their tokens one behind another; `order` is the number of each."""
+    starts = np.cumsum(lengths) - lengths
+    parent = np.zeros(len(lengths), np.int64)  # the node that each text has reached
+    written, parents, nodes = [], [], 1
+    here = np.arange(len(lengths))  # texts that have a token at this place
+    for place in range(int(lengths.max())):
+        here = here[lengths[here] > place]
+        column, reached = tokens[starts[here] + place], parent[here]
+        new = np.concatenate([[True], (reached[1:] != reached[:-1]) | (column[1:] != column[:-1])])
+        parents.append(reached[new])
+        written.append(column[new])
+        parent[here] = nodes - 1 + np.cumsum(new)
         nodes += int(new.sum())
-        last = here & (table[:, place + 1] < 0 if place + 1 < table.shape[1] else True)
-        ends.update(zip(parent[last].tolist(), order[last].tolist(), strict=True))
-    return _laid_flat(np.concatenate(parents), np.concatenate(tokens), ends, nodes, vocab_size)
+    text = np.full(nodes, -1)
+    text[parent] = order
+    return _laid_flat(np.concatenate(parents), np.concatenate(written), text, vocab_size)
 
 
-def _laid_flat(parents, tokens, ends: dict[int, int], nodes: int, vocab_size: int) -> Trie:
-    first = np.searchsorted(parents, np.arange(nodes + 1))
-    broad = np.flatnonzero(np.diff(first) > NARROW)
-    wide = np.zeros((max(len(broad), 1), vocab_size), bool)
-    row, text = np.full(nodes, -1), np.full(nodes, -1)
+def _laid_flat(parents: np.ndarray, tokens: np.ndarray, text: np.ndarray, vocab_size: int) -> Trie:
+    first = np.searchsorted(parents, np.arange(len(text) + 1))
+    counts, window = np.diff(first), max(NARROW, -(-vocab_size // _SHARE))
+    broad = np.flatnonzero(counts > window)
+    broad = broad[broad != ROOT]
+    row, root = np.full(len(text), -1), np.zeros(vocab_size, bool)
     row[broad] = np.arange(len(broad))
+    root[tokens[first[ROOT] : first[ROOT + 1]]] = True
+    wide = np.zeros((len(broad), -(-vocab_size // 8)), np.uint8)
     for index, node in enumerate(broad):
-        wide[index, tokens[first[node] : first[node + 1]]] = True
-    text[list(ends)] = list(ends.values())
-    padded = np.concatenate([tokens, np.full(NARROW, vocab_size)])
+        present = np.zeros(vocab_size, bool)
+        present[tokens[first[node] : first[node + 1]]] = True
+        wide[index] = np.packbits(present)
+    padded = np.concatenate([tokens, np.full(window, vocab_size)])
     first, token, row, text = (jnp.asarray(x, jnp.int32) for x in (first, padded, row, text))
-    return Trie(first, token, row, jnp.asarray(wide), text)
+    return Trie(first, token, row, jnp.asarray(root), jnp.asarray(wide), text)
 
 
 def depth_of(trie: Trie) -> int:
@@ -123,9 +134,12 @@ def text_count(trie: Trie) -> int:
 
 def narrow_children(trie: Trie, nodes: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """The first children of some nodes: int [..] → tokens int32 and whether there is one, [.., NARROW]."""
-    nodes = jnp.asarray(nodes)
+    return _first_children(trie, jnp.asarray(nodes), NARROW)
+
+
+def _first_children(trie: Trie, nodes: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     here = jnp.maximum(nodes, 0)
-    edges = trie.first[here][..., None] + jnp.arange(NARROW)
+    edges = trie.first[here][..., None] + jnp.arange(count)
     exists = (edges < trie.first[here + 1][..., None]) & (nodes >= 0)[..., None]
     return jnp.where(exists, trie.token[edges], trie.vocab_size), exists
 
@@ -134,11 +148,15 @@ def children(trie: Trie, nodes: ArrayLike) -> jax.Array:
     """The tokens that may follow at some nodes: int [..] → bool [.., V]; none at a leaf or a node below 0."""
     nodes = jnp.asarray(nodes)
     flat = nodes.reshape(-1)
-    listed, _ = narrow_children(trie, flat)
-    narrow = jnp.zeros((len(flat), trie.vocab_size), bool)
-    narrow = narrow.at[jnp.arange(len(flat))[:, None], listed].set(True, mode="drop")
-    row = trie.row[jnp.maximum(flat, 0)]
-    found = jnp.where(((row >= 0) & (flat >= 0))[:, None], trie.wide[jnp.maximum(row, 0)], narrow)
+    edges = len(trie.first) - 2
+    listed, _ = _first_children(trie, flat, len(trie.token) - edges)
+    found = jnp.zeros((len(flat), trie.vocab_size), bool)
+    found = found.at[jnp.arange(len(flat))[:, None], listed].set(True, mode="drop")
+    if len(trie.wide):
+        row = trie.row[jnp.maximum(flat, 0)]
+        bits = jnp.unpackbits(trie.wide[jnp.maximum(row, 0)], axis=-1, count=trie.vocab_size).astype(bool)
+        found = jnp.where(((row >= 0) & (flat >= 0))[:, None], bits, found)
+    found = jnp.where((flat == ROOT)[:, None], trie.root, found)
     return found.reshape(*nodes.shape, trie.vocab_size)
 
 

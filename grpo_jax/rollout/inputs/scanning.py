@@ -142,7 +142,7 @@ def scanned_rows(rows: Sequence[Row]) -> Scanned:
 
 def parsing(base: Path | None, columns: Mapping[str, str]) -> Parse:
     """What makes rows of records that have `prompt` and columns; paths in them are relative to `base`."""
-    return lambda record, number: parse_record(_renamed(record, columns), number, base)
+    return lambda record, number: parse_record(renamed(record, columns), number, base)
 
 
 def parse_record(record: dict[Any, Any], identity: int, base: Path | None = None) -> Line | str:
@@ -166,7 +166,7 @@ def parse_record(record: dict[Any, Any], identity: int, base: Path | None = None
     return Line(Row(identity, asked.text, record, asked.pictures, asked.messages), split)
 
 
-def _renamed(record: dict[Any, Any], columns: Mapping[str, str]) -> dict[Any, Any]:
+def renamed(record: dict[Any, Any], columns: Mapping[str, str]) -> dict[Any, Any]:
     """A record whose columns have the names that the config gives them."""
     if not columns:
         return record

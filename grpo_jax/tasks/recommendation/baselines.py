@@ -1,7 +1,8 @@
 """What a policy is compared with: simple rankings of the whole catalogue, exact and without a network.
 
 Baselines that count (popularity, item-kNN, Markov) are functions ``score(start, stop) -> [B, I]`` of the examples
-start … stop-1; `rank_and_recommend` turns them into ranks by block, so that no [U, I] array is ever held. Their
+start … stop-1, sparse where few items of many score (`sparse_scores`); `rank_and_recommend` turns them into ranks by
+block, so that no [U, I] array is ever held. Their
 statistics come from what training knows alone (`splits.Split.known`): no validation or test target is known to them
 (the history that is asked with may hold validation targets). Baselines of titles ask the policy's own retriever, as
 the policy does.
@@ -21,8 +22,9 @@ from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, RankCounts, count_better, first_items
 from grpo_jax.tasks.recommendation.retrieval import Ask
 from grpo_jax.tasks.recommendation.sequences import UserSequence
+from grpo_jax.tasks.recommendation.sparse_scores import SparseScores, make_base
 
-Scores = Callable[[int, int], np.ndarray]
+Scores = Callable[[int, int], np.ndarray | SparseScores]
 
 
 class Ranks(Protocol):
@@ -47,6 +49,10 @@ class Retriever(Protocol):
     ) -> Ranks:
         """By the weighted sum of several texts' vectors each."""
         ...
+
+
+SPARSE_BLOCK = 128
+"""Examples of which sparse scores are held at once, whatever the catalogue: some thousand entries each."""
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance: float = 1e-6) -> RankCounts:
@@ -79,8 +85,12 @@ def rank_and_recommend(
         targets = np.array([row.columns["target_row"] for row in part])
         scores = score(start, start + len(part))
         left_out = [row.columns["excluded"] for row in part]
-        parts.append(count_better(scores, targets, left_out, tolerance=tolerance))
-        lists = first_items(scores, left_out, k=first) if first else []
+        if isinstance(scores, SparseScores):
+            parts.append(scores.count_better(targets, left_out, tolerance=tolerance))
+            lists = scores.first_items(left_out, k=first) if first else []
+        else:
+            parts.append(count_better(scores, targets, left_out, tolerance=tolerance))
+            lists = first_items(scores, left_out, k=first) if first else []
         recommended = counted(lists, scores.shape[1]) + (recommended if start else 0)
     return RankCounts(*(np.concatenate(column) for column in zip(*parts, strict=True))), recommended
 
@@ -92,8 +102,8 @@ def counted(lists: Sequence[Sequence[int] | np.ndarray], items: int) -> np.ndarr
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:
     """Every item by how many users took it in training."""
-    counts = taken_counts(users, items)
-    return lambda start, stop: np.broadcast_to(counts, (stop - start, items))
+    base = make_base(taken_counts(users, items))
+    return lambda start, stop: SparseScores(base, sparse.csr_array((stop - start, items)))
 
 
 def taken_counts(users: Sequence[UserSequence], items: int) -> np.ndarray:
@@ -101,31 +111,40 @@ def taken_counts(users: Sequence[UserSequence], items: int) -> np.ndarray:
     return np.asarray(_taken(users, items).sum(0), np.float64).ravel()
 
 
-def item_knn(users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 1.0) -> Scores:
+def item_knn(similarity: sparse.csr_array, rows: Sequence[Row], *, decay: float = 1.0) -> Scores:
     """Items by their summed similarity to the history (Sarwar et al. 2001; Deshpande & Karypis 2004).
 
     s(u, j) = Σ_{i in history} decay^age(i) · |U_i ∩ U_j| / √(|U_i| |U_j|) for j ≠ i, where U_i are the users of item i
     in training and the newest item has age 0.
 
     Args:
-        users: What training knows.
-        items: I.
+        similarity: Of `item_similarity`.
         rows: The examples that are scored.
         decay: In [0, 1]; 1 counts the whole history alike, 0 the last item alone.
     """
-    similarity = item_similarity(users, items)
+    items = similarity.shape[0]
     weights = history_weights(rows, items, decay=decay)
-    return lambda start, stop: (weights[start:stop] @ similarity).toarray()
+    base = make_base(np.zeros(items))
+    return lambda start, stop: SparseScores(base, weights[start:stop] @ similarity)
 
 
 def item_similarity(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
     """|U_i ∩ U_j| / √(|U_i| |U_j|) of the items' users in training, 0 between an item and itself: f64 [I, I]."""
     taken = _taken(users, items)
     norms = np.sqrt(np.asarray(taken.sum(0), np.float64).ravel())
-    scale = sparse.diags_array(np.divide(1.0, norms, out=np.zeros(items), where=norms > 0))
-    similarity = sparse.csr_array(scale @ (taken.T @ taken) @ scale)
-    similarity.setdiag(0.0)
+    scale = np.divide(1.0, norms, out=np.zeros(items), where=norms > 0)
+    similarity = sparse.csr_array(taken.T @ taken)
+    for start in range(0, items, _SCALED_ROWS):  # in place: with millions of items no second copy fits
+        ends = similarity.indptr[start : start + _SCALED_ROWS + 1]
+        columns, values = (array[ends[0] : ends[-1]] for array in (similarity.indices, similarity.data))
+        rows = np.repeat(np.arange(start, start + len(ends) - 1), np.diff(ends))
+        values *= scale[rows]
+        values *= scale[columns]
+        values[rows == columns] = 0.0
     return similarity
+
+
+_SCALED_ROWS = 2**14
 
 
 def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Scores:
@@ -135,9 +154,9 @@ def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Sc
     steps = sparse.csr_array((np.ones(len(pairs)), (before, after)), shape=(items, items))
     counts = taken_counts(users, items)
     # Below 1, so that it decides only where counts of steps are equal.
-    fallback = counts / (2.0 * max(counts.max(), 1.0))
+    fallback = make_base(counts / (2.0 * max(counts.max(), 1.0)))
     last = np.array([row.columns["history"][-1] for row in rows])
-    return lambda start, stop: steps[last[start:stop]].toarray() + fallback
+    return lambda start, stop: SparseScores(fallback, steps[last[start:stop]])
 
 
 def history_weights(rows: Sequence[Row], items: int, *, decay: float) -> sparse.csr_array:
@@ -159,7 +178,9 @@ def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> 
 
 def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
     starts = np.cumsum([0, *(len(entry) for entry in columns)])
-    indices = np.fromiter((item for entry in columns for item in entry), np.int64, starts[-1])
+    small = np.int32 if max(starts[-1], items) < 2**31 else np.int64  # products take the indices of their factors
+    starts = starts.astype(small)
+    indices = np.fromiter((item for entry in columns for item in entry), small, starts[-1])
     return sparse.csr_array((values, indices, starts), shape=(len(columns), items))
 
 
@@ -184,10 +205,11 @@ def count_baselines(
         rows: U examples that are measured.
         decay: Of the second item-kNN.
     """
+    similarity = item_similarity(users, items)
     return {
         "popularity": popularity(users, items),
-        "item-kNN": item_knn(users, items, rows),
-        f"item-kNN, decay {decay:g}": item_knn(users, items, rows, decay=decay),
+        "item-kNN": item_knn(similarity, rows),
+        f"item-kNN, decay {decay:g}": item_knn(similarity, rows, decay=decay),
         "Markov-1 + popularity": markov(users, items, rows),
     }
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.inputs.scanning import renamed
 from grpo_jax.tasks.recommendation.reading import Problems, read_text
 
 BlankTitles = Literal["error", "keep"]
+
+PUBLISHED = {"user_id": "userId", "item_id": "movieId"}
+"""MovieLens' names of columns; taken where a table has no column of our own name."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,9 @@ def make_catalogue(ids: list[str], titles: list[str], columns: dict[str, list[st
     return Catalogue(tuple(ids), collapsed, rows, {name: tuple(values) for name, values in columns.items()})
 
 
-def read_catalogue(path: str | Path, *, blank_titles: BlankTitles = "error") -> Catalogue:
+def read_catalogue(
+    path: str | Path, *, blank_titles: BlankTitles = "error", columns: Mapping[str, str] | None = None
+) -> Catalogue:
     """Reads item identifiers and titles.
 
     ``.tsv`` (tabs, no quoting) and ``.csv`` (commas, quotes as usual) have a header line: the first column is the
@@ -72,6 +78,7 @@ def read_catalogue(path: str | Path, *, blank_titles: BlankTitles = "error") -> 
         path: The file.
         blank_titles: What an item without a title is: "error", or "keep": it stays in the ranking, as an empty text
             that no query resembles (as a target it can hardly be found), and a prompt says "(no title)".
+        columns: {"title": what the file calls it}, as in `data.columns`; other names in it are not looked at.
 
     Raises:
         UserError: If the file is missing, of another kind, empty, or has bad lines: wrong number of fields, a blank
@@ -86,10 +93,14 @@ def read_catalogue(path: str | Path, *, blank_titles: BlankTitles = "error") -> 
         raise UserError(f"{path}: {formats}")
     text = read_text(path, "a catalogue of item ids and titles (.tsv, .csv or .json)")
     problems = Problems(path)
-    records = _json_records(text, problems) if kind == ".json" else _table_records(text, kind, problems)
+    named = {"title": columns["title"]} if columns and "title" in columns else {}
+    if kind == ".json":
+        records = _json_records(text, problems, named)
+    else:
+        records = _table_records(text, kind, problems, named)
     ids: dict[str, int | None] = {}
     titles: list[str] = []
-    columns: dict[str, list[str]] = {}
+    further: dict[str, list[str]] = {}
     repeated = 0
     for line, identifier, title, others in records:
         if not identifier:
@@ -105,22 +116,22 @@ def read_catalogue(path: str | Path, *, blank_titles: BlankTitles = "error") -> 
         ids[identifier] = line
         titles.append(title)
         for name, value in others.items():
-            columns.setdefault(name, []).append(value)
+            further.setdefault(name, []).append(value)
     few = f"the first column must be the item's id, and has {len(ids)} different values in {len(ids) + repeated} lines"
     problems.check(few if repeated > len(ids) else "")
     if not ids:
         raise UserError(
             f"{path} has no items: expected a line that names the columns id and title, and one for each item"
         )
-    full = {name: values for name, values in columns.items() if len(values) == len(ids)}
+    full = {name: values for name, values in further.items() if len(values) == len(ids)}
     return make_catalogue(list(ids), titles, full)
 
 
 _Record = tuple[int | None, str, str, dict[str, str]]  # line, id, title, other columns
 
 
-def _table_records(text: str, kind: str, problems: Problems) -> Iterator[_Record]:
-    for line, row in _table(text, kind, problems, needs=("title",)):
+def _table_records(text: str, kind: str, problems: Problems, columns: Mapping[str, str]) -> Iterator[_Record]:
+    for line, row in _table(text, kind, problems, needs=("title",), columns=columns):
         if next(iter(row)) == "title":
             problems.add(1, "the first column is the title, expected the item's id: put the column of ids first")
             return
@@ -130,14 +141,23 @@ def _table_records(text: str, kind: str, problems: Problems) -> Iterator[_Record
 
 
 def read_table(
-    path: str | Path, text: str, needs: tuple[str, ...], kind: str = ".csv"
+    path: str | Path,
+    text: str,
+    needs: tuple[str, ...],
+    kind: str = ".csv",
+    columns: Mapping[str, str] | None = None,
 ) -> tuple[list[tuple[int, dict[str, str]]], Problems]:
-    """The rows of a .csv or .tsv with a header that must have the columns `needs`: (line, {column: value}) each."""
+    """The rows of a .csv or .tsv with a header that must have the columns `needs`: (line, {column: value}) each.
+
+    `columns` says what the file calls them, {name: the file's name for it}.
+    """
     problems = Problems(path)
-    return list(_table(text, kind, problems, needs=needs)), problems
+    return list(_table(text, kind, problems, needs=needs, columns=columns or {})), problems
 
 
-def _table(text: str, kind: str, problems: Problems, *, needs: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
+def _table(
+    text: str, kind: str, problems: Problems, *, needs: tuple[str, ...], columns: Mapping[str, str]
+) -> Iterator[tuple[int, dict[str, str]]]:
     """Rows of a table as {column: value} with their line; bad ones are noted and left out."""
     if kind == ".tsv":
         reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -150,30 +170,35 @@ def _table(text: str, kind: str, problems: Problems, *, needs: tuple[str, ...]) 
                 continue
             if header is None:
                 header = [field.strip() for field in fields]
-                missing = [name for name in needs if name not in header]
+                absent = [name for name in needs if name not in header and PUBLISHED.get(name) in header]
+                columns = {name: PUBLISHED[name] for name in absent} | dict(columns)
+                missing = [name for name in needs if columns.get(name, name) not in header]
                 if missing:
-                    said = f"the header has no column {missing[0]!r}, it says {header}"
-                    problems.add(reader.line_num, f"{said}: {_header_hint(header, needs, kind)}")
+                    said = f"the header has no column {columns.get(missing[0], missing[0])!r}, it says {header}"
+                    problems.add(reader.line_num, f"{said}: {_header_hint(header, missing, kind)}")
                     return
                 continue
             if len(fields) != len(header):
                 problems.add(reader.line_num, f"expected {len(header)} fields as in the header, got {len(fields)}")
                 continue
-            yield reader.line_num, dict(zip(header, fields, strict=True))
+            yield reader.line_num, renamed(dict(zip(header, fields, strict=True)), columns)
     except csv.Error as error:
         problems.add(reader.line_num, f"not {kind[1:].upper()} ({error})")
 
 
-def _header_hint(header: Sequence[str], needs: Sequence[str], kind: str) -> str:
-    """What to do about a header in which a column is missing."""
+def _header_hint(header: Sequence[str], missing: Sequence[str], kind: str) -> str:
+    """What to do about a header in which columns are missing."""
     marks = {".tsv": "tabs", ".csv": "commas"}
     if len(header) == 1 and any(mark in header[0] for mark in ",;\t|"):
         return f"columns of a {kind} have {marks[kind]} between them"
-    near = [name for name in header if name.lower() in map(str.lower, needs)]
-    if near and not set(near) & set(needs):
-        return f"call {near[0]!r} {next(need for need in needs if need.lower() == near[0].lower())!r}"
-    first = "" if "userId" in needs else " the item's id, which comes first, and"
-    return f"the first line must name the columns,{first} {', '.join(needs)}"
+    near = next((name for name in header if name.lower() == missing[0].lower()), None)
+    if near is not None:
+        return f"call {near!r} {missing[0]!r}, or say --data.columns.{missing[0]} {near}"
+    first = ", the item's id first," if missing[0] in ("title", "words") else ""
+    return (
+        f"the first line must name the columns{first} and data.columns what is called otherwise, "
+        f"as in --data.columns.{missing[0]} {header[-1] or 'NAME'}"
+    )
 
 
 class _Pairs(list):
@@ -193,12 +218,13 @@ def json_pairs(text: str, problems: Problems, expected: str) -> list[tuple[str, 
     return value
 
 
-def _json_records(text: str, problems: Problems) -> Iterator[_Record]:
+def _json_records(text: str, problems: Problems, columns: Mapping[str, str]) -> Iterator[_Record]:
+    title = columns.get("title", "title")
     for identifier, value in json_pairs(text, problems, "{id: title}"):
         others: dict[str, str] = {}
         if isinstance(value, _Pairs):
-            others = {name: str(item) for name, item in value if name != "title"}
-            value = dict(value).get("title", "")
+            others = {name: str(item) for name, item in value if name != title}
+            value = dict(value).get(title, "")
         if value is None:
             value = ""
         if not isinstance(value, str):

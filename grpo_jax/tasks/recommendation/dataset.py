@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +23,7 @@ from grpo_jax.tasks.recommendation.examples import (
 from grpo_jax.tasks.recommendation.ranking.ids_file import read_ids
 from grpo_jax.tasks.recommendation.ranking.items import item_word
 from grpo_jax.tasks.recommendation.sequences import (
+    EVENT_COLUMNS,
     Sequences,
     UserSequence,
     read_ratings,
@@ -54,20 +56,23 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...]
 
 
-def load_dataset(task: Recommendation, *, held_out: int | float = 0.2) -> Dataset:
+def load_dataset(
+    task: Recommendation, *, held_out: int | float = 0.2, columns: Mapping[str, str] | None = None
+) -> Dataset:
     """Reads or generates the data of a run.
 
     Args:
         task: Names it.
         held_out: Share or number of users kept for testing, where prompts are given by user; otherwise
             task.split says what is held out.
+        columns: What the files call their columns otherwise (`data.columns`).
 
     Raises:
         UserError: If files are missing or bad (all bad lines at once), or a field of the task is out of range.
     """
     try:
         template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
-        catalogue, sequences = _load(task)
+        catalogue, sequences = _load(task, columns or {})
         catalogue = dataclasses.replace(catalogue, names=_names(task, catalogue))
         if task.order_column is not None and task.order_column not in catalogue.columns:
             raise ValueError(f"order_column must be one of {list(catalogue.columns)}, got {task.order_column!r}")
@@ -94,7 +99,7 @@ def _split(task: Recommendation, users: Sequence[UserSequence], catalogue: Catal
     return time_split(users, task.time_share) if task.split == "time" else last_split(users)
 
 
-def over_catalogue(task: Recommendation, path: str) -> Recommendation:
+def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) -> Recommendation:
     """The task over another catalogue: all items of its own, and new ones, which are ranked like the old.
 
     Raises:
@@ -102,7 +107,8 @@ def over_catalogue(task: Recommendation, path: str) -> Recommendation:
     """
     require(task.writes not in ("item", "ids"), "catalogue", "the run's, whose items are the policy's own words", path)
     require(task.source != "dummy", "catalogue", "the run's: the dummy world has its own", path)
-    old, new = (read_catalogue(file, blank_titles=task.blank_titles) for file in (task.catalogue or "", path))
+    read = functools.partial(read_catalogue, blank_titles=task.blank_titles, columns=columns)
+    old, new = read(task.catalogue or ""), read(path)
     missing = [name for name in old.ids if name not in new.rows]
     if missing:
         raise UserError(
@@ -112,7 +118,7 @@ def over_catalogue(task: Recommendation, path: str) -> Recommendation:
     return dataclasses.replace(task, catalogue=path)
 
 
-def _load(task: Recommendation) -> tuple[Catalogue, Sequences]:
+def _load(task: Recommendation, columns: Mapping[str, str]) -> tuple[Catalogue, Sequences]:
     if task.source == "dummy":
         world = make_world(
             users=task.dummy_users,
@@ -128,12 +134,19 @@ def _load(task: Recommendation) -> tuple[Catalogue, Sequences]:
         raise UserError(f"task.source: expected your sequences or ratings, and their catalogue: {both}; got nothing")
     kind = Path(task.source).suffix.lower()
     if kind not in (".txt", ".csv"):
-        raise UserError(f"task.source: expected dummy, a .txt of sequences or a .csv of ratings, got {kind!r}")
-    catalogue = read_catalogue(task.catalogue or "", blank_titles=task.blank_titles)
+        raise UserError(f"task.source: expected dummy, a .txt of sequences or a .csv of events, got {kind!r}")
+    catalogue = read_catalogue(task.catalogue or "", blank_titles=task.blank_titles, columns=columns)
     if kind == ".txt":
         return catalogue, read_sequences(task.source, catalogue)
-    ratings = read_ratings(task.source, catalogue, minimum_rating=task.minimum_rating, minimum_items=task.minimum_items)
-    return catalogue, ratings
+    least = {"minimum_rating": task.minimum_rating, "minimum_items": task.minimum_items}
+    return catalogue, read_ratings(task.source, catalogue, **least, columns=columns)
+
+
+def column_names(task: Recommendation) -> tuple[str, ...]:
+    """The columns of the task's files that `data.columns` may name otherwise."""
+    if task.source == "dummy":
+        return ()
+    return ("title", *(EVENT_COLUMNS if Path(task.source).suffix.lower() == ".csv" else ()))
 
 
 def _names(task: Recommendation, catalogue: Catalogue) -> tuple[str, ...]:

@@ -173,6 +173,14 @@ RECOMMENDED = 10
 """Items of a ranking's beginning that count as recommended."""
 
 
+_MOST_SCORES, _MOST_USERS = 2**23, 512
+
+
+def users_at_once(items: int) -> int:
+    """Of how many users all scores are held at once: so many that memory does not grow with the catalogue."""
+    return max(1, min(_MOST_USERS, _MOST_SCORES // items))
+
+
 def first_items(scores: np.ndarray, exclude: Sequence[Sequence[int]], *, k: int = RECOMMENDED) -> list[np.ndarray]:
     """The k best items of each row in the order of the catalogue; of equal ones the first of the catalogue.
 

@@ -10,7 +10,7 @@ import numpy as np
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.tasks.display import Findings, Table
-from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, coverage, gini, rank_of
+from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, coverage, gini, rank_of, users_at_once
 from grpo_jax.tasks.recommendation.ranking.items import FUSED_FIRST, LISTED_FIRST
 from grpo_jax.tasks.recommendation.table import (
     MEASURES,
@@ -27,6 +27,7 @@ from grpo_jax.tasks.recommendation.table import (
 )
 
 if TYPE_CHECKING:
+    from grpo_jax.tasks.recommendation.baselines import Scores
     from grpo_jax.tasks.recommendation.dataset import Dataset
     from grpo_jax.tasks.recommendation.ranking.prior import Known
     from grpo_jax.tasks.recommendation.retrieval import Ask
@@ -145,19 +146,31 @@ def measure_methods(
 ) -> Measured:
     """Every baseline and the given policies, full ranking, ties as retrieval.ties says; arguments as in `findings`."""
     # SciPy is needed for nothing else of a run.
-    from grpo_jax.tasks.recommendation.baselines import count_baselines, rank_and_recommend, title_baselines
+    from grpo_jax.tasks.recommendation.baselines import (
+        SPARSE_BLOCK,
+        count_baselines,
+        rank_and_recommend,
+        title_baselines,
+    )
     from grpo_jax.tasks.recommendation.ranking.prior import fusion_baseline
 
     items, ranks, recommended = len(dataset.catalogue), {}, {}
-    scores = count_baselines(dataset.known, items, rows, decay=task.decay)
-    priors = {"titles + item-kNN": fusion_baseline(dataset.catalogue.titles, dataset.known, decay=task.decay)}
-    priors |= {} if known is None else {PRIOR: known}
     histories = [row.columns["history"] for row in rows]
-    for name, prior in priors.items():
-        scores[name] = lambda start, stop, prior=prior: prior(histories[start:stop])
-    for name, score in scores.items():
-        counts, recommended[name] = rank_and_recommend(score, rows)
-        ranks[name] = rank_of(counts, rule=task.retrieval.ties)
+
+    def measure(scores: Mapping[str, Scores], block: int) -> None:
+        for name, score in scores.items():
+            counts, recommended[name] = rank_and_recommend(score, rows, block=block)
+            ranks[name] = rank_of(counts, rule=task.retrieval.ties)
+
+    def of_histories(prior: Known) -> Scores:
+        return lambda start, stop: prior(histories[start:stop])
+
+    # One after the other: each holds how alike the items are, of many items the most of a run's memory.
+    measure(count_baselines(dataset.known, items, rows, decay=task.decay), SPARSE_BLOCK)
+    fusion = fusion_baseline(dataset.catalogue.titles, dataset.known, decay=task.decay)
+    measure({"titles + item-kNN": of_histories(fusion)}, users_at_once(items))
+    if known is not None:
+        measure({PRIOR: of_histories(known)}, users_at_once(items))
     asked = ask if task.writes == "query" and task.prior.used else None
     ranks |= title_baselines(retriever, dataset.catalogue, rows, decay=task.decay, ask=asked)
     for name, found in policies.items():

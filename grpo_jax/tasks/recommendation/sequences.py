@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, json_pairs, read_table
 from grpo_jax.tasks.recommendation.reading import Problems, read_text
+
+EVENT_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
+"""Of a CSV of events; a rating only where `minimum_rating` asks for one."""
 
 
 class UserSequence(NamedTuple):
@@ -30,12 +34,13 @@ class Sequences(NamedTuple):
 def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
     """Reads ``sequential.txt``: a line per user, ``user_id item1 … itemN target``, separated by white space.
 
-    Blank lines are skipped. An item may occur more than once in a line.
+    Blank lines are skipped. An item may occur more than once in a line. Users with fewer than two items are left out:
+    ``notes`` says how many.
 
     Raises:
-        UserError: If the file is missing or empty or has bad lines: no history (fewer than two items), an item that
-            is not in the catalogue, a user who had a line before. All of them are named at once; where most of the
-            file is bad, the likely reason is said instead.
+        UserError: If the file is missing or empty or has bad lines: an item that is not in the catalogue, a user who
+            had a line before. All of them are named at once; where most of the file is bad, the likely reason is said
+            instead.
     """
     text = read_text(path, "a line per user: user_id item1 … itemN target")
     problems, lines, users = Problems(path), {}, []
@@ -57,26 +62,31 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             header = " (a header? this file has none)" if number == 1 and len(unknown) == len(items) else ""
             problems.add(number, f"user {user}: item {unknown[0]}{more} not in the catalogue{header}")
-        elif len(items) < 2:
-            had = f"only item {items[0]}" if items else "nothing"
-            problems.add(number, f"user {user} has no history: a line needs at least two items, it has {had}")
-        else:
+        elif len(items) >= 2:
             users.append(UserSequence(user, tuple(catalogue.rows[item] for item in items)))
-    problems.check(_short_lines(short, len(lines), len(users)) or foreign_items(named, catalogue))
+    if reason := _short_lines(short, len(lines), len(users)):
+        raise UserError(f"{path}: {reason}")
+    problems.check(foreign_items(named, catalogue))
     if not users:
         raise UserError(f"{path} has no users: expected a line for each, user_id item1 … itemN target")
-    return Sequences(tuple(users))
+    return Sequences(tuple(users), _left_out(len(short), 2))
 
 
 def _short_lines(short: Sequence[str], users: int, good: int) -> str:
-    """The reason why most lines hold no history; "" where they do."""
-    if len(short) <= max(good, 1):
+    """The reason why most lines hold no history; "" where they do, or where their users merely took one item."""
+    if len(short) <= good:
         return ""
     example, wanted = one_line(repr(short[0]), 60), "a line is user_id item1 … itemN, with white space between them"
     if not short[0].split()[1:]:
         return f"{len(short)} lines hold no item, such as {example}: {wanted}"
-    advice = "one line for each user, not for each item" if users < len(short) else "leave out users of one item"
+    if good and users == good + len(short):
+        return ""
+    advice = "one line for each user, not for each item" if users < len(short) else "no user has two items"
     return f"{len(short)} lines hold one item, such as {example}: {wanted}; {advice}"
+
+
+def _left_out(users: int, minimum_items: int) -> tuple[str, ...]:
+    return (f"{users} users with fewer than {minimum_items} items are left out",) if users else ()
 
 
 def foreign_items(named: Collection[str], catalogue: Catalogue) -> str:
@@ -121,62 +131,100 @@ def _bare(name: str) -> str:
 
 
 def read_ratings(
-    path: str | Path, catalogue: Catalogue, *, minimum_rating: float = 0.0, minimum_items: int = 2
+    path: str | Path,
+    catalogue: Catalogue,
+    *,
+    minimum_rating: float = 0.0,
+    minimum_items: int = 2,
+    columns: Mapping[str, str] | None = None,
 ) -> Sequences:
-    """Reads ratings as MovieLens publishes them: a CSV with userId, movieId, rating and timestamp.
+    """Reads events, a CSV with user_id, item_id, timestamp and perhaps a rating, or ratings as MovieLens has them.
 
-    A user's items are sorted by time; ratings of the same second keep the order of the file. Ratings below
-    ``minimum_rating`` do not count, and users with fewer than ``minimum_items`` that do are left out: ``notes`` says
-    how many.
+    A user's items are sorted by time; events of the same second keep the order of the file. Events with a rating below
+    ``minimum_rating`` do not count, of those with the same item a user's first counts, and users with fewer than
+    ``minimum_items`` items are left out: ``notes`` says how many of each.
+
+    Args:
+        path: The file.
+        catalogue: Its items.
+        minimum_rating: Above 0 a rating must be there.
+        minimum_items: At least 2, a history and a target.
+        columns: What the file calls its columns otherwise (`data.columns`).
 
     Raises:
-        UserError: If the file is missing or empty or has bad lines: a field that is no number, an item that is not in
-            the catalogue, an item that a user rated twice. All of them are named at once.
-        ValueError: If minimum_items is below 2: a history and a target.
+        UserError: If the file is missing or empty or has bad lines: a rating that is no number, a timestamp that is
+            neither a number nor ISO 8601 or not as on the lines before, an item that is not in the catalogue. All of
+            them are named at once.
+        ValueError: If minimum_items is below 2.
     """
     if minimum_items < 2:
         raise ValueError(f"minimum_items must be at least 2, got {minimum_items}")
-    text = read_text(path, "a CSV with userId, movieId, rating and timestamp")
-    rows, problems = read_table(path, text, ("userId", "movieId", "rating", "timestamp"))
-    events: dict[str, dict[int, float]] = {}
+    text = read_text(path, "a CSV with user_id, item_id and timestamp")
+    columns = columns or {}
+    rated = minimum_rating > 0 or "rating" in columns
+    rows, problems = read_table(path, text, EVENT_COLUMNS[: 4 if rated else 3], columns=columns)
+    events: dict[str, list[tuple[float, int]]] = {}
     below = 0
     named: set[str] = set()
+    forms: dict[bool, int] = {}  # the first line whose time is ISO 8601, and the first whose is not
     for line, row in rows:
-        user, item = row["userId"].strip(), row["movieId"].strip()
+        user, item = row["user_id"].strip(), row["item_id"].strip()
         named.add(item)
         try:
-            rating, time = float(row["rating"]), float(row["timestamp"])
-        except ValueError:
-            problems.add(line, f"rating and timestamp must be numbers, got {row['rating']!r} and {row['timestamp']!r}")
+            rating, (time, iso) = float(row.get("rating", "inf")), _seconds(row["timestamp"])
+        except (ValueError, OverflowError):
+            given = f", rating {row['rating']!r}" if "rating" in row else ""
+            wanted = "expected a timestamp that is a number or ISO 8601, and a rating that is a number"
+            problems.add(line, f"{wanted}; got timestamp {row['timestamp']!r}{given}")
             continue
+        forms.setdefault(iso, line)
         if not user or rating != rating or time != time:
             problems.add(line, "a blank user or a rating or timestamp that is NaN")
         elif item not in catalogue.rows:
             problems.add(line, f"user {user}: item {item} not in the catalogue")
-        elif catalogue.rows[item] in events.setdefault(user, {}):
-            problems.add(line, f"user {user} rated item {item} twice")
         else:
-            # Kept although it may not count: rating it again would still be a mistake of the file.
-            events[user][catalogue.rows[item]] = time if rating >= minimum_rating else float("nan")
-            below += rating < minimum_rating
+            counted = events.setdefault(user, [])
+            if rating >= minimum_rating:
+                counted.append((time, catalogue.rows[item]))
+            else:
+                below += 1
+    if len(forms) > 1:
+        first, other = sorted(forms.values())
+        problems.add(other, f"timestamps must be all numbers or all ISO 8601; see line {first}")
     problems.check(foreign_items(named, catalogue))
     return _sorted_sequences(path, events, below, minimum_rating, minimum_items)
 
 
+def _seconds(text: str) -> tuple[float, bool]:
+    """A time as a number, and whether it was ISO 8601: seconds since 1970 then, in UTC where no zone is said."""
+    try:
+        return float(text), False
+    except ValueError:
+        time = datetime.fromisoformat(text.strip())
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp(), True
+
+
 def _sorted_sequences(
-    path: str | Path, events: dict[str, dict[int, float]], below: int, minimum_rating: float, minimum_items: int
+    path: str | Path,
+    events: Mapping[str, list[tuple[float, int]]],
+    below: int,
+    minimum_rating: float,
+    minimum_items: int,
 ) -> Sequences:
-    users = []
-    for user, times in events.items():
-        counted = [(item, time) for item, time in times.items() if time == time]
-        counted.sort(key=lambda event: event[1])  # stable: file order in a tie
-        if len(counted) >= minimum_items:
-            users.append(UserSequence(user, *map(tuple, zip(*counted, strict=True))))
+    users, repeated = [], 0
+    for user, counted in events.items():
+        first: dict[int, float] = {}
+        for time, item in sorted(counted, key=lambda event: event[0]):  # stable: file order in a tie
+            first.setdefault(item, time)
+        repeated += len(counted) - len(first)
+        if len(first) >= minimum_items:
+            users.append(UserSequence(user, tuple(first), tuple(first.values())))
     notes = []
     if below:
         notes.append(f"{below} ratings below {minimum_rating:g} do not count")
-    if len(users) < len(events):
-        notes.append(f"{len(events) - len(users)} users with fewer than {minimum_items} items are left out")
+    if repeated:
+        notes.append(f"{repeated} events repeat an item of the same user and are left out; the first counts")
+    notes += _left_out(len(events) - len(users), minimum_items)
     if not users:
         raise UserError(f"{path} has no user with at least {minimum_items} items; {'; '.join(notes) or 'it is empty'}")
     return Sequences(tuple(users), tuple(notes))

@@ -18,12 +18,12 @@ from grpo_jax.rollout.rewards import Maker, Reward
 from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import dummy, metrics
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
-from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset, over_catalogue
+from grpo_jax.tasks.recommendation.dataset import Dataset, column_names, load_dataset, over_catalogue
 from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs, together_pairs
 from grpo_jax.tasks.recommendation.ranking.choosing import ChosenPrior, choose_prior
 from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, items_of, ranking_columns
 from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
-from grpo_jax.tasks.recommendation.ranking.recommending import Recommender, make_recommender
+from grpo_jax.tasks.recommendation.ranking.recommending import MakeWriter, Recommender, make_recommender
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, make_ask, open_retriever
 from grpo_jax.tasks.recommendation.rewards import (
@@ -49,7 +49,8 @@ class Recommendation(Task):
 
     Args:
         source: "dummy" for a generated world, a sequential.txt (a line per user: user item … item target), or a CSV
-            of ratings with userId, movieId, rating and timestamp; "" where it is still to be given.
+            of events with user_id, item_id, timestamp and perhaps rating (`data.columns` says what it calls them); ""
+            where it is still to be given.
         catalogue: Items and titles (.tsv, .csv or .json); none for the dummy world.
         prompts: JSON of {user: prompt} to use in place of the template; users are then split, one example each.
         writes: What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its
@@ -173,9 +174,13 @@ class Recommendation(Task):
 
     def check(self, config: Config) -> None:
         """Refuses fields that this task does not read, and lessons of a world that is not there."""
-        for name in ("prompts", "validation", "test", "columns"):
+        for name in ("prompts", "validation", "test"):
             given = getattr(config.data, name)
             require(not given, f"data.{name}", "nothing: prompts are made of histories", given)
+        named = column_names(self)
+        for name in config.data.columns:
+            expected = f"one of {', '.join(named)}" if named else "nothing: the dummy world has no columns"
+            require(name in named, "data.columns", expected, name)
         taught = config.warm_start.steps == 0 or self.pairs in ("next", "together", "forms") or self.source == "dummy"
         require(taught, "task.pairs", "next, together or forms: the others are of the dummy world alone", self.pairs)
         asked = RANK_PENALTY in (*config.watch, *(section.name for section in config.rewards))
@@ -187,7 +192,7 @@ class Recommendation(Task):
         """The items of a policy that ranks them itself."""
         if self.writes == "query":
             return None
-        catalogue = load_dataset(self, held_out=config.data.held_out).catalogue
+        catalogue = load_dataset(self, held_out=config.data.held_out, columns=config.data.columns).catalogue
         return items_of(catalogue.names or catalogue.titles).texts
 
     def load(self, setup: Setup) -> World:
@@ -198,7 +203,8 @@ class Recommendation(Task):
                 themselves.
         """
         require(setup.prompts is None, "prompts", "none: a recommendation run takes its data from its task", "some")
-        dataset = load_dataset(self, held_out=setup.config.data.held_out)
+        data = setup.config.data
+        dataset = load_dataset(self, held_out=data.held_out, columns=data.columns)
         catalogue, section = dataset.catalogue, self.retrieval
         setup.say("catalogue", f"{self.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
         for note in dataset.notes:
@@ -248,15 +254,13 @@ class Recommendation(Task):
             choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )
 
-    def over_catalogue(self, path: str) -> Recommendation:
+    def over_catalogue(self, path: str, columns: Mapping[str, str]) -> Recommendation:
         """The task with a catalogue that has grown (`dataset.over_catalogue`)."""
-        return over_catalogue(self, path)
+        return over_catalogue(self, path, columns)
 
-    def recommender(
-        self, config: Any, policy: Any, write: Callable[[str], str], *, catalogue: str | None = None
-    ) -> Recommender:
+    def recommender(self, config: Any, policy: Any, writer: MakeWriter, *, catalogue: str | None = None) -> Recommender:
         """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
-        return make_recommender(config, policy, write, catalogue=catalogue)
+        return make_recommender(config, policy, writer, catalogue=catalogue)
 
     def choose_prior(self, config: Any, policy: Any, *, users: int | None = None) -> ChosenPrior:
         """Which weights of the prior are best for a trained policy (`choosing.choose_prior`)."""

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from scipy import sparse
 
 from grpo_jax.tasks.recommendation import baselines, metrics, table
 from grpo_jax.tasks.recommendation.catalogue import make_catalogue
 from grpo_jax.tasks.recommendation.examples import HistoryTemplate, leave_one_out, ranking_everything
 from grpo_jax.tasks.recommendation.sequences import UserSequence
+from grpo_jax.tasks.recommendation.sparse_scores import SparseScores, make_base
 from grpo_jax.tasks.recommendation.splits import last_split
 
 BEAUTY = Path(__file__).parents[4] / "shared" / "data" / "beauty"
@@ -116,7 +118,8 @@ def test_item_knn_sums_cosines_over_the_history(decay):
     def score(history, item):
         return sum(decay**age * cosine(old, item) for age, old in enumerate(reversed(history)))
 
-    ranks = metrics.rank_of(baselines.rank_all(baselines.item_knn(KNOWN, ITEMS, ROWS, decay=decay), ROWS))
+    similarity = baselines.item_similarity(KNOWN, ITEMS)
+    ranks = metrics.rank_of(baselines.rank_all(baselines.item_knn(similarity, ROWS, decay=decay), ROWS))
     assert ranks.tolist() == slow_ranks(score)
 
 
@@ -148,7 +151,29 @@ def test_title_baselines_ask_with_the_last_title_the_weighted_history_and_the_ow
     with pytest.raises(ValueError, match="decay must be in"):
         baselines.title_baselines(retriever, CATALOGUE, ROWS, decay=1.1)
     with pytest.raises(ValueError, match="decay must be in"):
-        baselines.item_knn(KNOWN, ITEMS, ROWS, decay=-0.1)
+        baselines.item_knn(baselines.item_similarity(KNOWN, ITEMS), ROWS, decay=-0.1)
+
+
+@pytest.mark.parametrize("name", ["popularity", "item-kNN", "item-kNN, decay 0.7", "Markov-1 + popularity", "any"])
+def test_sparse_scores_rank_and_list_as_the_whole_arrays_do(name):
+    """To the bit, with many ties, with scores below those of others, and with histories that leave few items."""
+    if name == "any":
+        draw = np.random.default_rng(0)
+        more = sparse.random_array((len(ROWS), ITEMS), density=0.3, rng=draw, data_sampler=lambda size: draw.integers(
+            -2, 3, size).astype(float))  # fmt: skip
+        found = SparseScores(make_base(draw.integers(0, 3, ITEMS).astype(float)), sparse.csr_array(more))
+    else:
+        found = baselines.count_baselines(KNOWN, ITEMS, ROWS)[name](0, len(ROWS))
+    whole = found.base.scores + found.more.toarray()
+    targets, excluded = ([row.columns[name] for row in ROWS] for name in ("target_row", "excluded"))
+    excluded[0] = tuple(range(3, ITEMS))
+    for tolerance in (0.0, 1e-6):
+        expected = metrics.count_better(whole, np.array(targets), excluded, tolerance=tolerance)
+        counts = found.count_better(targets, excluded, tolerance=tolerance)
+        assert [one.tolist() for one in counts] == [one.tolist() for one in expected]
+    for k in (1, 4, ITEMS + 3):
+        lists = [one.tolist() for one in found.first_items(excluded, k=k)]
+        assert lists == [one.tolist() for one in metrics.first_items(whole, excluded, k=k)]
 
 
 @pytest.mark.parametrize("block", [7, 512])
@@ -157,10 +182,10 @@ def test_what_is_recommended_is_the_beginning_of_a_sorted_list(block):
     score = baselines.popularity(KNOWN, ITEMS)
     counts, recommended = baselines.rank_and_recommend(score, ROWS, first=4, block=block)
     assert (counts.better == baselines.rank_all(score, ROWS).better).all()
-    expected = Counter()
+    expected, taken = Counter(), baselines.taken_counts(KNOWN, ITEMS)
     for row in ROWS:
         left = [item for item in range(ITEMS) if item not in row.columns["history"]]
-        expected.update(sorted(left, key=lambda item: -score(0, 1)[0, item])[:4])
+        expected.update(sorted(left, key=lambda item: -taken[item])[:4])
     assert recommended.tolist() == [expected[item] for item in range(ITEMS)]
 
 

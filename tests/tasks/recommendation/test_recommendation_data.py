@@ -134,20 +134,20 @@ def test_columns_of_a_catalogue_have_one_length():
 
 
 def test_sequences_are_read(tmp_path):
-    path = write(tmp_path, "s.txt", "u1 a b c\n\nu2\tc  a\r\n")
-    assert read_sequences(path, LETTERS).users == (UserSequence("u1", (0, 1, 2)), UserSequence("u2", (2, 0)))
+    path = write(tmp_path, "s.txt", "u1 a b c\n\nu2\tc  a\r\nu3 a\nu4\nu5 b\n")
+    found = read_sequences(path, LETTERS)
+    assert found.users == (UserSequence("u1", (0, 1, 2)), UserSequence("u2", (2, 0)))
+    assert found.notes == ("3 users with fewer than 2 items are left out",)
 
 
 def test_all_bad_lines_of_sequences_are_said_at_once(tmp_path):
-    path = write(tmp_path, "s.txt", "u1 a b c\nu2 a x y\nu1 b c\nu3 a\nu4\nu5 a b\n")
+    path = write(tmp_path, "s.txt", "u1 a b c\nu2 a x y\nu1 b c\nu5 a b\n")
     with pytest.raises(UserError) as error:
         read_sequences(path, LETTERS)
-    assert str(error.value).startswith("bad data (4 places)")
+    assert str(error.value).startswith("bad data (2 places)")
     assert problems(error) == [
         "s.txt:2: user u2: item x and 1 more not in the catalogue",
         "s.txt:3: user u1 occurs twice (first on line 1)",
-        "s.txt:4: user u3 has no history: a line needs at least two items, it has only item a",
-        "s.txt:5: user u4 has no history: a line needs at least two items, it has nothing",
     ]
     with pytest.raises(UserError, match="has no users"):
         read_sequences(write(tmp_path, "empty.txt", "\n"), LETTERS)
@@ -191,14 +191,49 @@ def test_low_ratings_do_not_count_and_it_is_said(tmp_path):
         read_ratings(write(tmp_path, "r.csv", RATINGS), LETTERS, minimum_items=1)
 
 
+SHOP = """customer,sku,bought at,note
+ann,c,2026-03-01T09:00:00+02:00,
+bob,a,2026-02-01,
+ann,a,2026-03-01T07:30:00Z,
+ann,c,2026-04-01T07:00:00Z,again
+bob,b,2026-02-03 10:00:00,
+eve,b,2026-02-04,
+"""
+NAMES = {"user_id": "customer", "item_id": "sku", "timestamp": "bought at"}
+
+
+def test_purchases_of_a_shop_have_names_and_times_of_their_own(tmp_path):
+    """What repeats, and who took one item, is counted and left out; two zones are one time."""
+    path = write(tmp_path, "shop.csv", SHOP)
+    found = read_ratings(path, LETTERS, columns=NAMES)
+    assert [(user.user, user.items) for user in found.users] == [("ann", (2, 0)), ("bob", (0, 1))]
+    assert found.users[0].times == (1772348400.0, 1772350200.0)
+    assert found.notes == (
+        "1 events repeat an item of the same user and are left out; the first counts",
+        "1 users with fewer than 2 items are left out",
+    )
+    plainly = write(tmp_path, "plain.csv", SHOP.replace("customer,sku,bought at", "user_id,item_id,timestamp"))
+    assert read_ratings(plainly, LETTERS) == found
+    for changed, said in (
+        ({}, "the header has no column 'user_id', it says .* --data.columns.user_id"),
+        ({**NAMES, "timestamp": "when"}, "the header has no column 'when'"),
+        ({**NAMES, "rating": "stars"}, "the header has no column 'stars'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read_ratings(path, LETTERS, columns=changed)
+    with pytest.raises(UserError, match="the header has no column 'rating'"):
+        read_ratings(path, LETTERS, columns=NAMES, minimum_rating=3)
+
+
 def test_all_bad_ratings_are_said_at_once(tmp_path):
-    bad = "userId,movieId,rating,timestamp\n1,a,4,1\n1,b,good,2\n1,z,4,3\n1,a,2,9\n1,c\n,d,1,1\n1,e,nan,1\n"
+    bad = "userId,movieId,rating,timestamp\n1,a,4,1\n1,b,good,2\n1,z,4,3\n1,d,2,2026-01-02\n1,c\n,d,1,1\n1,e,nan,1\n"
     with pytest.raises(UserError) as error:
         read_ratings(write(tmp_path, "r.csv", bad), LETTERS)
     assert sorted(problems(error)) == [
-        "r.csv:3: rating and timestamp must be numbers, got 'good' and '2'",
+        "r.csv:3: expected a timestamp that is a number or ISO 8601, and a rating that is a number; got timestamp '2', "
+        "rating 'good'",
         "r.csv:4: user 1: item z not in the catalogue",
-        "r.csv:5: user 1 rated item a twice",
+        "r.csv:5: timestamps must be all numbers or all ISO 8601; see line 2",
         "r.csv:6: expected 4 fields as in the header, got 2",
         "r.csv:7: a blank user or a rating or timestamp that is NaN",
         "r.csv:8: a blank user or a rating or timestamp that is NaN",

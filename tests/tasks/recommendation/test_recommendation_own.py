@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_jax.config.command_line import parse
+from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.train import main
 
@@ -21,8 +23,8 @@ SHORT = [
 
 def commands():
     """The page's calls as words, without what installs."""
-    (block,) = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    lines = block.replace("\\\n", " ").splitlines()
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [shlex.split(line)[2:] for line in lines if line.startswith("python -m ")]
 
 
@@ -38,13 +40,18 @@ def shop(tmp_path_factory):
     users = [user.user for user in world.sequences.users]
     texts = [f"{user} {' '.join(items)}\n" for user, items in zip(users, histories, strict=True)]
     (folder / "sequential.txt").write_text("".join(texts))
+    (folder / "products.csv").write_text("sku,product_name\n" + "".join(lines).replace("\t", ","))
+    bought = [f"{1 + day:02d}T09:00:00+02:00,{user},{item}\n" for user, items in zip(users, histories, strict=True)
+              for day, item in enumerate([*items, items[0]])]  # fmt: skip
+    table = "".join(f"2026-03-{line}" for line in [*reversed(bought), "01,once,i0\n"])
+    (folder / "purchases.csv").write_text("bought_at,customer,sku\n" + table)
     (folder / "histories.txt").write_text("".join(" | ".join(items[:3]) + "\n" for items in histories[:2]))
     return folder
 
 
 def test_the_commands_of_the_page_train_and_recommend(shop, monkeypatch, capsys):
     monkeypatch.chdir(shop)
-    train, one, many = commands()
+    _, train, one, many = commands()
     assert all(line in (shop / "items.tsv").read_text() for line in re.findall(r"^i\d+\t.*$", PAGE, re.MULTILINE))
     assert import_module(train[0]).main([*train[1:], *SHORT]) == 0
     printed = capsys.readouterr().out
@@ -56,6 +63,20 @@ def test_the_commands_of_the_page_train_and_recommend(shop, monkeypatch, capsys)
     assert sum(title in answered for title in titles) >= 5
     assert import_module(many[0]).main(many[1:]) == 0
     assert [len(json.loads(line)["items"]) for line in capsys.readouterr().out.splitlines()] == [5, 5]
+
+
+def test_purchases_under_names_of_their_own_are_the_same_histories(shop, monkeypatch, capsys):
+    """Its fields are read as the command reads them; who repeats an item, and who took one, is said."""
+    monkeypatch.chdir(shop)
+    bought, sequences = [parse(words[1:]) for words in commands()[:2]]
+    found = load_dataset(bought.task, columns=bought.data.columns)
+    expected = load_dataset(sequences.task)
+    assert {user.user: user.items for user in found.users} == {user.user: user.items for user in expected.users}
+    assert found.catalogue.titles == expected.catalogue.titles
+    assert found.notes[:2] == (
+        "200 events repeat an item of the same user and are left out; the first counts",
+        "1 users with fewer than 4 items are left out",
+    )
 
 
 def test_without_files_the_config_says_which_are_missing(tmp_path, capsys):

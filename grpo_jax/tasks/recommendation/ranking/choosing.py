@@ -45,11 +45,11 @@ def choose_prior(config: Any, policy: Any, *, users: int | None = None) -> Chose
             "task.writes: expected title, item or ids, since what a query finds has no log-probability; got query"
         )
     wanted = config.evaluation.validation_prompts if users is None else users
-    dataset = load_dataset(config.task, held_out=config.data.held_out)
+    dataset = load_dataset(config.task, held_out=config.data.held_out, columns=config.data.columns)
     rows, catalogue = dataset.prompts.validation[:wanted], dataset.catalogue
     if not rows:
         raise UserError(f"--users: expected a number >= 1, and data with validation users, got {wanted}")
-    listed, scores = policy_ranking(config, policy, catalogue)(rows)
+    listed, scores = policy_ranking(config, policy, catalogue, rows)(rows)
 
     def own(start: int, stop: int) -> np.ndarray:
         nothing = np.zeros((stop - start, len(catalogue)), np.float32)

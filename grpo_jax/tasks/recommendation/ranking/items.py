@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_jax.models.new import NOT_A_WORD
 from grpo_jax.rollout.data import Row
-from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, count_better, first_items, rank_of
+from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, count_better, first_items, rank_of, users_at_once
 from grpo_jax.tasks.recommendation.ranking.prior import Known, fused_scores
 
 LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
@@ -83,10 +83,13 @@ def ranking_columns(
     if known is None:
         return columns
     names = ("history", "target_row", "excluded")
-    histories, targets, excluded = ([row.columns[name] for row in rows] for name in names)
-    fused = fused_scores(listed, scores, known(histories))
-    ranks = rank_of(count_better(fused, np.array(targets), excluded)).tolist()
-    return columns | {FUSED_RANK: ranks, FUSED_FIRST: [one.tolist() for one in first_items(fused, excluded)]}
+    ranks, lists, block = [], [], users_at_once(items.count)
+    for part in (slice(start, start + block) for start in range(0, len(rows), block)):
+        histories, targets, excluded = ([row.columns[name] for row in rows[part]] for name in names)
+        fused = fused_scores(listed[part], scores[part], known(histories))
+        ranks += rank_of(count_better(fused, np.array(targets), excluded)).tolist()
+        lists += [one.tolist() for one in first_items(fused, excluded)]
+    return columns | {FUSED_RANK: ranks, FUSED_FIRST: lists}
 
 
 def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Any]) -> np.ndarray:

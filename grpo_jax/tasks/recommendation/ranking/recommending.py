@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+import heapq
+import itertools
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,12 +43,15 @@ class Recommended(NamedTuple):
 
 
 Recommender = Callable[[Sequence[str], int], list[Recommended]]
+MakeWriter = Callable[[Sequence[Row]], Callable[[str], str]]
+"""Rows whose longest prompt sets the width of all → prompt → what the policy writes greedily."""
 
 
-def make_recommender(
-    config: Any, policy: Any, write: Callable[[str], str], *, catalogue: str | None = None
-) -> Recommender:
-    """recommend(titles of a history, oldest first, k) → the k best items.
+def make_recommender(config: Any, policy: Any, writer: MakeWriter, *, catalogue: str | None = None) -> Recommender:
+    """recommend(titles of a history, oldest first, k) → the k best items, or as many as a ranking lists.
+
+    An item that stands several times in a history counts once, in its last place. All questions have the width of the
+    run's longest test prompt, so that the first one compiles and a longer history does not compile again.
 
     Items of the history are among them only where the run's own rankings have them (`task.exclude_history`).
 
@@ -55,25 +61,29 @@ def make_recommender(
     Args:
         config: Of the run.
         policy: `functions`, `variables` and `loaded` (tokenizer, special ids, config), as it was trained.
-        write: prompt → what the policy writes greedily.
+        writer: Makes what asks a policy that writes queries.
         catalogue: Another catalogue's file; its items are ranked at once where the policy writes queries or titles.
 
     Raises:
         UserError: Data are bad, or the policy cannot name the items of another catalogue.
     """
-    task, dataset = config.task, load_dataset(config.task, held_out=config.data.held_out)
+    task, data = config.task, config.data
+    dataset = load_dataset(task, held_out=data.held_out, columns=data.columns)
     items = dataset.catalogue
     if catalogue is not None:
         if items.names:
             raise UserError(f"catalogue: expected the run's, whose items are the policy's own words; got {catalogue}")
-        items = read_catalogue(catalogue, blank_titles=task.blank_titles)
+        items = read_catalogue(catalogue, blank_titles=task.blank_titles, columns=data.columns)
         dataset = dataset._replace(catalogue=items, known=_carried_over(dataset, items))
     template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
-    best = _by_query(config, items, write) if task.writes == "query" else _by_policy(config, policy, items, dataset)
+    if task.writes == "query":
+        best = _by_query(config, items, writer(dataset.prompts.test))
+    else:
+        best = _by_policy(config, policy, items, dataset)
     explain, row_of = _explanations(items, dataset.known), _names(items)
 
     def recommend(history: Sequence[str], k: int = 10) -> list[Recommended]:
-        rows = [row_of(title) for title in history]
+        rows = list(dict.fromkeys(row_of(title) for title in reversed(history)))[::-1]
         if not rows:
             raise UserError("history: expected at least one title, got none")
         names = [items.names[place] for place in rows] if items.names else ()
@@ -99,34 +109,59 @@ def _names(catalogue: Catalogue) -> Callable[[str], int]:
 
     It raises UserError where there is none, with the nearest.
     """
-    ids = {name: place for place, name in enumerate(catalogue.ids)}
-    known = {plain(name): place for place, name in reversed(list(enumerate(catalogue.titles))) if plain(name)}
+    ids = {_composed(name): place for place, name in reversed(list(enumerate(catalogue.ids)))} | catalogue.rows
+    known = {_spelled(name): place for place, name in reversed(list(enumerate(catalogue.titles)))}
+    known.pop("", None)
 
     def row_of(title: str) -> int:
-        if title in ids or plain(title) in known:
-            return ids[title] if title in ids else known[plain(title)]
-        near = difflib.get_close_matches(plain(title), known, n=1, cutoff=0.3)
+        name, spelled = _composed(title), _spelled(title)
+        if title in ids or name in ids:
+            return ids[title] if title in ids else ids[name]
+        if spelled in known:
+            return known[spelled]
+        near = difflib.get_close_matches(spelled, _alike(spelled, known), n=1, cutoff=0.3)
         hint = f"; the nearest is {one_line(repr(catalogue.titles[known[near[0]]]), 80)}" if near else ""
         raise UserError(f"history: no item is called {one_line(repr(title), 80)}{hint}")
 
     return row_of
 
 
-def _asked(config: Any, policy: Any, rows: Sequence[Row]) -> Any:
-    from grpo_jax.rollout.inputs.encoding import make_encode
+def _alike(title: str, known: Iterable[str]) -> list[str]:
+    """The few titles that share the most pairs of letters with one; comparing it with all would take seconds."""
+    pairs = set(itertools.pairwise(title))
 
-    loaded = policy.loaded
-    encode = make_encode(
-        loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size, rows=rows, eyes=None
-    )
-    return encode(rows)
+    def shared(name: str) -> float:
+        return len(pairs.intersection(itertools.pairwise(name))) / (len(title) + len(name))
+
+    return heapq.nlargest(_COMPARED, known, key=shared)
+
+
+_COMPARED = 50
+
+
+def _composed(name: str) -> str:
+    """An id in one form: a letter and its accent may be written as one character or as two."""
+    return unicodedata.normalize("NFC", name)
+
+
+def _spelled(title: str) -> str:
+    """A title without what does not tell titles apart: case, marks, and forms of one character."""
+    return plain(unicodedata.normalize("NFKC", title))
 
 
 def policy_ranking(
-    config: Any, policy: Any, catalogue: Catalogue
+    config: Any, policy: Any, catalogue: Catalogue, prompts: Sequence[Row]
 ) -> Callable[[Sequence[Row]], tuple[np.ndarray, np.ndarray]]:
-    """rows → int [P, K], the rows of the catalogue that the policy lists, best first, and f32 [P, K], their scores."""
+    """rows → int [P, K], the rows of the catalogue that the policy lists, best first, and f32 [P, K], their scores.
+
+    Args:
+        config: Of the run.
+        policy: As of `make_recommender`.
+        catalogue: What is listed.
+        prompts: Rows whose longest prompt sets the width of all.
+    """
     from grpo_jax.core.trie import text_count
+    from grpo_jax.rollout.inputs.encoding import make_encode
     from grpo_jax.rollout.texts import policy_choices
     from grpo_jax.sampling.ranking import make_ranker
 
@@ -135,17 +170,19 @@ def policy_ranking(
     trie = policy_choices(config, items.texts, loaded)
     assert trie is not None
     rank = make_ranker(policy.functions, min(task.listed, text_count(trie)), pad_id=loaded.pad_id, trie=trie)
+    size = loaded.config.vocab_size
+    encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=size, rows=prompts)
 
     def ranked(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-        prompts = _asked(config, policy, rows)
-        found = rank(policy.variables, prompts.tokens, prompts.mask)
+        asked = encode(rows)
+        found = rank(policy.variables, asked.tokens, asked.mask)
         return items.rows[np.asarray(found.texts)], np.asarray(found.scores)
 
     return ranked
 
 
 def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> Callable[[Row, int], list[Any]]:
-    task, ranked = config.task, policy_ranking(config, policy, catalogue)
+    task, ranked = config.task, policy_ranking(config, policy, catalogue, dataset.prompts.test)
     known = make_prior(task.prior, catalogue.titles, dataset.known) if task.prior.used else None
 
     def best(row: Row, count: int) -> list[Any]:

@@ -16,8 +16,6 @@ from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.ranking.prior import Parts, PriorSection
 
 HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0, 20.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
-_MOST_SCORES = 2**23
-"""That are held at once for each of the parts."""
 
 
 class Weighed(NamedTuple):
@@ -60,7 +58,7 @@ def weigh(
     """
     if not rows:
         raise ValueError("rows must be at least one")
-    ranks, block = np.empty((len(points), len(rows))), max(1, min(512, _MOST_SCORES // items))
+    ranks, block = np.empty((len(points), len(rows))), metrics.users_at_once(items)
     for start in range(0, len(rows), block):
         part = rows[start : start + block]
         histories = [row.columns["history"] for row in part]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
@@ -45,6 +46,8 @@ RUN = {
         "source": "dummy",
         "dummy_users": 120,
         "dummy_items": 280,
+        "dummy_length": 12,
+        "history_items": 12,
         "writes": "item",
         "template": "{items}",
         "training_targets": "apart",
@@ -54,7 +57,7 @@ RUN = {
     "policy": {"path": "new", "new": {"width": 16, "layers": 1, "heads": 2, "window": 16}, "remat": "none"},
     "warm_start": {"steps": 8, "batch": 16, "learning_rate": 5e-3},
     "sampling": {"group_size": 4, "group": "distinct", "max_new_tokens": 2},
-    "data": {"max_prompt_tokens": 12},
+    "data": {"max_prompt_tokens": 14},
     "training": {"prompts_per_batch": 8, "max_steps": 2, "save_every": 0},
     "rewards": [{"name": "ndcg"}],
     "evaluation": {"prompts": 24, "validation_prompts": 8, "every": 1, "sampled": False},
@@ -256,7 +259,7 @@ def test_what_does_not_go_together_is_refused_by_name(words, wrong, tmp_path, ca
 
 
 def test_a_trained_run_recommends_and_says_why(run, capsys, tmp_path):
-    titles = make_world(users=120, items=280, length=8, fickle=0.1, noise=0.02, seed=0).catalogue.titles
+    titles = make_world(users=120, items=280, length=12, fickle=0.1, noise=0.02, seed=0).catalogue.titles
     asked = load_recommender(run)
     found = asked([titles[3], "i7"], 5)
     assert len(found) == 5 and not {"i3", "i7"} & {item.item for item in found}
@@ -266,11 +269,30 @@ def test_a_trained_run_recommends_and_says_why(run, capsys, tmp_path):
     assert recommend_main(["--run", str(run), "--history", f"{titles[3]} | i7", "--k", "5"]) == 0
     printed = capsys.readouterr().out
     assert all(item.title in printed for item in found)
-    (tmp_path / "histories.txt").write_text(f"{titles[3]}|i7\n\n{titles[1]}\n")
-    assert recommend_main(["--run", str(run), "--file", str(tmp_path / "histories.txt"), "--k", "5"]) == 0
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [item["item"] for item in first["items"]] == [item.item for item in found]
-    assert second["history"] == [titles[1]]
+    # The width is that of the run's longest prompt: a longer history compiles nothing. What repeats counts once.
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    assert len(asked(titles[20:31], 5)) == 5 and not [event for event in compiled if "backend_compile" in event]
+    assert asked(["i7"] * 50 + [titles[3]] * 2 + ["i7"], 5) == found
+
+
+def test_a_file_is_answered_line_by_line(run, capsys, tmp_path):
+    """What cannot be answered says why under its number in the file, and the next is asked; too few items are said."""
+    file = tmp_path / "histories.txt"
+    title = make_world(users=2, items=280).catalogue.titles[1]
+    wide = "".join(letter if letter == " " else chr(ord(letter) + 0xFEE0) for letter in title)
+    file.write_text(f"i3|i7\n\nno such thing\n \ni7|{wide}\n")
+    assert recommend_main(["--run", str(run), "--file", str(file), "--k", "400"]) == 0
+    printed = capsys.readouterr()
+    first, second, third = map(json.loads, printed.out.splitlines())
+    assert [len(one["items"]) for one in (first, second, third)] == [278, 0, 278] and "note" not in second
+    assert first["note"].startswith("278 of 400 items: the run's rankings list no more")
+    assert second["error"].startswith(f"{file}:3: history: no item is called 'no such thing'")
+    assert printed.err.startswith("note: 1 of 3 lines could not be answered: ") and printed.err.count("\n") == 1
+    assert third["history"] == ["i7", wide]
+    file.write_text("\nnothing\n")
+    assert recommend_main(["--run", str(run), "--file", str(file)]) == 2
+    assert f"none of 1 lines could be answered: {file}:2: history: no item" in capsys.readouterr().err
 
 
 def test_a_prior_is_chosen_on_validation_users_by_the_policys_own_ranking(run, capsys):

@@ -123,13 +123,13 @@ def test_draws_are_those_of_before_and_an_order_is_made_once():
 
 def counting(tokenizer):
     """The tokenizer, and a list that grows with each call of its template."""
-    calls, apply = [], tokenizer.apply_chat_template
+    calls, template = [], tokenizer.get_chat_template
 
     def counted(*arguments, **options):
         calls.append(arguments)
-        return apply(*arguments, **options)
+        return template(*arguments, **options)
 
-    tokenizer.apply_chat_template = counted
+    tokenizer.get_chat_template = counted
     return tokenizer, calls
 
 

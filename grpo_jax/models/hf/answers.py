@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_jax.errors import UserError, one_line, said
+from grpo_jax.errors import UserError, said
+from grpo_jax.models.hf import templates
 from grpo_jax.models.hf.tokens import failures_named, prompt_encoder
 
 _ASKED, _WRITTEN, _ANSWERED = "7316940582", "2850491637", "6081527394"
@@ -96,10 +97,9 @@ def _parts(answer: str, pictures: int) -> list[dict[str, str]]:
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], switches: Mapping[str, Any]) -> str:
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **switches)
-    except Exception as error:  # a template is a program: it raises what it likes
+        return templates.render(tokenizer, messages, **switches)
+    except templates.TemplateFailed as error:
         raise UserError(
-            f"the chat template of {said(tokenizer.name_or_path or 'the policy')} failed on a conversation "
-            f"({type(error).__name__}: {one_line(error)}): mend it, or leave sampling.turns at 1"
+            f"the chat template of {said(tokenizer.name_or_path or 'the policy')} failed on a conversation ({error}): "
+            "mend it, or leave sampling.turns at 1"
         ) from error
-    return text if isinstance(text, str) else ""

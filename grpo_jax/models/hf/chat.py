@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.errors import UserError, shown
-from grpo_jax.models.hf.tokens import messages_renderer, texts_encoder
+from grpo_jax.models.hf.tokens import messages_renderer, text_marks, texts_encoder
 
 PICTURE = None
 """A picture among the parts of a message."""
@@ -50,6 +51,41 @@ class PictureTokens(NamedTuple):
     video: int
 
 
+class _Tools:
+    """What a template says the policy may call, and which texts in it look like marks."""
+
+    def __init__(self, given: Sequence[Mapping[str, Any]], marks: Sequence[str]):
+        signs = {sign for mark in marks for sign in mark if not (sign.isalnum() or sign in "_ ")}
+        self._given, self._mark = given, _any_of(marks)
+        self.marks: list[str] = []
+        self._replaced(self._mark, self._keep)
+        self.harmless = self._replaced(_any_of(signs), lambda _: " ")
+        """Without any sign of which marks are made: not even texts that a template puts together become one."""
+
+    def _keep(self, found: re.Match[str]) -> str:
+        self.marks.append(found.group())
+        return found.group()
+
+    def showing(self, texts: Iterator[str]) -> Any:
+        """With other texts in the places of these."""
+        return self._replaced(self._mark, lambda _: next(texts))
+
+    def _replaced(self, pattern: re.Pattern[str], by: Callable[[re.Match[str]], str]) -> Any:
+        def replaced(value: Any) -> Any:
+            if isinstance(value, str):
+                return pattern.sub(by, value)
+            if isinstance(value, Mapping):
+                return {replaced(key): replaced(entry) for key, entry in value.items()}
+            return [replaced(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+        return replaced(self._given)
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    """Of texts that begin alike the longest; of none nothing."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
 def picture_tokens(vision: Any) -> PictureTokens:
     """Those that a tower's config names."""
     return PictureTokens(vision.vision_start_token, vision.image_token, vision.vision_end_token, vision.video_token)
@@ -73,15 +109,21 @@ def conversation_encoder(
         chat: Whether its chat template is used; otherwise there is one message, and its text is continued.
         tokens: Of pictures; None for a model that sees none.
         vocab_size: V, the model's; a token beyond it is refused.
-        **switches: What the template is told beside the messages.
+        **switches: What the template is told beside the messages. In `tools` what looks like a mark is text.
 
     Raises:
         UserError: As `texts_encoder`; the template drops a picture; or there are pictures and the model sees none.
     """
+    given = switches.pop("tools", None)
     render = messages_renderer(tokenizer, **switches) if chat else _continued
     names = [] if tokens is None else tokenizer.convert_ids_to_tokens(list(tokens[:3]))
     mark = "".join(names)
     knows_pictures = chat and tokens is not None and _shows_pictures(render, names[1])
+    further = () if tokens is None else tokens
+    tools = None
+    if given:
+        tools = _Tools(given, tokenizer.convert_ids_to_tokens(sorted(text_marks(tokenizer).union(further))))
+    marks_in_tools = tools.marks if tools else []
     encoders: dict[Any, Callable[[Sequence[str]], list[int]]] = {}
 
     def content(parts: Sequence[Part]) -> Any:
@@ -90,21 +132,25 @@ def conversation_encoder(
         return "".join(mark if part is PICTURE else _said(part) for part in parts)
 
     def encoder_of(messages: Sequence[Message], count: int) -> Callable[[Sequence[str]], list[int]]:
-        def rendered(texts: Sequence[str]) -> str:
+        def rendered(texts: Sequence[str], harmless: bool = False) -> str:
             left = iter(texts)
             filled = [
                 tuple(next(left) if isinstance(part, str) else part for part in message.parts) for message in messages
             ]
             spoken = zip(messages, filled, strict=True)
-            return render([{"role": message.role, "content": content(parts)} for message, parts in spoken])
+            said = [{"role": message.role, "content": content(parts)} for message, parts in spoken]
+            if tools is None:
+                return render(said)
+            return render(said, tools=tools.harmless if harmless else tools.showing(left))
 
         return texts_encoder(
             tokenizer,
             rendered,
-            count,
+            count + len(marks_in_tools),
             add_special_tokens=not chat,
             vocab_size=vocab_size,
-            further_marks=() if tokens is None else tokens,
+            further_marks=further,
+            harmless=None if tools is None else functools.partial(rendered, harmless=True),
         )
 
     def encode(messages: Sequence[Message], lengths: Sequence[int] = ()) -> list[int]:
@@ -118,7 +164,7 @@ def conversation_encoder(
         form = tuple((message.role, *("" if isinstance(p, str) else p for p in message.parts)) for message in messages)
         if form not in encoders:
             encoders[form] = encoder_of(messages, len(texts))
-        ids = encoders[form](texts)
+        ids = encoders[form]([*texts, *marks_in_tools])
         return ids if tokens is None else _expanded(ids, tokens.picture, lengths, texts)
 
     return encode

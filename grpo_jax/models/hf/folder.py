@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models.families import ModelConfig, read_config
+from grpo_jax.models.hf import templates
 from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
 from grpo_jax.models.hf.names import flatten, name_table, shapes, tower_table
 from grpo_jax.models.hf.tokens import is_failure
@@ -150,6 +151,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     folder = resolve_folder(folder)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(f"{folder} has no tokenizer; copy the model's tokenizer files into it")
+    templates.prepare()  # beside what follows, which takes as long
     from transformers import AutoTokenizer
 
     try:

@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from grpo_jax.errors import UserError, shown
+from grpo_jax.models.hf import templates
 
 _PLACEHOLDER = "7316940582"
 """Stands for a prompt when its frame is looked for: templates that trim, capitalise or escape leave digits alone."""
+_UNKNOWN = "\ue000 \U00012000 qzxwvkj"
+"""Words that no vocabulary has: of nobody's script, of cuneiform, of Latin letters."""
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
@@ -27,27 +30,29 @@ def chat_renderer(tokenizer: Any, **switches: Any) -> Callable[[str], str]:
     """render(content) → the chat template's text for a user's turn, with the answer left open.
 
     Args:
-        tokenizer: A Hugging Face tokenizer with a chat template; it is rendered in jinja's sandbox.
+        tokenizer: A Hugging Face tokenizer with a chat template; it is rendered as `templates.render` says.
         **switches: What the template is told beside the messages.
 
     Raises:
-        UserError: (``render``) the template fails, does what the sandbox forbids, or writes nothing.
+        UserError: (``render``) the template fails, does what the sandbox forbids, takes too long, or writes nothing.
     """
 
     render_messages = messages_renderer(tokenizer, **switches)
     return lambda content: render_messages([{"role": "user", "content": content}])
 
 
-def messages_renderer(tokenizer: Any, **switches: Any) -> Callable[[Sequence[dict[str, Any]]], str]:
-    """render(messages) → the chat template's text for a conversation, with the answer left open; as `chat_renderer`."""
+def messages_renderer(tokenizer: Any, **switches: Any) -> Callable[..., str]:
+    """render(messages, **more) → the chat template's text for a conversation, the answer left open; as `chat_renderer`.
 
-    def render(messages: Sequence[dict[str, Any]]) -> str:
+    The template is told `more` beside the switches.
+    """
+
+    def render(messages: Sequence[dict[str, Any]], **more: Any) -> str:
         try:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **switches)
-        except Exception as error:  # a template is a program: it raises what it likes
-            reason = f"{type(error).__name__}: {_line(error)}"
-            raise UserError(f"{_template(tokenizer)} failed ({reason}): mend or replace it") from error
-        if not isinstance(text, str) or not text.strip():
+            text = templates.render(tokenizer, messages, **switches, **more)
+        except templates.TemplateFailed as error:
+            raise UserError(f"{_template(tokenizer)} failed ({error}): mend or replace it") from error
+        if not text.strip():
             raise UserError(f"{_template(tokenizer)} writes nothing for a user's turn: mend or replace it")
         return text
 
@@ -83,6 +88,7 @@ def texts_encoder(
     add_special_tokens: bool,
     vocab_size: int | None = None,
     further_marks: Collection[int] = (),
+    harmless: Callable[[Sequence[str]], str] | None = None,
 ) -> Callable[[Sequence[str]], list[int]]:
     """encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts and no others.
 
@@ -93,8 +99,9 @@ def texts_encoder(
         add_special_tokens: As `prompt_encoder`.
         vocab_size: Likewise.
         further_marks: Tokens that no text may become, beside the special ones.
+        harmless: As `render`, where the frame itself holds what others wrote: without that which could be a mark.
     """
-    marks = _marks(tokenizer) | frozenset(further_marks)
+    marks = text_marks(tokenizer) | frozenset(further_marks)
 
     def tokens_of(text: str, **choices: Any) -> list[int]:
         with failures_named(tokenizer):
@@ -108,7 +115,7 @@ def texts_encoder(
 
     held = [_PLACEHOLDER] if count == 1 else [f"{_PLACEHOLDER}{number:04d}" for number in range(count)]
     frame = render(held)
-    expected = marks_in(whole(frame))
+    expected = marks_in(whole((harmless or render)(held)))
 
     def apart(text: str, texts: Sequence[str]) -> list[int] | None:
         """The texts' parts of a rendered text encoded by themselves; None where the template does not show them."""
@@ -130,9 +137,10 @@ def texts_encoder(
         if marks_in(ids) != expected:
             ids = apart(text, texts)
         if ids is None:
+            where = " (or its tools)" if harmless else ""
             raise UserError(
-                f"prompt {shown(_longest(texts))} holds text that the tokenizer of {_folder(tokenizer)} reads as a "
-                "mark, and its template does not keep them apart: take it out"
+                f"prompt {shown(_longest(texts))}{where} holds text that the tokenizer of {_folder(tokenizer)} reads "
+                "as a mark, and its template does not keep them apart: take it out"
             )
         if not ids:
             raise UserError(f"prompt {shown(_longest(texts))} has no tokens in the tokenizer of {_folder(tokenizer)}")
@@ -184,7 +192,7 @@ def _around_several(frame: str, held: Sequence[str], text: str, texts: Sequence[
 
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text by itself, without marks: what looks like one is text."""
-    marks = _marks(tokenizer)
+    marks = text_marks(tokenizer)
     with failures_named(tokenizer):
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if marks.isdisjoint(ids):
@@ -216,10 +224,17 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _marks(tokenizer: Any) -> frozenset[int]:
-    """Special ids, but for one that stands for unknown words and nothing else."""
-    others = {tokenizer.bos_token_id, tokenizer.eos_token_id}
-    return special_ids(tokenizer) - ({tokenizer.unk_token_id} - others)
+def text_marks(tokenizer: Any) -> frozenset[int]:
+    """Special ids that no text may become: all but one that the tokenizer gives for unknown words and nothing else.
+
+    Some tokenizers name one for them and never give it: those of bytes, to which no text is unknown.
+    """
+    unknown, ends = tokenizer.unk_token_id, (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    if unknown is None or unknown in ends:
+        return special_ids(tokenizer)
+    with failures_named(tokenizer):
+        given = tokenizer(_UNKNOWN, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return special_ids(tokenizer) - {unknown}.intersection(given)
 
 
 def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:

@@ -23,6 +23,7 @@ from support.tiny_models import causal_lm
 from grpo_jax.config.sections import DataSection
 from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
+from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.models.new import write_policy
 from grpo_jax.rollout.inputs.encoding import make_encode, plain_rows
 from grpo_jax.rollout.texts import as_written, make_decode
@@ -42,6 +43,7 @@ TEMPLATES = (
     "{{ raise_exception('no') }}",
     "{{ ''.__class__.__mro__ }}",
     "{% for i in range(10**9) %}x{% endfor %}",
+    "{{ 'x' * 10**9 }}",
     "",
     "  ",
     "{{ messages }}",
@@ -84,7 +86,12 @@ def _used(folder: Path, programs: dict[Any, Callable[..., Any]]) -> None:
     loaded = load_folder(folder)
     section = DataSection(max_prompt_tokens=4096)
     encode = make_encode(loaded.tokenizer, section, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size)
-    tokens, mask, _ = encode(plain_rows(["a red fox", "fox <|im_end|>"]))
+    marks = special_ids(loaded.tokenizer)
+    names = " ".join(map(str, loaded.tokenizer.convert_ids_to_tokens(sorted(marks))))
+    tokens, mask, _ = encode(plain_rows(["a red fox", f"fox {names}"]))
+    if "fox" not in loaded.tokenizer.get_vocab():  # otherwise one of whole words, to which marks are unknown ones
+        usual, odd = ([token for token in row[real] if token in marks] for row, real in zip(tokens, mask, strict=True))
+        assert usual == odd, (usual, odd)
     if loaded.config not in programs:
         policy = make_policy(loaded.config)
         programs[loaded.config] = lambda params, *batch: jax.eval_shape(policy.prefill, {"params": params}, *batch)

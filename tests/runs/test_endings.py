@@ -91,6 +91,8 @@ def test_a_judge_that_holds_the_interpreter_lock_ends_the_run_and_it_goes_on(pla
 
 
 INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
 import ctypes, re, sys
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 

@@ -9,7 +9,7 @@ pytest.importorskip("open_clip")
 pytest.importorskip("diffusers")
 
 from bridges import miniature  # noqa: E402
-from bridges.miniature import build  # noqa: E402
+from scripts.miniature import build  # noqa: E402
 
 
 @pytest.fixture

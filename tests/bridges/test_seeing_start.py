@@ -5,12 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridges.miniature import lens, lessons, path, world
+from bridges.miniature import lens, path, world
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bridges.miniature import train_policy_vl as start  # noqa: E402
+from scripts.miniature import lessons  # noqa: E402
+from scripts.miniature import train_policy_vl as start  # noqa: E402
 
 
 def conversations(rates, count=24, seed=0):
@@ -105,14 +106,14 @@ def test_weak_lessons_keep_to_the_training_split_and_are_mostly_wrong():
 
 
 def test_pictures_to_be_drawn_again_are_held_out_by_shape_and_colour():
-    rows = {split: lessons.pictures(split, 40) for split in world.SPLITS}
+    rows = {split: world.pictures(split, 40) for split in world.SPLITS}
     for split, some in rows.items():
         for row in some:
             assert world.split_of(row["requested"]["shape"], row["requested"]["colour"]) == split
             assert world.check(row["image"].transpose(2, 0, 1) / 255) == row["requested"]
             assert row["oracle"] == world.canonical_caption(world.Scene(**row["requested"]))
-            assert row["prompt"] == lessons.RECREATE and row["image"].shape == (32, 32, 3)
-    again = lessons.pictures("test", 40)
+            assert row["prompt"] == world.RECREATE and row["image"].shape == (32, 32, 3)
+    again = world.pictures("test", 40)
     assert all((a["image"] == b["image"]).all() for a, b in zip(again, rows["test"], strict=True))
 
 
@@ -164,9 +165,9 @@ def test_the_folder_is_a_qwen2_vl_of_half_precision():
 @pytest.mark.slow
 def test_the_start_is_a_weak_captioner():
     """Through transformers, with true pictures in the renderer's place."""
-    from bridges.miniature.seeing import load_writer
+    from scripts.miniature.seeing import load_writer
 
-    rows = lessons.pictures("test", 48, seed=3)
+    rows = world.pictures("test", 48, seed=3)
     write = load_writer(path("policy_vl"))
     answers = write([[(row["prompt"], row["image"].transpose(2, 0, 1).astype(np.float32) / 255, "")] for row in rows])
     right = np.mean(

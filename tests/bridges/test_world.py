@@ -164,7 +164,7 @@ def test_parts_have_folders_and_fit():
 
 
 def test_clip_tokenizer_keeps_every_word_whole():
-    vocabulary = pytest.importorskip("bridges.miniature.vocabulary")
+    vocabulary = pytest.importorskip("scripts.miniature.vocabulary")
     tokenizer = vocabulary.clip_tokenizer()
     words = world.canonical_words() | world.casual_words() | world.filler_words()
     assert all(len(tokenizer(word).input_ids) == 3 for word in words)
@@ -175,7 +175,7 @@ def test_clip_tokenizer_keeps_every_word_whole():
 
 def test_identity_autoencoder_hands_pictures_through():
     torch = pytest.importorskip("torch")
-    from bridges.miniature.identity_vae import identity_vae
+    from scripts.miniature.identity_vae import identity_vae
 
     vae = identity_vae(world.SIZE)
     pictures = torch.from_numpy(world.draw(scenes(4))) * 2 - 1

@@ -65,9 +65,8 @@ TEXT = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.jsonl"
                 ["grpo_jax.train"],
                 ["grpo_jax.train", "--plan"],
                 ["grpo_jax.evaluate", "--run", "REWRITER"],
-                ["bridges.miniature.build", "check"],
             ],
-            ["torch [diffusion]"] * 4,
+            ["torch [diffusion]"] * 3,
         ),
         (DIFFUSION[1:], [["grpo_jax.train"]], ["diffusers [diffusion]"]),
         (

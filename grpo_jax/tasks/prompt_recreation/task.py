@@ -92,4 +92,4 @@ def _grey(row: Row) -> np.ndarray:
 
 def _shown(split: str, count: int) -> list[dict[str, Any]]:
     """Pictures of the miniature's world."""
-    return own_package("bridges", "miniature.lessons").pictures(split, count)
+    return own_package("bridges", "miniature.world").pictures(split, count)

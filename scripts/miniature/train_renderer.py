@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
 from bridges.miniature import world
-from bridges.miniature.identity_vae import identity_vae
-from bridges.miniature.vocabulary import WINDOW, clip_tokenizer
+from scripts.miniature.identity_vae import identity_vae
+from scripts.miniature.vocabulary import WINDOW, clip_tokenizer
 
 _WIDTHS = (96, 32)  # of the two text encoders
 _JOINT = sum(_WIDTHS)

@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLImageProcessor
 
-from bridges.miniature import lessons, world
-from bridges.miniature.lessons import Turn
-from bridges.miniature.train_policy import END, PAD, REWRITE, USER
+from bridges.miniature import world
+from scripts.miniature import lessons
+from scripts.miniature.lessons import Turn
+from scripts.miniature.train_policy import END, PAD, REWRITE, USER
 
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 CHAT_TEMPLATE = (
@@ -64,7 +65,7 @@ class Batch(NamedTuple):
 def seeing_tokenizer() -> Qwen2Tokenizer:
     """The miniature policy's tokenizer with the words of `lessons` and the marks of pictures."""
     words = world.canonical_words() | world.casual_words() | world.filler_words()
-    words |= {*lessons.RECREATE.split(), *lessons.MEND.split()}
+    words |= {*world.RECREATE.split(), *lessons.MEND.split()}
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridges.miniature import lens, lessons, world
+from bridges.miniature import lens, world
+from scripts.miniature import lessons
 
 Conversation = list[tuple[str, np.ndarray | None, str]]
 """(what is said, the picture f32 [3, H, W] in [0, 1] that is shown or None, what was answered) of each turn."""
@@ -58,7 +59,7 @@ def measure(folder: Path, prompts: int, seed: int, draw: Callable[[list[str]], t
         draw: The renderer: texts → pictures.
     """
     write = load_writer(folder)
-    shown = lessons.pictures("test", prompts, seed)
+    shown = world.pictures("test", prompts, seed)
     again = write([[(row["prompt"], _picture(row["image"]), "")] for row in shown])
     rows = world.prompts("test", prompts, seed)
     lenses = [lens.lens_of(seed + place) for place in range(len(rows))]

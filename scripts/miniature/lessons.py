@@ -15,31 +15,8 @@ import numpy as np
 
 from bridges.miniature import lens, world
 
-RECREATE, MEND = "draw this again", "mend what is wrong"
-"""What the policy is asked about a picture."""
-
-_PICTURES = 4_127  # what the seed is for: `world.prompts` of the same seed has other scenes
-
-
-def pictures(split: str, count: int, seed: int = 0) -> list[dict]:
-    """The built-in pictures that are to be drawn again.
-
-    Args:
-        split: "train", "validation" or "test"; no shape has the same colour in two of them.
-        count: Number of rows.
-        seed: Source of scenes, and of where exactly and how large each shape is.
-
-    Returns:
-        Rows ``{"prompt": text, "image": uint8 [32, 32, 3], "requested": {attribute: canonical word}, "oracle": text}``.
-    """
-    rng = np.random.default_rng([seed, world.SPLITS.index(split), _PICTURES])
-    scenes = [world.sample_scene(rng, split) for _ in range(count)]
-    drawn = world.draw(np.stack([world.indices(scene) for scene in scenes]), rng)
-    images = np.round(drawn * 255).astype(np.uint8).transpose(0, 2, 3, 1)
-    return [
-        {"prompt": RECREATE, "image": image, "requested": asdict(scene), "oracle": world.canonical_caption(scene)}
-        for scene, image in zip(scenes, images, strict=True)
-    ]
+MEND = "mend what is wrong"
+"""What the policy is asked about the picture of its first prompt."""
 
 
 class Rates(NamedTuple):
@@ -114,7 +91,7 @@ def recreate(rng: np.random.Generator, rates: Rates, told: Beliefs) -> list[Turn
         if rng.random() < rates.kept:
             shares = rates.seen if value in told.known[name] else rates.unseen
             words[name] = _one_of(rng, name, shares, (value, told.wrong[name][value]))
-    return [Turn(RECREATE, _picture(rng, asdict(scene)), world.caption_of(words))]
+    return [Turn(world.RECREATE, _picture(rng, asdict(scene)), world.caption_of(words))]
 
 
 def refine(rng: np.random.Generator, rates: Rates) -> list[Turn]:

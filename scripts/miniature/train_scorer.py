@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bridges.miniature import world
-from bridges.miniature.vocabulary import WINDOW, clip_tokenizer
+from scripts.miniature.vocabulary import WINDOW, clip_tokenizer
 
 _MEAN, _STD = 0.5, 0.3
 _BEST, _SLOPE = 0.6, 1.1  # the cosine of a perfect picture, and how far it falls when everything is wrong

@@ -1,7 +1,7 @@
-"""Builds and measures the miniature.
+"""Build and measure the miniature, from the root of the repository.
 
-    python -m bridges.miniature.build policy|policy_vl|renderer|scorer|all   trains into bridges/miniature/weights
-    python -m bridges.miniature.build check                                  measures what is there, writes figures.json
+    python -m scripts.miniature.build policy|policy_vl|renderer|scorer|all   trains into bridges/miniature/weights
+    python -m scripts.miniature.build check                                  measures what is there, writes figures.json
 
 --out FOLDER builds and measures there instead; --steps and --prompts make a trial of it, which the package's own
 weights refuse. Seeds are fixed. Renderer and scorer may be trained at the same time, in two processes of one thread
@@ -37,7 +37,7 @@ def build(parts: Sequence[str], folder: Path, steps: int | None = None) -> None:
         steps: Updates of each part; None for as many as the package's weights took.
     """
     # All are imported before the first is trained: what is missing must not show an hour later.
-    trainers = [importlib.import_module(f"bridges.miniature.train_{part}") for part in parts]
+    trainers = [importlib.import_module(f"scripts.miniature.train_{part}") for part in parts]
     length = {} if steps is None else {"steps": steps}
     for part, trainer in zip(parts, trainers, strict=True):
         trainer.train(folder / part, **length)
@@ -101,7 +101,7 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
 
     from bridges.clip import load_scorer
     from bridges.diffusion import RenderSettings, load_renderer
-    from bridges.miniature import seeing, train_scorer
+    from scripts.miniature import seeing, train_scorer
 
     renderer, scorer = load_renderer(folder / "renderer"), load_scorer(folder / "scorer")
     settings = RenderSettings(steps=_RENDER_STEPS, guidance=1.0, size=world.SIZE, max_sequence_length=1, batch_size=64)
@@ -146,7 +146,7 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0 if the world is valid, 1 if not, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m bridges.miniature.build", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.miniature.build", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=[*miniature.PARTS, "all", "check"])
     parser.add_argument("--out", type=Path, default=WEIGHTS, metavar="FOLDER", help="of the parts (%(default)s)")
     parser.add_argument("--steps", type=int, help="updates of each part, for a trial; needs --out")

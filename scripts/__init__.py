@@ -1,0 +1,1 @@
+"""Scripts beside the packages: clusters, install tests, and what trains the miniature."""

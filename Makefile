@@ -1,8 +1,8 @@
 # `make train` and `make test` create the environment they need (in .venv) and run; `make test-install` makes one for each
-# extra and removes it again: ARGS="--extra cartpole --python python3.13" for one of them.
+# extra and removes it again: ARGS="--extra recommendation --python python3.13" for one of them.
 PYTHON ?= python3
 VENV   ?= .venv
-EXTRAS ?= diffusion,cartpole,recommendation,logging,test,oracles,docs
+EXTRAS ?= diffusion,recommendation,logging,test,oracles,docs
 BIN    := $(VENV)/bin
 
 .PHONY: train test docs tutorial test-install lint clean

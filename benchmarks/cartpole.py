@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 from grpo_jax.config.command_line import load_config
-from grpo_jax.tasks.cartpole.config import CartPoleConfig
-from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.tasks.cartpole.program import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.tasks.cartpole.task import CartPoleConfig
 from grpo_jax.tasks.cartpole.training import make_train
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "gymnax", "torch", "gymnasium", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "gymnasium", "numpy")
 
 
 def machine() -> dict:

@@ -24,7 +24,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from torch import Tensor, nn
 
 from grpo_jax.config.command_line import load_config
-from grpo_jax.tasks.cartpole.config import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork
+from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork
 
 LIMIT = 500  # steps of CartPole-v1
 START = 0.05  # each number of a start is uniform in ±0.05

@@ -38,10 +38,9 @@ from grpo_jax.core.advantages import (
 )
 from grpo_jax.models.mlp import make_mlp
 from grpo_jax.tasks.cartpole import environment as task
-from grpo_jax.tasks.cartpole.config import CartPoleConfig
-from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
-from grpo_jax.tasks.cartpole.training import make_train
-from grpo_jax.tasks.cartpole.updates import episode_rewards
+from grpo_jax.tasks.cartpole.program import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.tasks.cartpole.task import CartPoleConfig
+from grpo_jax.tasks.cartpole.training import episode_rewards, make_train
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 # One group of each seed of this run is played at every measurement, to look at what its rewards turn into.
@@ -89,14 +88,14 @@ def make_signal(config: CartPoleConfig):
     "share/…" are correlations of the joined advantage with each objective's own. "passed" turns the same episodes
     into two yes-or-no rewards: at least 475 steps, and 0.6 of "centred" for each step (a mean distance of 0.2).
     """
-    cartpole, section = task.make_cartpole(), config.network
+    section = config.network
     policy = make_mlp(task.FEATURES, hidden=section.hidden, activation=section.activation)
     algorithm = dataclasses.replace(config.algorithm, objectives=list(task.OBJECTIVES), weights=[], condition=0)
 
     def signal(params: Any, key: jax.Array) -> dict[str, jax.Array]:
         start, act = jax.random.split(key)
-        starts = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), cartpole.start(start, 1))
-        episodes = task.play_episodes(cartpole, lambda x: policy.apply(params, x), starts, act)
+        starts = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), task.reset(start, 1))
+        episodes = task.play_episodes(lambda x: policy.apply(params, x), starts, act)
         rewards = episode_rewards(algorithm, episodes.positions.T[None], episodes.mask.T[None]).sum(axis=2)
         upright, centred = rewards[..., 0], rewards[..., 1]
         passed = jnp.stack([upright >= 475, centred >= 0.6 * upright], axis=-1).astype(jnp.float32)
@@ -197,7 +196,7 @@ def read_language(folder: Path) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Where and when CartPole was measured."""
-    names = ("jax", "jaxlib", "flax", "optax", "gymnax", "numpy")
+    names = ("jax", "jaxlib", "flax", "optax", "numpy")
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {platform.system()}, {jax.devices()[0].device_kind}",

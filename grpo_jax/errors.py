@@ -19,7 +19,6 @@ EXTRAS = {
     **dict.fromkeys(("torch", "torchvision", "diffusers", "open_clip", "accelerate", "PIL"), "diffusion"),
     **dict.fromkeys(("sklearn", "sentence_transformers"), "recommendation"),
     "ray": "ray",
-    **dict.fromkeys(("gymnax", "six"), "cartpole"),
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
     **{name: name for name in ("mlflow", "trackio")},
     "qwix": "quantised",

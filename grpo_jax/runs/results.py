@@ -34,7 +34,7 @@ from grpo_jax.training.state import TrainState
 _SHOWN_SIZE = 256  # pixels of a prompt's picture in the report
 _PACKAGES = (
     "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "torch",
-    "diffusers", "open_clip_torch", "gymnax",
+    "diffusers", "open_clip_torch",
 )  # fmt: skip
 
 

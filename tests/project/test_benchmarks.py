@@ -12,10 +12,15 @@ import pytest
 import torch
 
 from grpo_jax.models.mlp import make_mlp
-from grpo_jax.tasks.cartpole import updates
-from grpo_jax.tasks.cartpole.config import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, CartPoleRollout
+from grpo_jax.tasks.cartpole import training
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS, Steps
-from grpo_jax.tasks.cartpole.task import CartPole
+from grpo_jax.tasks.cartpole.task import (
+    CartPole,
+    CartPoleAlgorithm,
+    CartPoleConfig,
+    CartPoleNetwork,
+    CartPoleRollout,
+)
 
 TOLERANCE = 1e-5
 NETWORK = CartPoleNetwork(hidden=[16])
@@ -108,15 +113,15 @@ def test_the_group_algorithm_has_our_loss_and_gradient():
     mask = padded(steps.mask)
     grouped = jnp.asarray(mask.T.reshape(2, 4, MAX_STEPS))
     rewards = jnp.where(grouped, 1.0, 0.0)[..., None]
-    advantages, _ = updates.group_step_advantages(config.algorithm, rewards, grouped)
+    advantages, _ = training.group_step_advantages(config.algorithm, rewards, grouped)
     advantages = advantages.reshape(8, MAX_STEPS).T
     assert_close(np.asarray(advantages)[mask], batch.advantages.numpy())
     old_logprobs = np.zeros(mask.shape, np.float32)
     old_logprobs[mask] = batch.old_logprobs.numpy()
     observations, actions = padded(steps.observations), padded(steps.actions) == 1
-    given = updates.GroupBatch(*map(jnp.asarray, (observations, actions, old_logprobs, advantages, mask)))
+    given = training.Batch(*map(jnp.asarray, (observations, actions, old_logprobs, advantages, mask)))
     start = {"policy": params}
-    after, _, figures = updates.group_updates(config, ours.apply, SGD, start, SGD.init(start), given)
+    after, _, figures = training.group_updates(config, ours.apply, SGD, (start, SGD.init(start)), given)
 
     assert abs(figures["mean_ratio"] - 1) > 1e-3  # the policy has moved, so that ratio, clip and KL take part
     assert figures["clip_low"] + figures["clip_high"] > 0.01
@@ -145,7 +150,7 @@ def test_ppo_has_our_loss_and_gradient():
     lengths = np.ones(steps.mask.shape, np.int32)
     ends = (steps.terminated, steps.truncated, lengths)
     played = Steps(*map(jnp.asarray, (steps.observations, steps.actions == 1, odds, steps.following, *ends)))
-    given, _ = updates.step_batch(config, critic.apply, {"value": value_params}, played)
+    given, _ = training.step_batch(config, critic.apply, {"value": value_params}, played)
     assert_close(np.ravel(given.advantages), batch.advantages.numpy().ravel())
     assert_close(np.ravel(given.returns), batch.returns.numpy().ravel())
     assert_close(np.ravel(given.old_logprobs), batch.old_logprobs.numpy().ravel())
@@ -156,7 +161,9 @@ def test_ppo_has_our_loss_and_gradient():
     loss = learner.loss(batch)
     loss.backward()
     start = {"policy": params, "value": value_params}
-    after, _, figures = updates.step_updates(config, ours.apply, SGD, start, SGD.init(start), given, jax.random.key(0))
+    after, _, figures = training.step_updates(
+        config, ours.apply, SGD, (start, SGD.init(start)), given, jax.random.key(0)
+    )
     assert float(figures["loss"]) == pytest.approx(loss.item(), abs=TOLERANCE)
     assert_close(step_down(params, after["policy"]), gradients(policy))
     assert_close(step_down(value_params, after["value"]), gradients(value))

@@ -144,7 +144,7 @@ def test_no_task_is_known_by_name():
         if path.suffix in (".py", ".txt") and "tasks" not in path.relative_to(ROOT).parts
         for word in TASKS.findall(path.read_text(encoding="utf-8"))
     }
-    extras = {("errors.py", "recommendation"), ("errors.py", "cartpole")}
+    extras = {("errors.py", "recommendation")}
     assert found == {("config/help.py", "miniature")} | extras
 
 

@@ -1,44 +1,48 @@
-"""CartPole-v1 on gymnax's equations: groups of episodes from one start, rollouts with automatic reset, objectives.
+"""CartPole-v1 as pure functions of arrays: its equations, whole episodes, and steps with automatic reset.
 
-Everything is a pure function of arrays. A policy is a function: observations `[B, 4]` → log-odds `[B]` of pushing
-to the right. Loops run until every episode has ended, in all seeds when they are vmapped: what comes after an
-episode's end is masked.
+The equations are those of Barto, Sutton and Anderson, "Neuronlike adaptive elements that can solve difficult learning
+control problems" (1983), with gymnasium's constants and Euler steps. A policy is a function: observations `[B, 4]` →
+log-odds `[B]` of pushing to the right. Loops run until every episode has ended, in all seeds when they are vmapped:
+what comes after an episode's end is masked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.errors import UserError, extras_named
-
 MAX_STEPS = 500
 FEATURES = 4
 OBJECTIVES = ("upright", "centred")
 
-State = Any
+GRAVITY = 9.8
+POLE_MASS = 0.1
+TOTAL_MASS = 1.0 + POLE_MASS
+HALF_LENGTH = 0.5  # of the pole
+FORCE = 10.0
+TIME_STEP = 0.02
+MAX_ANGLE = 12 * 2 * math.pi / 360
+MAX_POSITION = 2.4
+
 Policy = Callable[[jax.Array], jax.Array]
 
 
-class CartPole(NamedTuple):
-    """The environment over a batch of B carts.
+class State(NamedTuple):
+    """B carts, each field `[B]`: position, speed, angle and angular speed of the pole (f32), steps taken (i32)."""
 
-    Attributes:
-        start: start(key, count) → states of `count` carts, each number uniform in ±0.05.
-        step: step(states, actions i32 `[B]`) → (states, terminated bool `[B]`); the time limit is not in it.
-        observe: observe(states) → f32 `[B, 4]`: position, speed, angle, angular speed.
-    """
-
-    start: Callable[[jax.Array, int], State]
-    step: Callable[[State, jax.Array], tuple[State, jax.Array]]
-    observe: Callable[[State], jax.Array]
+    x: jax.Array
+    x_dot: jax.Array
+    theta: jax.Array
+    theta_dot: jax.Array
+    time: jax.Array
 
 
 class Episodes(NamedTuple):
-    """Whole episodes, time first: `[T, B]` with T = 500.
+    """Whole episodes, time first: T = 500.
 
     Attributes:
         observations: f32 `[T, B, 4]`; 0 after the end.
@@ -56,7 +60,7 @@ class Episodes(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """A fixed number of steps with automatic reset, time first: `[T, B]`.
+    """A fixed number of steps with automatic reset, time first.
 
     Attributes:
         observations: f32 `[T, B, 4]`, before the step.
@@ -78,56 +82,50 @@ class Steps(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How episodes went, `[B]` each.
-
-    Attributes:
-        length: steps until the end, at most 500: the return of CartPole-v1.
-        centred: sum of the `centred` objective.
-        distance: mean distance from the centre over the steps.
-    """
+    """How episodes went, `[B]` each: steps (the return of CartPole-v1), sum of "centred", mean distance from 0."""
 
     length: jax.Array
     centred: jax.Array
     distance: jax.Array
 
 
-def make_cartpole() -> CartPole:
-    """Wraps gymnax's CartPole-v1.
+def reset(key: jax.Array, count: int) -> State:
+    """Return `count` carts at the start of an episode: each of the four numbers uniform in ±0.05."""
+    draw = jax.vmap(lambda one: jax.random.uniform(one, (FEATURES,), minval=-0.05, maxval=0.05))
+    return State(*draw(jax.random.split(key, count)).T, time=jnp.zeros(count, jnp.int32))
 
-    Its `step_env` is used directly: `step` would draw a reset at every step.
 
-    Raises:
-        UserError: gymnax, or a package that it needs, is not installed.
-    """
-    try:
-        with extras_named():
-            from gymnax.environments.classic_control.cartpole import CartPole as Gymnax
-    except ImportError as error:  # of something else that it needs
-        raise UserError(f"gymnax cannot be imported: {error}") from error
-    environment = Gymnax()
-    params, unused = environment.default_params, jax.random.key(0)
+def step(states: State, right: jax.Array) -> tuple[State, jax.Array]:
+    """Push every cart; return the states after it and which have fallen or left the track (no time limit)."""
+    cos = jnp.cos(states.theta)
+    sin = jnp.sin(states.theta)
+    force = jnp.where(right, FORCE, -FORCE)
+    push = (force + POLE_MASS * HALF_LENGTH * states.theta_dot**2 * sin) / TOTAL_MASS
+    inertia = HALF_LENGTH * (4.0 / 3.0 - POLE_MASS * cos**2 / TOTAL_MASS)
+    angular = (GRAVITY * sin - cos * push) / inertia
+    linear = push - POLE_MASS * HALF_LENGTH * angular * cos / TOTAL_MASS
+    after = State(
+        x=states.x + TIME_STEP * states.x_dot,
+        x_dot=states.x_dot + TIME_STEP * linear,
+        theta=states.theta + TIME_STEP * states.theta_dot,
+        theta_dot=states.theta_dot + TIME_STEP * angular,
+        time=states.time + 1,
+    )
+    return after, (jnp.abs(after.x) > MAX_POSITION) | (jnp.abs(after.theta) > MAX_ANGLE)
 
-    def start(key: jax.Array, count: int) -> State:
-        return jax.vmap(lambda one: environment.reset_env(one, params)[1])(jax.random.split(key, count))
 
-    def step_one(state: State, action: jax.Array) -> tuple[State, jax.Array]:
-        _, state, _, terminated, _ = environment.step_env(unused, state, action, params)
-        return state, terminated
-
-    def observe(states: State) -> jax.Array:
-        return jnp.stack([states.x, states.x_dot, states.theta, states.theta_dot], axis=-1)
-
-    return CartPole(start, jax.vmap(step_one), observe)
+def observe(states: State) -> jax.Array:
+    """Return the observations f32 `[B, 4]`: position, speed, angle, angular speed."""
+    return jnp.stack(states[:FEATURES], axis=-1)
 
 
 def objective_rewards(objective: str, positions: jax.Array, width: float) -> jax.Array:
-    """The reward of every step, whatever its shape.
+    """Return the reward of every step, in the shape of `positions`, which are those after the step.
 
-    "upright" is 1 for each step, as in CartPole-v1. "centred" is max(0, 1 - |x| / width) of the cart after the step:
-    full in the middle, nothing beyond `width`, while the track ends at 2.4.
+    "upright" is 1, as in CartPole-v1; "centred" is max(0, 1 - |x| / width), while the track ends at 2.4.
 
     Raises:
-        ValueError: an unknown objective.
+        ValueError: An unknown objective.
     """
     if objective == "upright":
         return jnp.ones_like(positions)
@@ -138,7 +136,7 @@ def objective_rewards(objective: str, positions: jax.Array, width: float) -> jax
 
 @jax.custom_batching.custom_vmap
 def largest(values: jax.Array) -> jax.Array:
-    """The largest value; under vmap, of all members of the batch alike.
+    """Return the largest value; under vmap, that of all members of the batch.
 
     A loop whose condition differs between vmapped members copies its whole carry at every turn to keep the finished
     ones as they were. Here turns after the end are masked, so all members may turn as often as the longest.
@@ -156,95 +154,61 @@ def _where(mask: jax.Array, new: State, old: State) -> State:
     return jax.tree.map(lambda a, b: jnp.where(mask, a, b), new, old)
 
 
-def play_episodes(cartpole: CartPole, policy: Policy, states: State, key: jax.Array) -> Episodes:
-    """Plays one episode from each state, with sampled actions; the draws of step t follow from (key, t).
-
-    Args:
-        cartpole: The environment.
-        policy: Log-odds of pushing right.
-        states: Starts of B carts.
-        key: Of the actions.
-    """
-    count = states.x.shape[0]
-    record = Episodes(
-        jnp.zeros((MAX_STEPS, count, FEATURES)),
-        jnp.zeros((MAX_STEPS, count), jnp.bool_),
-        jnp.zeros((MAX_STEPS, count)),
-        jnp.zeros((MAX_STEPS, count), jnp.bool_),
-        jnp.zeros((MAX_STEPS, count)),
-    )
-
-    def going_on(carry):
-        t, _, alive, _ = carry
-        return (t < MAX_STEPS) & largest(alive)
-
-    def turn(carry):
-        t, states, alive, record = carry
-        observations = cartpole.observe(states)
-        log_odds = policy(observations)
-        right = _draw(log_odds, jax.random.fold_in(key, t))
-        after, terminated = cartpole.step(states, right.astype(jnp.int32))
-        after = _where(alive, after, states)  # a fallen cart stays where it is: no numbers without bound
-        step = Episodes(jnp.where(alive[:, None], observations, 0), right, log_odds, alive, after.x)
-        record = jax.tree.map(lambda rows, row: rows.at[t].set(row), record, step)
-        return t + 1, after, alive & ~terminated, record
-
-    alive = jnp.ones(count, jnp.bool_)
-    return jax.lax.while_loop(going_on, turn, (jnp.int32(0), states, alive, record))[-1]
-
-
 def _draw(log_odds: jax.Array, key: jax.Array) -> jax.Array:
-    """Bernoulli draws with probability sigmoid(log_odds)."""
+    """Draw from Bernoulli distributions with probability sigmoid(log_odds)."""
     return jax.random.uniform(key, log_odds.shape) < jax.nn.sigmoid(log_odds)
 
 
-def play_steps(cartpole: CartPole, policy: Policy, states: State, key: jax.Array, *, steps: int) -> tuple[State, Steps]:
-    """Plays a number of steps, starting anew wherever an episode ends.
+def _going_on(carry: tuple[Any, ...]) -> jax.Array:
+    t, _, alive, *_ = carry
+    return (t < MAX_STEPS) & largest(alive)
 
-    Args:
-        cartpole: The environment.
-        policy: Log-odds of pushing right.
-        states: Where B carts are now.
-        key: Of actions and new starts.
-        steps: T.
 
-    Returns:
-        Where the carts are then, and the steps.
-    """
+def play_episodes(policy: Policy, states: State, key: jax.Array) -> Episodes:
+    """Play one episode from each state with sampled actions; the draws of step t follow from (key, t)."""
+    count = states.x.shape[0]
+    zeros = jnp.zeros((MAX_STEPS, count))
+    none = jnp.zeros((MAX_STEPS, count), jnp.bool_)
+    record = Episodes(jnp.zeros((MAX_STEPS, count, FEATURES)), none, zeros, none, zeros)
+
+    def turn(carry):
+        t, states, alive, record = carry
+        observations = observe(states)
+        log_odds = policy(observations)
+        right = _draw(log_odds, jax.random.fold_in(key, t))
+        after, terminated = step(states, right)
+        after = _where(alive, after, states)  # a fallen cart stays where it is: no numbers without bound
+        row = Episodes(jnp.where(alive[:, None], observations, 0), right, log_odds, alive, after.x)
+        record = jax.tree.map(lambda rows, new: rows.at[t].set(new), record, row)
+        return t + 1, after, alive & ~terminated, record
+
+    return jax.lax.while_loop(_going_on, turn, (jnp.int32(0), states, jnp.ones(count, jnp.bool_), record))[-1]
+
+
+def play_steps(policy: Policy, states: State, key: jax.Array, *, steps: int) -> tuple[State, Steps]:
+    """Play T = `steps` steps with sampled actions, resetting where an episode ends; return the last states too."""
     count = states.x.shape[0]
 
     def turn(states, key):
-        act, reset = jax.random.split(key)
-        observations = cartpole.observe(states)
+        act, start = jax.random.split(key)
+        observations = observe(states)
         log_odds = policy(observations)
         right = _draw(log_odds, act)
-        after, terminated = cartpole.step(states, right.astype(jnp.int32))
+        after, terminated = step(states, right)
         truncated = ~terminated & (after.time >= MAX_STEPS)
-        step = Steps(observations, right, log_odds, cartpole.observe(after), terminated, truncated, after.time)
-        return _where(terminated | truncated, cartpole.start(reset, count), after), step
+        row = Steps(observations, right, log_odds, observe(after), terminated, truncated, after.time)
+        return _where(terminated | truncated, reset(start, count), after), row
 
     return jax.lax.scan(turn, states, jax.random.split(key, steps))
 
 
-def play_greedily(cartpole: CartPole, policy: Policy, states: State, *, width: float) -> Outcome:
-    """Plays one episode from each state with the likelier action, and keeps only how it went.
-
-    Args:
-        cartpole: The environment.
-        policy: Log-odds of pushing right.
-        states: Starts of B carts.
-        width: Of the `centred` objective.
-    """
+def play_greedily(policy: Policy, states: State, *, width: float) -> Outcome:
+    """Play one episode from each state with the likelier action; `width` is that of the "centred" objective."""
     zeros = jnp.zeros_like(states.x)
-
-    def going_on(carry):
-        t, _, alive, *_ = carry
-        return (t < MAX_STEPS) & largest(alive)
 
     def turn(carry):
         t, states, alive, length, centred, distance = carry
-        right = policy(cartpole.observe(states)) > 0
-        after, terminated = cartpole.step(states, right.astype(jnp.int32))
+        after, terminated = step(states, policy(observe(states)) > 0)
         after = _where(alive, after, states)
         length += alive
         centred += jnp.where(alive, objective_rewards("centred", after.x, width), 0)
@@ -252,5 +216,5 @@ def play_greedily(cartpole: CartPole, policy: Policy, states: State, *, width: f
         return t + 1, after, alive & ~terminated, length, centred, distance
 
     carry = (jnp.int32(0), states, jnp.ones(zeros.shape, jnp.bool_), zeros, zeros, zeros)
-    *_, length, centred, distance = jax.lax.while_loop(going_on, turn, carry)
+    *_, length, centred, distance = jax.lax.while_loop(_going_on, turn, carry)
     return Outcome(length, centred, distance / length)

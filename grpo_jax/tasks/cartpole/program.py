@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.tasks.cartpole.config import CartPoleConfig
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS
-from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.tasks.cartpole.task import CartPoleConfig
 from grpo_jax.tasks.cartpole.training import Carry, Training, make_train
 from grpo_jax.tasks.display import Table
 from grpo_jax.tasks.task import Advanced, Begun, Finished, Say
@@ -156,36 +158,6 @@ class CartPoleProgram:
         }
 
 
-def make_program(config: CartPoleConfig, say: Say) -> CartPoleProgram:
-    """Compiles a config's training.
-
-    Raises:
-        UserError: gymnax is not installed.
-    """
-    split_processor()
-    training = make_train(config)
-    devices = seed_devices(config.num_seeds)
-    announce(config, training, devices, say)
-    start = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))
-    started = time.monotonic()
-    block = over_seeds(training.block, devices).lower(start).compile()
-    return CartPoleProgram(config, training, devices, start, block, time.monotonic() - started)
-
-
-def announce(config: CartPoleConfig, training: Training, devices: list[Any], say: Say) -> None:
-    """The opening lines: what is trained, on what, by which algorithm."""
-    rollout, algorithm = config.rollout, config.algorithm
-    played = f"{rollout.groups} x {rollout.group_size} episodes"
-    if algorithm.name == "ppo":
-        played = f"{rollout.environments} carts x {rollout.steps} steps"
-    counts = ", ".join(f"{name} {count:,} parameters" for name, count in training.parameters.items())
-    seeds = "seed" if config.num_seeds == 1 else "seeds"
-    where = ", ".join(map(str, devices))
-    say("task", f"CartPole-v1, {config.num_seeds} {seeds} from {config.seed}, on {where}")
-    say("networks", f"{counts}; hidden {config.network.hidden}, {config.network.activation}")
-    say("algorithm", f"{algorithm.name}, {' + '.join(algorithm.objectives)}; {played} per iteration")
-
-
 def metric_rows(metrics: dict[str, jax.Array], done: int, common: dict[str, float]) -> list[dict[str, Any]]:
     """One row per iteration from metrics `[seeds, iterations]`: the mean of the seeds that have a number."""
     table = {name: np.asarray(values, np.float64) for name, values in metrics.items()}
@@ -215,5 +187,69 @@ def closing_lines(summary: dict[str, Any]) -> list[str]:
     ]
 
 
+def make_program(config: CartPoleConfig, say: Say) -> CartPoleProgram:
+    """Compile a config's training, and say what is trained, on what, by which algorithm."""
+    split_processor()
+    training = make_train(config)
+    devices = seed_devices(config.num_seeds)
+    rollout = config.rollout
+    algorithm = config.algorithm
+    played = f"{rollout.groups} x {rollout.group_size} episodes"
+    if algorithm.name == "ppo":
+        played = f"{rollout.environments} carts x {rollout.steps} steps"
+    counts = ", ".join(f"{name} {count:,} parameters" for name, count in training.parameters.items())
+    seeds = "seed" if config.num_seeds == 1 else "seeds"
+    say("task", f"CartPole-v1, {config.num_seeds} {seeds} from {config.seed}, on {', '.join(map(str, devices))}")
+    say("networks", f"{counts}; hidden {config.network.hidden}, {config.network.activation}")
+    say("algorithm", f"{algorithm.name}, {' + '.join(algorithm.objectives)}; {played} per iteration")
+    start = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))
+    started = time.monotonic()
+    block = over_seeds(training.block, devices).lower(start).compile()
+    return CartPoleProgram(config, training, devices, start, block, time.monotonic() - started)
+
+
 def _total_steps(state: Carry) -> int:
     return int(np.asarray(state.steps).astype(np.int64).sum())
+
+
+# ----------------------------------------------------------------------------------------------- seeds side by side
+
+
+def seed_keys(seed: int, number: int) -> jax.Array:
+    """Keys of the seeds seed, seed + 1, …: what is vmapped over. A seed learns alike alone and among others."""
+    return jax.vmap(jax.random.key)(jnp.arange(seed, seed + number))
+
+
+def split_processor() -> None:
+    """Asks JAX for one CPU device per core; without effect once JAX has started, or where XLA_FLAGS says how many.
+
+    The networks are far too small for two threads to share one product; whole seeds are what cores can share out.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        jax.config.update("jax_num_cpu_devices", cores)
+    except (RuntimeError, AttributeError):  # JAX has started, or is older than this option
+        return
+
+
+def seed_devices(seeds: int) -> list[Any]:
+    """The most of JAX's devices that share the seeds evenly."""
+    devices = jax.devices()
+    number = max(count for count in range(1, len(devices) + 1) if seeds % count == 0)
+    return devices[:number]
+
+
+def over_seeds(function: Callable[..., Any], devices: Sequence[Any]) -> Callable[..., Any]:
+    """Compiles `function` for many seeds: the first axis of all it takes and gives.
+
+    Each device runs its seeds by itself: a loop ends when its own last seed is done.
+    """
+    vectorised = jax.vmap(function)
+    if len(devices) == 1:
+        return jax.jit(vectorised)
+    mesh, seeds = Mesh(devices, ("seed",)), PartitionSpec("seed")
+    # Nothing is summed over devices, so there is nothing for the check of such sums to find.
+    shared = jax.shard_map(vectorised, mesh=mesh, in_specs=seeds, out_specs=seeds, check_vma=False)
+    return jax.jit(shared, in_shardings=NamedSharding(mesh, seeds), out_shardings=NamedSharding(mesh, seeds))

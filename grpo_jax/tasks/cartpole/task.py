@@ -1,18 +1,253 @@
-"""The task: keep a pole upright, entirely in JAX; where a mistake in the algorithm shows in seconds."""
+"""CartPole: keep a pole upright, entirely in JAX; where a mistake in an algorithm shows within seconds.
+
+A run has sections of its own: `python -m grpo_jax.train --task cartpole --help all` prints them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
-from grpo_jax.tasks.cartpole.config import CartPoleConfig
+from grpo_jax.config.fields import COUNT, LENGTH, WIDTH, may_change, named, require, require_sizes
+from grpo_jax.config.run import TASKS
 from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.task import Program, Say, Task
 
 
 @dataclass(frozen=True)
+class CartPoleAlgorithm:
+    """Advantages and loss.
+
+    Args:
+        name: "grpo" normalises the returns of the summed objectives in their group, "gdpo" those of each objective;
+            "ppo" has a value network instead.
+        objectives: What a step is rewarded for: "upright" (1 for each step) and "centred" (near the middle).
+        weights: Weight of each objective; empty for ones.
+        width: Distance from the middle at which "centred" gives nothing any more.
+        condition: Count "centred" only in episodes that stay upright for at least this many steps; 0 for always.
+        discount: Discount γ of the returns.
+        trace: λ of PPO's advantages (GAE).
+        clip_low: Lower clip bound of the policy ratio.
+        clip_high: Upper clip bound of the policy ratio.
+        kl_coef: Weight of the KL term (k3) against the reference, which is the policy at the iteration's start.
+        entropy_coef: Weight of the entropy bonus.
+        value_coef: Weight of PPO's value loss.
+        value_clip: How far PPO's values may move in one iteration; null for any.
+        epochs: Passes over one iteration's steps.
+        minibatches: Updates per pass (PPO; GRPO and GDPO update once per pass).
+    """
+
+    name: Literal["grpo", "gdpo", "ppo"] = "grpo"
+    objectives: list[Literal["upright", "centred"]] = field(default_factory=lambda: ["upright"])
+    weights: list[float] = field(default_factory=list)
+    width: float = 0.5
+    condition: int = 0
+    discount: float = 0.994
+    trace: float = 0.95
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.01
+    entropy_coef: float = 0.01
+    value_coef: float = 0.5
+    value_clip: float | None = None
+    epochs: int = 10
+    minibatches: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range or does not go together."""
+        for name in ("discount", "trace"):
+            require(0 <= getattr(self, name) <= 1, f"algorithm.{name}", "a number in [0, 1]", getattr(self, name))
+        for name in ("kl_coef", "entropy_coef", "value_coef"):
+            require(getattr(self, name) >= 0, f"algorithm.{name}", "a number >= 0", getattr(self, name))
+        ranges = {"condition": (0, COUNT), "epochs": (1, COUNT), "minibatches": (1, COUNT)}
+        require_sizes(self, "algorithm.", ranges)
+        require(0 < self.clip_low <= 1, "algorithm.clip_low", "a number in (0, 1]", self.clip_low)
+        require(self.clip_high > 0, "algorithm.clip_high", "a number > 0", self.clip_high)
+        require(self.value_clip is None or self.value_clip > 0, "algorithm.value_clip", "null or > 0", self.value_clip)
+        require(self.width > 0, "algorithm.width", "a number > 0", self.width)
+        unique = len(set(self.objectives)) == len(self.objectives)
+        require(bool(self.objectives) and unique, "algorithm.objectives", "one or more, each once", self.objectives)
+        fits = len(self.weights) in (0, len(self.objectives)) and all(map(math.isfinite, self.weights))
+        require(fits, "algorithm.weights", f"none or {len(self.objectives)} finite numbers", self.weights)
+        both = set(self.objectives) == {"upright", "centred"}
+        require(both or not self.condition, "algorithm.condition", "0 without both objectives", self.condition)
+        grouped = self.name != "ppo"
+        require(not (grouped and self.minibatches > 1), "algorithm.minibatches", "1 but with ppo", self.minibatches)
+        require(grouped or not self.kl_coef, "algorithm.kl_coef", "0 with ppo", self.kl_coef)
+        require(grouped or not self.condition, "algorithm.condition", "0 with ppo", self.condition)
+
+
+@dataclass(frozen=True)
+class CartPoleRollout:
+    """What one iteration plays.
+
+    Args:
+        groups: Starts (P) of one iteration; with ppo unused.
+        group_size: Episodes from each start (G), up to 500 steps each; with ppo unused.
+        environments: Carts that ppo plays on side by side.
+        steps: Steps of each of them per iteration.
+    """
+
+    groups: int = 1
+    group_size: int = 16
+    environments: int = 32
+    steps: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require(self.group_size >= 2, "rollout.group_size", "at least 2 (a group is compared)", self.group_size)
+        names = ("groups", "group_size", "environments", "steps")
+        require_sizes(self, "rollout.", dict.fromkeys(names, (1, LENGTH)))
+
+
+@dataclass(frozen=True)
+class CartPoleNetwork:
+    """The policy's perceptron; ppo's value network is another one of the same shape.
+
+    Args:
+        hidden: Width of each hidden layer.
+        activation: Between the layers.
+    """
+
+    hidden: list[int] = field(default_factory=lambda: [64])
+    activation: Literal["tanh", "relu"] = "tanh"
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        fits = all(1 <= width <= 2**16 for width in self.hidden) and len(self.hidden) <= 64
+        require(fits, "network.hidden", "up to 64 widths from 1 to 65536", self.hidden)
+
+
+@dataclass(frozen=True)
+class CartPoleOptimizer:
+    """Adam and its schedule.
+
+    Args:
+        learning_rate: Peak learning rate.
+        schedule: Learning rate over the run.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        max_grad_norm: Gradients are scaled down to this global norm; 0 for never.
+    """
+
+    learning_rate: float = 3e-4
+    schedule: Literal["constant", "linear"] = "constant"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    max_grad_norm: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require(self.learning_rate > 0, "optimizer.learning_rate", "a number > 0", self.learning_rate)
+        require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "a number >= 0", self.max_grad_norm)
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name}", "a number in [0, 1)", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class CartPoleTraining:
+    """The loop.
+
+    Args:
+        iterations: Iterations in all.
+        save_every: Iterations between checkpoints; 0 for the end only.
+        keep_checkpoints: Checkpoints kept beside final.
+        keep_gib: What all checkpoints may take on the disk together; beyond it the oldest go, never final and the
+            newest. While one is written there is one more. 0 for no bound.
+        max_hours: Hours after which this process saves and stops behind a measured block, for --resume to go on; 0 for
+            never.
+    """
+
+    iterations: int = may_change(100)
+    save_every: int = may_change(0)
+    keep_checkpoints: int = may_change(2)
+    keep_gib: float = may_change(0.0)
+    max_hours: float = may_change(0.0)
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        ranges = {"iterations": (1, COUNT), "save_every": (0, COUNT), "keep_checkpoints": (1, COUNT)}
+        require_sizes(self, "training.", ranges)
+        for name in ("keep_gib", "max_hours"):
+            require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class CartPoleEvaluation:
+    """Measurement on fresh starts with the likelier action.
+
+    Args:
+        episodes: Episodes of one measurement.
+        every: Iterations between measurements, which are also the compiled block between two looks from outside.
+        solved: Mean return from which CartPole counts as solved.
+    """
+
+    episodes: int = 100
+    every: int = 10
+    solved: float = 475.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require_sizes(self, "evaluation.", {"episodes": (1, LENGTH), "every": (1, COUNT)})
+        require(0 < self.solved <= 500, "evaluation.solved", "a number in (0, 500]", self.solved)
+
+
+@dataclass(frozen=True)
+class CartPoleConfig:
+    """A CartPole run of grpo_jax, entirely in JAX.
+
+    Args:
+        task: This task.
+        seed: Seed of everything random; seeds seed, seed + 1, … are trained.
+        num_seeds: How many seeds are trained side by side.
+        run_dir: Folder of the run; null makes runs/TASK-TIME.
+        resume: Continue the run in run_dir from its last checkpoint.
+        debug: Show tracebacks of user errors.
+        report_to: Metric writers beside metrics.jsonl (docs/ending.md).
+        project: What the run belongs to: project on Weights & Biases and trackio, experiment on MLflow.
+        algorithm: Advantages and loss.
+        rollout: What one iteration plays.
+        network: The policy.
+        optimizer: Adam and its schedule.
+        training: The loop.
+        evaluation: Measurement.
+    """
+
+    task: Any = named(*TASKS)
+    seed: int = 0
+    num_seeds: int = 1
+    run_dir: str | None = may_change(None)
+    resume: bool = may_change(False)
+    debug: bool = may_change(False)
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = may_change(
+        default_factory=lambda: ["tensorboard"]
+    )
+    project: str = may_change("grpo_jax")
+    algorithm: CartPoleAlgorithm = field(default_factory=CartPoleAlgorithm)
+    rollout: CartPoleRollout = field(default_factory=CartPoleRollout)
+    network: CartPoleNetwork = field(default_factory=CartPoleNetwork)
+    optimizer: CartPoleOptimizer = field(default_factory=CartPoleOptimizer)
+    training: CartPoleTraining = field(default_factory=CartPoleTraining)
+    evaluation: CartPoleEvaluation = field(default_factory=CartPoleEvaluation)
+
+    def __post_init__(self) -> None:
+        """Refuse what no section can refuse alone."""
+        require_sizes(self, "", {"num_seeds": (1, WIDTH)})
+        require(0 <= self.seed < 2**31, "seed", "a number in [0, 2^31)", self.seed)
+        every = self.evaluation.every
+        for name in ("iterations", "save_every"):
+            value = getattr(self.training, name)
+            require(value % every == 0, f"training.{name}", f"a multiple of evaluation.every = {every}", value)
+        minibatches = self.algorithm.minibatches
+        steps = self.rollout.steps
+        divides = self.algorithm.name != "ppo" or steps % minibatches == 0
+        require(divides, "algorithm.minibatches", f"a divisor of rollout.steps = {steps}", minibatches)
+
+
+@dataclass(frozen=True)
 class CartPole(Task):
-    """CartPole-v1, several seeds at once; a run has sections of its own."""
+    """CartPole-v1, several seeds at once."""
 
     config: ClassVar[type] = CartPoleConfig
     default_config: ClassVar[str | None] = "cartpole_grpo"
@@ -33,7 +268,7 @@ class CartPole(Task):
     )
 
     def program(self, config: CartPoleConfig, say: Say) -> Program:
-        """All seeds in one compiled function."""
+        """Compile all seeds into one function."""
         from grpo_jax.tasks.cartpole.program import make_program  # starts JAX
 
         return make_program(config, say)

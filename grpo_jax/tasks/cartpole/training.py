@@ -9,13 +9,50 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from grpo_jax.core.advantages import (
+    Condition,
+    condition_rewards,
+    distinct_advantages,
+    gdpo_advantages,
+    groups_without_signal,
+    sum_rewards,
+)
+from grpo_jax.core.aggregation import Mean, loss_normaliser
+from grpo_jax.core.losses import KLPenalty, grpo_loss
+from grpo_jax.core.masking import masked_whiten
+from grpo_jax.core.ppo import ppo_loss, value_loss
+from grpo_jax.core.returns import discounted_returns, gae_advantages, normalised_returns
+from grpo_jax.core.surrogates import Clip
 from grpo_jax.models.mlp import count_parameters, make_mlp
-from grpo_jax.tasks.cartpole import environment as task
-from grpo_jax.tasks.cartpole import updates
-from grpo_jax.tasks.cartpole.config import CartPoleConfig
+from grpo_jax.tasks.cartpole import environment
+from grpo_jax.tasks.cartpole.environment import FEATURES, MAX_STEPS, Episodes, Steps, largest, objective_rewards
+from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
 
 PyTree = Any
-_INIT_STREAM, _EVALUATION_STREAM, _CARTS_STREAM = 2**31 - 1, 2**31 - 2, 2**31 - 3
+Metrics = dict[str, jax.Array]
+Learned = tuple[PyTree, PyTree, Metrics]  # parameters, Optax's state, metrics of the updates
+
+_INIT_STREAM = 2**31 - 1
+_EVALUATION_STREAM = 2**31 - 2
+_CARTS_STREAM = 2**31 - 3
+# Steps of all episodes whose gradient is taken at once. Short enough to stay in the cache and to stop soon after the
+# longest episode; a divisor of 500.
+_CHUNK = 50
+
+
+class Batch(NamedTuple):
+    """What an update learns from, time first: each `[T, B]`, observations `[T, B, 4]`.
+
+    GRPO and GDPO have a mask of the steps that were taken; PPO has the values before the updates and their targets.
+    """
+
+    observations: jax.Array
+    actions: jax.Array
+    old_logprobs: jax.Array
+    advantages: jax.Array
+    mask: jax.Array | None = None
+    values: jax.Array | None = None
+    returns: jax.Array | None = None
 
 
 class Carry(NamedTuple):
@@ -39,16 +76,10 @@ class Carry(NamedTuple):
 
 
 class History(NamedTuple):
-    """What a run saw.
+    """Each metric f32 `[I]`, and each measure f32 `[1 + I / every]`: before training and after every block."""
 
-    Attributes:
-        iterations: Each metric, f32 `[I]`; "environment_steps" counts them up to and with the iteration.
-        evaluations: Each measure, f32 `[1 + I / every]`: before training and after every `evaluation.every`
-            iterations; "iteration" and "environment_steps" say where.
-    """
-
-    iterations: dict[str, jax.Array]
-    evaluations: dict[str, jax.Array]
+    iterations: Metrics
+    evaluations: Metrics
 
 
 class Training(NamedTuple):
@@ -64,92 +95,305 @@ class Training(NamedTuple):
     """
 
     init: Callable[[jax.Array], Carry]
-    iterate: Callable[[Carry], tuple[Carry, dict[str, jax.Array]]]
-    evaluate: Callable[[Carry], dict[str, jax.Array]]
-    block: Callable[[Carry], tuple[Carry, dict[str, jax.Array], dict[str, jax.Array]]]
+    iterate: Callable[[Carry], tuple[Carry, Metrics]]
+    evaluate: Callable[[Carry], Metrics]
+    block: Callable[[Carry], tuple[Carry, Metrics, Metrics]]
     train: Callable[[jax.Array], tuple[Carry, History]]
     parameters: dict[str, int]
 
 
-def updates_per_iteration(config: CartPoleConfig) -> int:
-    """Optimizer updates of one iteration."""
-    return config.algorithm.epochs * config.algorithm.minibatches
+# ------------------------------------------------------------------------------------------------------ advantages
+
+
+def action_logprobs(log_odds: jax.Array, right: jax.Array) -> jax.Array:
+    """Return the log-probability of each action: log σ(±log-odds)."""
+    return -jax.nn.softplus(jnp.where(right, -log_odds, log_odds))
+
+
+def action_entropy(log_odds: jax.Array) -> jax.Array:
+    """Return the entropy of the choice between left and right."""
+    return jax.nn.softplus(log_odds) - log_odds * jax.nn.sigmoid(log_odds)
+
+
+def _weights(algorithm: CartPoleAlgorithm) -> jax.Array:
+    return jnp.asarray(algorithm.weights or [1.0] * len(algorithm.objectives), jnp.float32)
+
+
+def episode_rewards(algorithm: CartPoleAlgorithm, positions: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the rewards of every step, `[P, G, T]` → `[P, G, T, N]`; 0 after the end.
+
+    With `condition`, "centred" counts only in episodes that stay upright for that many steps.
+    """
+    rewards = jnp.stack([objective_rewards(name, positions, algorithm.width) for name in algorithm.objectives], -1)
+    rewards = jnp.where(mask[..., None], rewards, 0)
+    if not algorithm.condition:
+        return rewards
+    centred = algorithm.objectives.index("centred")
+    lengths = jnp.broadcast_to(jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32), mask.shape)
+    pairs = jnp.stack([rewards[..., centred], lengths], axis=-1).reshape(mask.shape[0], -1, 2)
+    counted = condition_rewards(pairs, [Condition(0, 1, algorithm.condition)])[..., 0]
+    return rewards.at[..., centred].set(counted.reshape(mask.shape))
+
+
+def group_step_advantages(
+    algorithm: CartPoleAlgorithm, rewards: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Advantages of every step from the rewards of groups of episodes.
+
+    With the discounted returns R[p, g, t, n] = Σ_{u ≥ t} γ^(u - t) r[p, g, u, n] of objective n,
+
+        grpo:  A[p, g, t] = (Σ_n w[n] R[p, g, t, n] - mean) / (std + eps)
+        gdpo:  A[p, g, t] = whiten(Σ_n w[n] (R[p, g, t, n] - mean_n) / (std_n + eps))
+
+    with mean and std over all existing steps (g, t) of group p: a step is a member of its group, as an answer is in
+    the papers. GDPO whitens over all existing steps of the batch. A group whose episodes all have the same sum of
+    rewards teaches nothing: what its returns differ by is how late a step is. There A is 0 (per objective under gdpo).
+
+    Args:
+        algorithm: Which of the two, discount, weights.
+        rewards: f32 `[P, G, T, N]`.
+        mask: bool `[P, G, T]`.
+
+    Returns:
+        Advantages f32 `[P, G, T]`, and which groups are without signal, bool `[P, N]`.
+    """
+    weights = _weights(algorithm)
+    totals = jnp.sum(rewards, axis=2)
+    dead = groups_without_signal(totals)
+    if algorithm.name == "grpo":
+        joined = discounted_returns(rewards @ weights, discount=algorithm.discount, mask=mask)
+        silent = groups_without_signal(sum_rewards(totals, weights=weights))
+        return jnp.where(silent[:, None, None], 0, normalised_returns(joined, mask=mask)), dead
+    masks = jnp.broadcast_to(mask, (len(weights), *mask.shape))
+    each = discounted_returns(jnp.moveaxis(rewards, -1, 0), discount=algorithm.discount, mask=masks)
+    each = jnp.where(mask[..., None], jnp.moveaxis(each, 0, -1) * ~dead[:, None, None, :], jnp.nan)
+    members = each.reshape(len(each), -1, len(weights))  # NaN, a missing reward, takes no part
+    advantages = gdpo_advantages(members, weights=weights, whiten="sequence")
+    return advantages.reshape(mask.shape), dead
+
+
+def group_batch(config: CartPoleConfig, episodes: Episodes) -> tuple[Batch, Metrics]:
+    """Return the batch of P groups of G episodes, and the metrics of the rollout."""
+    algorithm = config.algorithm
+
+    def grouped(x):  # [T, B] → [P, G, T]
+        return x.T.reshape(config.rollout.groups, config.rollout.group_size, MAX_STEPS)
+
+    mask = grouped(episodes.mask)
+    rewards = episode_rewards(algorithm, grouped(episodes.positions), mask)
+    advantages, dead = group_step_advantages(algorithm, rewards, mask)
+    logprobs = action_logprobs(episodes.log_odds, episodes.actions)
+    flat = advantages.reshape(-1, MAX_STEPS).T
+    metrics = {
+        "episode_return": jnp.mean(jnp.sum(episodes.mask, axis=0, dtype=jnp.float32)),
+        # At their first step, where they are still in one state: how many episodes of a group are told apart.
+        "distinct_advantages": jnp.mean(distinct_advantages(advantages[:, :, 0], axis=1), dtype=jnp.float32),
+    }
+    for index, name in enumerate(algorithm.objectives):
+        metrics[f"reward/{name}/mean"] = jnp.mean(jnp.sum(rewards[..., index], axis=2))
+        metrics[f"dead_groups/{name}"] = jnp.mean(dead[:, index], dtype=jnp.float32)
+    return Batch(episodes.observations, episodes.actions, logprobs, flat, mask=episodes.mask), metrics
+
+
+def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: Steps) -> tuple[Batch, Metrics]:
+    """Return PPO's batch with GAE: 0 after a termination, the value of the cut-off state at a time limit."""
+    algorithm = config.algorithm
+    values = critic(params["value"], steps.observations)
+    next_values = critic(params["value"], steps.next_observations)
+    positions = steps.next_observations[..., 0]
+    each = [objective_rewards(name, positions, algorithm.width) for name in algorithm.objectives]
+    rewards = jnp.stack(each, axis=-1) @ _weights(algorithm)
+    ended = steps.terminated | steps.truncated
+    advantages = gae_advantages(
+        rewards.T,
+        values.T,
+        discount=jnp.where(steps.terminated, 0.0, algorithm.discount).T,
+        trace=algorithm.trace,
+        boundary=ended.T,
+        next_values=next_values.T,
+    ).T
+    logprobs = action_logprobs(steps.log_odds, steps.actions)
+    returns = advantages + values
+    finished = Mean(jnp.sum(jnp.where(ended, steps.lengths, 0), dtype=jnp.float32), jnp.sum(ended, dtype=jnp.float32))
+    metrics = {"episode_return": jnp.where(jnp.greater(finished.weight, 0), finished.value(), jnp.nan)}
+    metrics |= {f"reward/{name}/mean": jnp.mean(x) for name, x in zip(algorithm.objectives, each, strict=True)}
+    return Batch(steps.observations, steps.actions, logprobs, advantages, values=values, returns=returns), metrics
+
+
+# --------------------------------------------------------------------------------------------------------- updates
+
+
+def group_updates(
+    config: CartPoleConfig, apply: Callable, optimizer: optax.GradientTransformation, start: tuple, batch: Batch
+) -> Learned:
+    """Update once per epoch from all steps; the gradient is summed over chunks of time up to the last step.
+
+    `start` is (parameters, Optax's state).
+    """
+    algorithm = config.algorithm
+    whole = loss_normaliser(batch.mask, "token")
+    chunks = jax.tree.map(lambda x: x.reshape(MAX_STEPS // _CHUNK, _CHUNK, *x.shape[1:]), batch)
+    used = largest(jnp.sum(chunks.mask.any(axis=(1, 2)), dtype=jnp.int32))
+
+    def loss(params, chunk):
+        log_odds = apply(params["policy"], chunk.observations)
+        return grpo_loss(
+            action_logprobs(log_odds, chunk.actions),
+            chunk.old_logprobs,
+            chunk.advantages,
+            chunk.mask,
+            surrogate=Clip(algorithm.clip_low, algorithm.clip_high),
+            aggregation="token",
+            normaliser=whole,
+            kl=KLPenalty(algorithm.kl_coef) if algorithm.kl_coef else None,
+            ref_logprobs=chunk.old_logprobs,
+            entropy=action_entropy(log_odds),
+            entropy_coef=algorithm.entropy_coef,
+        )
+
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    shapes = jax.eval_shape(gradient, start[0], jax.tree.map(lambda x: x[0], chunks))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def epoch(carry, _):
+        params, opt_state = carry
+
+        def add(loop):
+            index, total = loop
+            now = gradient(params, jax.tree.map(lambda x: x[index], chunks))
+            return index + 1, jax.tree.map(jnp.add, total, now)
+
+        _, ((value, metrics), grads) = jax.lax.while_loop(lambda loop: loop[0] < used, add, (jnp.int32(0), zeros))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), _update_metrics(value, metrics._asdict(), grads)
+
+    (params, opt_state), metrics = jax.lax.scan(epoch, start, length=algorithm.epochs)
+    return params, opt_state, jax.tree.map(jnp.mean, metrics)
+
+
+def step_updates(
+    config: CartPoleConfig,
+    apply: Callable,
+    optimizer: optax.GradientTransformation,
+    start: tuple,
+    batch: Batch,
+    key: jax.Array,
+) -> Learned:
+    """Make PPO's updates: the times are shuffled and cut into minibatches, each with all carts, alike in all epochs.
+
+    To shuffle single steps, and anew for each epoch, would take longer than to learn from them: gathering costs more
+    here than the network.
+    """
+    algorithm = config.algorithm
+
+    def loss(params, part):
+        mask = jnp.ones_like(part.actions)
+        log_odds = apply(params["policy"], part.observations)
+        policy, metrics = ppo_loss(
+            action_logprobs(log_odds, part.actions),
+            part.old_logprobs,
+            masked_whiten(part.advantages, mask),
+            mask,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            entropy=action_entropy(log_odds),
+            entropy_coef=algorithm.entropy_coef,
+        )
+        values = apply(params["value"], part.observations)
+        value, of_value = value_loss(values, part.values, part.returns, mask, clip=algorithm.value_clip)
+        metrics = metrics._asdict() | {"value_loss": of_value.loss}
+        return policy + algorithm.value_coef * value, (metrics, of_value.explained_variance())
+
+    gradient = jax.value_and_grad(loss, has_aux=True)
+
+    def update(carry, part):
+        params, opt_state = carry
+        (value, (metrics, explained)), grads = gradient(params, part)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        metrics = _update_metrics(value, metrics, grads) | {"explained_variance": explained}
+        return (optax.apply_updates(params, updates), opt_state), metrics
+
+    order = jax.random.permutation(key, batch.actions.shape[0])
+    parts = jax.tree.map(lambda x: x[order].reshape(algorithm.minibatches, -1, *x.shape[1:]), batch)
+    (params, opt_state), metrics = jax.lax.scan(
+        lambda carry, _: jax.lax.scan(update, carry, parts), start, length=algorithm.epochs
+    )
+    return params, opt_state, jax.tree.map(jnp.mean, metrics)
+
+
+def _update_metrics(loss: jax.Array, metrics: dict[str, Mean], grads: PyTree) -> Metrics:
+    """Return the update's part of a metrics row, under the names that language runs use."""
+    same = ("policy_loss", "kl", "entropy", "old_kl", "clip_low", "clip_high", "value_loss")
+    names = {"ratio": "mean_ratio"} | {name: name for name in same}
+    named = {names[name]: mean.value() for name, mean in metrics.items() if name in names}
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+    return {"loss": loss, **named, "grad_norm": norm}
+
+
+# -------------------------------------------------------------------------------------------------------- training
 
 
 def make_optimizer(config: CartPoleConfig) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
-    """Adam behind a clip of the gradient's norm, and its learning rate by update."""
+    """Return Adam behind a clip of the gradient's norm, and its learning rate by update."""
     section = config.optimizer
     rate = optax.constant_schedule(section.learning_rate)
     if section.schedule == "linear":
-        total = config.training.iterations * updates_per_iteration(config)
-        rate = optax.linear_schedule(section.learning_rate, 0.0, total)
+        updates = config.training.iterations * config.algorithm.epochs * config.algorithm.minibatches
+        rate = optax.linear_schedule(section.learning_rate, 0.0, updates)
     clip = optax.clip_by_global_norm(section.max_grad_norm) if section.max_grad_norm else optax.identity()
     return optax.chain(clip, optax.adam(rate, b1=section.beta1, b2=section.beta2, eps=1e-5)), rate
 
 
 def make_train(config: CartPoleConfig) -> Training:
-    """Makes the functions of a run.
-
-    Args:
-        config: The run; its `seed` and `num_seeds` are the caller's to turn into keys (`seed_keys`).
-
-    Raises:
-        UserError: gymnax is not installed.
-    """
-    cartpole = task.make_cartpole()
-    section = config.network
-    policy = make_mlp(task.FEATURES, hidden=section.hidden, activation=section.activation, output_scale=0.01)
-    critic = make_mlp(task.FEATURES, hidden=section.hidden, activation=section.activation, output_scale=1.0)
+    """Return the functions of a run; `config.seed` and `num_seeds` are the caller's to turn into keys."""
+    network = config.network
+    policy = make_mlp(FEATURES, hidden=network.hidden, activation=network.activation, output_scale=0.01)
+    critic = make_mlp(FEATURES, hidden=network.hidden, activation=network.activation, output_scale=1.0)
     optimizer, rate = make_optimizer(config)
+    rollout = config.rollout
     ppo = config.algorithm.name == "ppo"
 
     def init(key: jax.Array) -> Carry:
         keys = jax.random.split(jax.random.fold_in(key, _INIT_STREAM))
-        params = {"policy": policy.init(keys[0])} | ({"value": critic.init(keys[1])} if ppo else {})
+        params = {"policy": policy.init(keys[0])}
         carts = ()
         if ppo:
-            carts = cartpole.start(jax.random.fold_in(key, _CARTS_STREAM), config.rollout.environments)
-        # Written as arrays, so that a start has the types of what an iteration gives back.
-        carts = jax.tree.map(jnp.asarray, carts)
+            params["value"] = critic.init(keys[1])
+            carts = environment.reset(jax.random.fold_in(key, _CARTS_STREAM), rollout.environments)
         return Carry(params, optimizer.init(params), carts, key, jnp.int32(0), jnp.int32(0))
 
-    def iterate_groups(state: Carry, key: jax.Array):
-        start, act = jax.random.split(key)
-        starts = cartpole.start(start, config.rollout.groups)
-        starts = jax.tree.map(lambda x: jnp.repeat(x, config.rollout.group_size, axis=0), starts)
-        episodes = task.play_episodes(cartpole, lambda x: policy.apply(state.params["policy"], x), starts, act)
-        batch, figures = updates.group_batch(config, episodes)
-        learned = updates.group_updates(config, policy.apply, optimizer, state.params, state.optimizer, batch)
-        return learned, state.carts, figures, jnp.sum(episodes.mask, dtype=jnp.int32)
+    def act(state: Carry) -> environment.Policy:
+        return lambda observations: policy.apply(state.params["policy"], observations)
 
-    def iterate_steps(state: Carry, key: jax.Array):
-        act, shuffle = jax.random.split(key)
-        number = config.rollout.steps
-        carts, steps = task.play_steps(
-            cartpole, lambda x: policy.apply(state.params["policy"], x), state.carts, act, steps=number
-        )
-        batch, figures = updates.step_batch(config, critic.apply, state.params, steps)
-        learned = updates.step_updates(config, policy.apply, optimizer, state.params, state.optimizer, batch, shuffle)
-        return learned, carts, figures, jnp.int32(number * config.rollout.environments)
+    def learn_from_groups(state: Carry, key: jax.Array):
+        start, draws = jax.random.split(key)
+        starts = environment.reset(start, rollout.groups)
+        starts = jax.tree.map(lambda x: jnp.repeat(x, rollout.group_size, axis=0), starts)
+        episodes = environment.play_episodes(act(state), starts, draws)
+        batch, metrics = group_batch(config, episodes)
+        learned = group_updates(config, policy.apply, optimizer, (state.params, state.optimizer), batch)
+        return learned, state.carts, metrics, jnp.sum(episodes.mask, dtype=jnp.int32)
 
-    def iterate(state: Carry) -> tuple[Carry, dict[str, jax.Array]]:
+    def learn_from_steps(state: Carry, key: jax.Array):
+        draws, shuffle = jax.random.split(key)
+        carts, steps = environment.play_steps(act(state), state.carts, draws, steps=rollout.steps)
+        batch, metrics = step_batch(config, critic.apply, state.params, steps)
+        learned = step_updates(config, policy.apply, optimizer, (state.params, state.optimizer), batch, shuffle)
+        return learned, carts, metrics, jnp.int32(rollout.steps * rollout.environments)
+
+    def iterate(state: Carry) -> tuple[Carry, Metrics]:
         key = jax.random.fold_in(state.key, state.iteration)
-        learned, carts, figures, steps = (iterate_steps if ppo else iterate_groups)(state, key)
+        learned, carts, metrics, steps = (learn_from_steps if ppo else learn_from_groups)(state, key)
         params, opt_state, of_updates = learned
         after = Carry(params, opt_state, carts, state.key, state.iteration + 1, state.steps + steps)
-        learning_rate = rate(state.iteration * updates_per_iteration(config))
-        counted = {"environment_steps": after.steps, "learning_rate": learning_rate}
-        return after, {name: jnp.float32(x) for name, x in (figures | of_updates | counted).items()}
+        updates = state.iteration * (config.algorithm.epochs * config.algorithm.minibatches)
+        counted = {"environment_steps": after.steps, "learning_rate": rate(updates)}
+        return after, {name: jnp.float32(x) for name, x in (metrics | of_updates | counted).items()}
 
-    def evaluate(state: Carry) -> dict[str, jax.Array]:
+    def evaluate(state: Carry) -> Metrics:
         key = jax.random.fold_in(jax.random.fold_in(state.key, _EVALUATION_STREAM), state.iteration)
-        starts = cartpole.start(key, config.evaluation.episodes)
-        outcome = task.play_greedily(
-            cartpole,
-            lambda x: policy.apply(state.params["policy"], x),
-            starts,
-            width=config.algorithm.width,
-        )
+        starts = environment.reset(key, config.evaluation.episodes)
+        outcome = environment.play_greedily(act(state), starts, width=config.algorithm.width)
         return {
             "episode_return": jnp.mean(outcome.length),
             "centred": jnp.mean(outcome.centred),
@@ -158,7 +402,7 @@ def make_train(config: CartPoleConfig) -> Training:
             "environment_steps": jnp.float32(state.steps),
         }
 
-    def block(state: Carry):
+    def block(state: Carry) -> tuple[Carry, Metrics, Metrics]:
         state, metrics = jax.lax.scan(lambda state, _: iterate(state), state, length=config.evaluation.every)
         return state, metrics, evaluate(state)
 
@@ -168,8 +412,8 @@ def make_train(config: CartPoleConfig) -> Training:
             return state, (metrics, measures)
 
         start = init(key)
-        number = config.training.iterations // config.evaluation.every
-        state, (metrics, measures) = jax.lax.scan(turn, start, length=number)
+        blocks = config.training.iterations // config.evaluation.every
+        state, (metrics, measures) = jax.lax.scan(turn, start, length=blocks)
         first = evaluate(start)
         return state, History(
             jax.tree.map(lambda x: x.reshape(-1), metrics),

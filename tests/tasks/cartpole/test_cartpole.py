@@ -2,7 +2,6 @@
 
 import functools
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +9,14 @@ import pytest
 
 from grpo_jax.config import make_config
 from grpo_jax.tasks.cartpole import environment as task
-from grpo_jax.tasks.cartpole import updates
-
-CARTPOLE = task.make_cartpole()
+from grpo_jax.tasks.cartpole import training
 
 
 @functools.cache
 def compiled_advantages(name, weights):
     """Compiled whole: one by one, the operations would take longer to compile than to run."""
     chosen = algorithm(name=name, weights=list(weights), objectives=["upright", "centred"][: len(weights)])
-    return jax.jit(lambda rewards, mask: updates.group_step_advantages(chosen, rewards, mask))
+    return jax.jit(lambda rewards, mask: training.group_step_advantages(chosen, rewards, mask))
 
 
 def linear_policy(observations):
@@ -28,24 +25,24 @@ def linear_policy(observations):
 
 
 def starts(count, seed=0):
-    return CARTPOLE.start(jax.random.key(seed), count)
+    return task.reset(jax.random.key(seed), count)
 
 
 def test_physics_is_gymnasiums():
     """Random actions from the same start: positions, angles and the end agree."""
-    peer = gymnasium.make("CartPole-v1").unwrapped
+    peer = pytest.importorskip("gymnasium").make("CartPole-v1").unwrapped
     rng = np.random.default_rng(0)
-    step = jax.jit(CARTPOLE.step)
+    step = jax.jit(task.step)
     ended = 0
     for seed in range(8):
         states = starts(1, seed)
         peer.reset(seed=0)
-        peer.state = tuple(float(x) for x in CARTPOLE.observe(states)[0])
+        peer.state = tuple(float(x) for x in task.observe(states)[0])
         for _ in range(200):
             action = int(rng.integers(2))
-            states, terminated = step(states, jnp.array([action]))
+            states, terminated = step(states, jnp.array([action == 1]))
             expected, reward, done, _, _ = peer.step(action)
-            np.testing.assert_allclose(CARTPOLE.observe(states)[0], expected, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(task.observe(states)[0], expected, rtol=0, atol=1e-5)
             assert bool(terminated[0]) == done and reward == 1
             if done:
                 ended += 1
@@ -53,8 +50,26 @@ def test_physics_is_gymnasiums():
     assert ended == 8
 
 
+def test_starts_and_steps_are_gymnaxs():
+    """To the bit, under compilation too: recorded runs go on from where they were."""
+    peer = pytest.importorskip("gymnax.environments.classic_control.cartpole").CartPole()
+    params = peer.default_params
+    keys = jax.random.split(jax.random.key(3), 64)
+    _, theirs = jax.vmap(lambda key: peer.reset_env(key, params))(keys)
+    ours = task.reset(jax.random.key(3), 64)
+    advance = jax.jit(jax.vmap(lambda state, action: peer.step_env(keys[0], state, action, params)[1:4:2]))
+    actions = jax.random.bernoulli(jax.random.key(4), shape=(60, 64))
+    for right in actions:
+        for name, value in ours._asdict().items():
+            np.testing.assert_array_equal(value, getattr(theirs, name))
+        ours, fell = jax.jit(task.step)(ours, right)
+        theirs, done = advance(theirs, right.astype(jnp.int32))
+        np.testing.assert_array_equal(fell, done)
+    assert fell.any() and not fell.all()
+
+
 def test_starts_are_within_bounds_and_differ():
-    numbers = np.asarray(CARTPOLE.observe(starts(500)))
+    numbers = np.asarray(task.observe(starts(500)))
     assert np.abs(numbers).max() <= 0.05 and np.abs(numbers).max() > 0.049
     assert len(np.unique(numbers)) == numbers.size
 
@@ -62,7 +77,7 @@ def test_starts_are_within_bounds_and_differ():
 @pytest.fixture(scope="module")
 def episodes():
     states = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), starts(3))
-    play = jax.jit(lambda states, key: task.play_episodes(CARTPOLE, linear_policy, states, key))
+    play = jax.jit(lambda states, key: task.play_episodes(linear_policy, states, key))
     return jax.tree.map(np.asarray, play(states, jax.random.key(1)))
 
 
@@ -76,7 +91,7 @@ def test_a_group_starts_alike_and_then_parts(episodes):
 
 def test_masks_end_at_termination(episodes):
     """Replayed by gymnasium: it falls at the step after which the mask ends, and not before."""
-    peer = gymnasium.make("CartPole-v1").unwrapped
+    peer = pytest.importorskip("gymnasium").make("CartPole-v1").unwrapped
     for b in range(12):
         mask = episodes.mask[:, b]
         length = int(mask.sum())
@@ -94,7 +109,7 @@ def test_masks_end_at_termination(episodes):
 def test_actions_are_drawn_from_the_policy():
     """The share of right among many draws at one state is sigmoid(log-odds)."""
     states = jax.tree.map(lambda x: jnp.repeat(x, 20000, axis=0), starts(1))
-    _, steps = task.play_steps(CARTPOLE, lambda x: jnp.full(x.shape[0], 1.3), states, jax.random.key(2), steps=1)
+    _, steps = task.play_steps(lambda x: jnp.full(x.shape[0], 1.3), states, jax.random.key(2), steps=1)
     expected = 1 / (1 + np.exp(-1.3))
     assert abs(steps.actions.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / 20000)
 
@@ -103,13 +118,13 @@ def test_log_probabilities_and_entropy_of_an_action():
     log_odds = jnp.array([-3.0, 0.0, 0.4, 30.0])
     right = 1 / (1 + np.exp(-np.asarray(log_odds, np.float64)))
     np.testing.assert_allclose(
-        updates.action_logprobs(log_odds, jnp.ones(4, bool)), np.log(right), rtol=1e-6, atol=1e-12
+        training.action_logprobs(log_odds, jnp.ones(4, bool)), np.log(right), rtol=1e-6, atol=1e-12
     )
     np.testing.assert_allclose(
-        updates.action_logprobs(log_odds[:3], jnp.zeros(3, bool)), np.log1p(-right[:3]), rtol=1e-6
+        training.action_logprobs(log_odds[:3], jnp.zeros(3, bool)), np.log1p(-right[:3]), rtol=1e-6
     )
     entropy = -(right * np.log(right) + (1 - right) * np.log1p(-right))[:3]
-    np.testing.assert_allclose(updates.action_entropy(log_odds)[:3], entropy, rtol=1e-6)
+    np.testing.assert_allclose(training.action_entropy(log_odds)[:3], entropy, rtol=1e-6)
 
 
 def balance(observations):
@@ -119,13 +134,13 @@ def balance(observations):
 
 def test_greedy_play_counts_the_steps_of_each_episode():
     states = starts(5)
-    outcome = task.play_greedily(CARTPOLE, linear_policy, states, width=0.5)
-    step = jax.jit(CARTPOLE.step)
+    outcome = task.play_greedily(linear_policy, states, width=0.5)
+    step = jax.jit(task.step)
     for index in range(5):
         one = jax.tree.map(lambda x, index=index: x[index : index + 1], states)
         length, centred, distance, done = 0, 0.0, 0.0, False
         while not done and length < 500:
-            one, terminated = step(one, (linear_policy(CARTPOLE.observe(one)) > 0).astype(jnp.int32))
+            one, terminated = step(one, linear_policy(task.observe(one)) > 0)
             length, done = length + 1, bool(terminated[0])
             centred += max(0.0, 1 - abs(float(one.x[0])) / 0.5)
             distance += abs(float(one.x[0]))
@@ -136,7 +151,7 @@ def test_greedy_play_counts_the_steps_of_each_episode():
 
 def test_automatic_reset_tells_termination_from_the_time_limit():
     """A policy that balances meets the limit at step 500; one that always pushes right falls."""
-    carts, steps = jax.jit(lambda states, key: task.play_steps(CARTPOLE, balance, states, key, steps=600))(
+    carts, steps = jax.jit(lambda states, key: task.play_steps(balance, states, key, steps=600))(
         starts(4), jax.random.key(3)
     )
     truncated, terminated = np.asarray(steps.truncated), np.asarray(steps.terminated)
@@ -148,7 +163,7 @@ def test_automatic_reset_tells_termination_from_the_time_limit():
     assert not np.allclose(steps.next_observations[499], steps.observations[500])
     np.testing.assert_allclose(steps.next_observations[:499], steps.observations[1:500], atol=1e-6)
 
-    _, steps = task.play_steps(CARTPOLE, lambda x: jnp.full(x.shape[0], 50.0), starts(4), jax.random.key(3), steps=40)
+    _, steps = task.play_steps(lambda x: jnp.full(x.shape[0], 50.0), starts(4), jax.random.key(3), steps=40)
     ends = np.asarray(steps.terminated)
     assert ends.any(axis=0).all() and not np.asarray(steps.truncated).any()
     assert (np.asarray(steps.lengths)[ends] < 15).all()
@@ -177,7 +192,7 @@ def test_time_limits_bootstrap_and_terminations_do_not():
         return x @ params
 
     params = {"value": jnp.array([1.0, -2.0, 0.5, 3.0])}
-    batch, _ = jax.jit(lambda params, steps: updates.step_batch(ppo(), value, params, steps))(params, steps)
+    batch, _ = jax.jit(lambda params, steps: training.step_batch(ppo(), value, params, steps))(params, steps)
     got = np.asarray(batch.advantages)
     values, after = observations @ np.asarray(params["value"]), following @ np.asarray(params["value"])
     for b in range(carts):
@@ -258,10 +273,10 @@ def test_a_group_of_equal_episodes_teaches_nothing():
 def test_centred_counts_only_in_episodes_that_stay_up():
     mask = np.arange(6) < np.array([[6, 3, 4]])[..., None]
     positions = jnp.full(mask.shape, 0.1)
-    rewards = updates.episode_rewards(algorithm(name="gdpo", condition=4), positions, jnp.asarray(mask))
+    rewards = training.episode_rewards(algorithm(name="gdpo", condition=4), positions, jnp.asarray(mask))
     np.testing.assert_allclose(rewards[..., 0], mask)
     np.testing.assert_allclose(rewards[..., 1], 0.8 * mask * np.array([[1, 0, 1]])[..., None], rtol=1e-6)
-    free = updates.episode_rewards(algorithm(name="gdpo"), positions, jnp.asarray(mask))
+    free = training.episode_rewards(algorithm(name="gdpo"), positions, jnp.asarray(mask))
     np.testing.assert_allclose(free[..., 1], 0.8 * mask, rtol=1e-6)
 
 

@@ -14,8 +14,8 @@ from support.xla import devices
 from grpo_jax.config import make_config
 from grpo_jax.models.mlp import count_parameters, make_mlp
 from grpo_jax.tasks.cartpole import environment as task
-from grpo_jax.tasks.cartpole import updates
-from grpo_jax.tasks.cartpole.seeds import seed_keys
+from grpo_jax.tasks.cartpole import training as learning
+from grpo_jax.tasks.cartpole.program import seed_keys
 from grpo_jax.tasks.cartpole.training import make_optimizer, make_train
 
 SMALL = {
@@ -99,19 +99,18 @@ def learned():
     policy = make_mlp(task.FEATURES, hidden=(16,))
     optimizer, _ = make_optimizer(config)
     params = {"policy": policy.init(jax.random.key(0))}
-    cartpole = task.make_cartpole()
-    starts = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), cartpole.start(jax.random.key(1), 2))
+    starts = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), task.reset(jax.random.key(1), 2))
 
     @jax.jit
     def play(params):
         act = lambda x: policy.apply(params["policy"], x)  # noqa: E731
-        return updates.group_batch(config, task.play_episodes(cartpole, act, starts, jax.random.key(2)))[0]
+        return learning.group_batch(config, task.play_episodes(act, starts, jax.random.key(2)))[0]
 
     batch, by_chunk = play(params), {}
     with pytest.MonkeyPatch.context() as patch:
         for chunk in (10, 500):
-            patch.setattr(updates, "_CHUNK", chunk)
-            learn = jax.jit(lambda *x: updates.group_updates(config, policy.apply, optimizer, *x))
+            patch.setattr(learning, "_CHUNK", chunk)
+            learn = jax.jit(lambda *x: learning.group_updates(config, policy.apply, optimizer, x[:2], x[2]))
             by_chunk[chunk] = learn(params, optimizer.init(params), batch)
     return policy, batch, by_chunk
 
@@ -133,7 +132,7 @@ def test_the_update_makes_good_actions_likelier(learned):
     """Steps with positive advantage are more probable than before, the others less."""
     policy, batch, by_chunk = learned
     log_odds = policy.apply(by_chunk[500][0]["policy"], batch.observations)
-    gain = updates.action_logprobs(log_odds, batch.actions) - batch.old_logprobs
+    gain = learning.action_logprobs(log_odds, batch.actions) - batch.old_logprobs
     assert jnp.sum(jnp.where(batch.mask, gain * batch.advantages, 0)) / jnp.sum(batch.mask) > 1e-4
 
 
@@ -189,7 +188,7 @@ def test_it_learns(sections):
 SPREAD = """
 import jax, numpy as np
 from grpo_jax.config import make_config
-from grpo_jax.tasks.cartpole.seeds import over_seeds, seed_devices, seed_keys
+from grpo_jax.tasks.cartpole.program import over_seeds, seed_devices, seed_keys
 from grpo_jax.tasks.cartpole.training import make_train
 assert len(jax.devices()) == 3
 assert [len(seed_devices(count)) for count in (1, 2, 3, 4, 5, 6, 7)] == [1, 2, 3, 2, 1, 3, 1]

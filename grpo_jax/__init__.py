@@ -33,13 +33,14 @@ _PUBLIC = {
     "models.loading": ("LanguagePolicy", "load_policy"),
     "predict": ("load_rewriter",),
     "rollout.data": ("PromptSet",),
+    "rollout.binding": ("TaskRewards",),
     "rollout.episodes": ("Answer", "Episode", "Turn"),
     "rollout.prompts": ("make_prompt_set",),
     "sampling.sampler": ("Samples", "make_sampler"),
     "sampling.texts": ("generate",),
     "sampling.token_choice": ("SamplingParams",),
     "tasks.display": ("Chart", "Curve", "Display", "Findings", "Table"),
-    "tasks.task": ("Setup", "Task", "World"),
+    "tasks.task": ("Task", "TaskData", "TaskReport", "TaskSetup", "TurnEnvironment", "Vocabulary"),
     "train": ("run",),
 }
 _PLACES = {name: module for module, names in _PUBLIC.items() for name in names}

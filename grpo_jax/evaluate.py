@@ -87,7 +87,7 @@ def _evaluate(options: argparse.Namespace, leaving: ExitStack) -> None:
     variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)
     folder = RunDirectory(options.run).checkpoints
     grown = {"catalogue"} if options.catalogue is not None else set()
-    same = {name: value for name, value in parts.world.identity.items() if name not in grown}
+    same = {name: value for name, value in parts.task_data.identity.items() if name not in grown}
     require_same_task(Progress.read(meta, folder).identity["task"], same, folder)
     found = measure_all(parts, variables)
     findings = find(parts, {}, options.checkpoint, found)

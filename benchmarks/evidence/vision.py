@@ -69,7 +69,8 @@ def by_prompt(run_dir: Path) -> dict[str, list[float]]:
         watched = collected(parts, parts.samplers.greedy, environment).watched
         return {"end": watched[:, 0, place].tolist()}
     found = {}
-    answers = {"end": parts.world.respond, **{f"end_{name}": one for name, one in parts.world.controls.items()}}
+    environment = parts.task_data.environment
+    answers = {"end": environment.respond, **{f"end_{name}": one for name, one in environment.controls.items()}}
     for name, respond in answers.items():
         answering = environment.answering._replace(respond=respond)
         judgement = collected(parts, parts.samplers.greedy, environment._replace(answering=answering))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_jax import Setup, Task, World, make_prompt_set
+from grpo_jax import Task, TaskData, TaskRewards, TaskSetup, TurnEnvironment, Vocabulary, make_prompt_set
 
 SIGNS = {"plus": 1, "minus": -1}
 
@@ -63,7 +63,7 @@ class Calculator(Task):
         "watch": ["asked"],
     }
 
-    def load(self, setup: Setup) -> World:
+    def load(self, setup: TaskSetup) -> TaskData:
         """All sums whose result is no less than nothing, an eighth of them held out, and again for validation."""
         numbers = range(self.largest + 1)
         sums = [(a, sign, b) for a in numbers for sign in SIGNS for b in numbers if value(a, sign, b) >= 0]
@@ -71,12 +71,12 @@ class Calculator(Task):
         rows = [{"prompt": f"{a} {sign} {b}", "result": value(a, sign, b)} for a, sign, b in sums]
         part = len(rows) // 8
         prompts = make_prompt_set(rows[2 * part :], rows[part : 2 * part], rows[:part])
-        return World(
+        return TaskData(
             prompts,
             source=f"{len(rows)} sums of numbers up to {self.largest}",
-            rewards={"right": right, "asked": asked},
-            respond=respond,
-            words=lambda: ["call", *SIGNS, *map(str, range(2 * self.largest + 3))],
+            rewards=TaskRewards({"right": right, "asked": asked}),
+            environment=TurnEnvironment(respond),
+            vocabulary=Vocabulary(lambda: ["call", *SIGNS, *map(str, range(2 * self.largest + 3))]),
             pairs=lambda: [self.lesson(row.prompt, random.Random(n)) for n, row in self.repeated(prompts.train)],
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_jax import Setup, Task, World, make_prompt_set
+from grpo_jax import Task, TaskData, TaskRewards, TaskSetup, TurnEnvironment, Vocabulary, make_prompt_set
 
 
 def hint(guess: str, number: int) -> str | None:
@@ -56,15 +56,15 @@ class GuessTheNumber(Task):
         "rewards": [{"name": "found"}],
     }
 
-    def load(self, setup: Setup) -> World:
+    def load(self, setup: TaskSetup) -> TaskData:
         """Each number once: nothing is held back, for nothing of it can be known by heart."""
         rows = [{"prompt": f"guess 1 to {self.largest}", "number": n} for n in range(1, self.largest + 1)]
-        return World(
+        return TaskData(
             make_prompt_set(rows, rows, rows),
             source=f"numbers from 1 to {self.largest}",
-            rewards={"found": found},
-            respond=respond,
-            words=lambda: ["guess", "to", "higher", "lower", *map(str, range(1, self.largest + 1))],
+            rewards=TaskRewards({"found": found}),
+            environment=TurnEnvironment(respond),
+            vocabulary=Vocabulary(lambda: ["guess", "to", "higher", "lower", *map(str, range(1, self.largest + 1))]),
             pairs=lambda: [self.lesson(setup.config.sampling.turns, random.Random(n)) for n in range(self.lessons)],
         )
 

@@ -12,7 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_jax import Findings, Setup, Table, Task, World, make_prompt_set
+from grpo_jax import (
+    Findings,
+    Table,
+    Task,
+    TaskData,
+    TaskReport,
+    TaskRewards,
+    TaskSetup,
+    Vocabulary,
+    make_prompt_set,
+)
 from grpo_jax.config.fields import require
 
 SIGNS = ("plus", "minus")
@@ -90,21 +100,23 @@ class Countdown(Task):
         require(self.largest >= 3, "largest", "a number >= 3", self.largest)
         require(self.puzzles >= 16, "puzzles", "a number >= 16", self.puzzles)
 
-    def load(self, setup: Setup) -> World:
+    def load(self, setup: TaskSetup) -> TaskData:
         """Makes the puzzles; everything else follows from the rewards' names."""
         draw = random.Random(self.puzzle_seed)
         held_out = self.puzzles // 8
         rows = list({(row := self.puzzle(draw))["prompt"]: row for _ in range(4 * self.puzzles)}.values())
         test, validation, train = rows[:held_out], rows[held_out : 2 * held_out], rows[2 * held_out :][: self.puzzles]
         prompts = make_prompt_set(train, validation, test)
-        return World(
+        return TaskData(
             prompts,
             source=f"{len(train) + 2 * held_out} puzzles of numbers up to {self.largest}",
-            rewards={"right": right, "readable": readable, "distance": distance},
-            words=lambda: ["from", *SIGNS, *map(str, range(3 * self.largest + 1))],
+            rewards=TaskRewards({"right": right, "readable": readable, "distance": distance}),
+            vocabulary=Vocabulary(lambda: ["from", *SIGNS, *map(str, range(3 * self.largest + 1))]),
             pairs=lambda: [(row.prompt, row.columns["form"]) for row in prompts.train],
-            remember=lambda name, found: {name: found["greedy"].rewards[:, 0, 0].tolist()},
-            findings=self.by_length,
+            report=TaskReport(
+                remember=lambda name, judged: {name: judged["greedy"].rewards[:, 0, 0].tolist()},
+                findings=self.by_length,
+            ),
             identity={"puzzles": f"{self.puzzles} of {self.largest}, {self.puzzle_seed}"},
         )
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from grpo_jax.config.build import require_known
 from grpo_jax.config.named import load_object
@@ -21,17 +21,31 @@ from grpo_jax.rollout.rewards import IN_PYTHON, PICTURES, Maker, Reward, check_o
 from grpo_jax.rollout.trainer import LOG, Trainer
 
 
-class Source(Protocol):
-    """Where rewards come from beside import paths: a task's world."""
+@dataclasses.dataclass(frozen=True)
+class TaskRewards:
+    """The rewards that a task has of its own, beside those named by import path.
 
-    rewards: Mapping[str, Any]
-    default_rewards: Sequence[RewardSection]
-    default_watch: Sequence[str]
-    measures: Callable[[str], Reward | None]
-    always_watched: tuple[str, ...]
-    render: Callable[..., Any] | None
-    adapt: Callable[[Reward], Reward]
-    conditions: Callable[[Sequence[RewardSection]], Sequence[RewardSection]]
+    Attributes:
+        functions: By the name that `rewards` and `watch` of the config use: a reward function, which gets a reward's
+            options as keyword arguments, or what makes one of them (a class, a `Maker`). A judge is given to a reward
+            that has an argument of its name, as columns are.
+        defaults: Where the config names none.
+        watched: Names that are watched where the config names none.
+        always_watched: Names among `functions` that are watched in every run, last.
+        measures: name → a reward that is only watched, for names that follow a pattern (ndcg@K); None for others.
+        columns: (completions, columns) → further columns for the rewards, asked once for all of them.
+        adapt: Makes a reward function of the user's own fit the task's.
+        conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
+    """
+
+    functions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Sequence[RewardSection] = ()
+    watched: Sequence[str] = ()
+    always_watched: tuple[str, ...] = ()
+    measures: Callable[[str], Reward | None] = lambda name: None
+    columns: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None
+    adapt: Callable[[Reward], Reward] = lambda reward: reward
+    conditions: Callable[[Sequence[RewardSection]], Sequence[RewardSection]] = lambda sections: sections
 
 
 class Wanted(NamedTuple):
@@ -90,12 +104,13 @@ class Rewards(NamedTuple):
 def find_rewards(
     sections: Sequence[RewardSection],
     watch: Sequence[str],
-    source: Source,
+    source: TaskRewards,
     judges: Sequence[str],
     functions: Mapping[str, Reward] = MappingProxyType({}),
     *,
     timeout: float | None = None,
     trainer: Trainer | None = None,
+    drawn: bool = False,
 ) -> Rewards:
     """Finds the rewards of a config and binds their options.
 
@@ -107,16 +122,17 @@ def find_rewards(
         functions: By label, in place of what sections name.
         timeout: Seconds that one call of an isolated reward may take.
         trainer: What those ask that name `trainer_state` or `log_metric`.
+        drawn: Whether pictures are made of completions, which an isolated reward cannot get.
 
     Raises:
         UserError: A reward, judge or option that does not exist, or one that cannot be isolated.
     """
-    sections = source.conditions(sections or source.default_rewards)
+    sections = source.conditions(sections or source.defaults)
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
     trainer = trainer or Trainer()
-    found = [_maximised(section, functions, source, judges, timeout, trainer) for section in sections]
-    names = (*(watch or source.default_watch), *source.always_watched)
+    found = [_maximised(section, functions, source, judges, timeout, trainer, drawn) for section in sections]
+    names = (*(watch or source.watched), *source.always_watched)
     resolved = tuple(_without_none(section) for section in sections)
     watched = [_find(name, {}, source, judges, trainer, "watch") for name in names]
     return Rewards(resolved, tuple(found), tuple(watched), names)
@@ -163,13 +179,14 @@ def judge_named(name: str) -> Iterator[None]:
 def _maximised(
     section: RewardSection,
     functions: Mapping[str, Reward],
-    source: Source,
+    source: TaskRewards,
     judges: Sequence[str],
     timeout: float | None,
     trainer: Trainer,
+    drawn: bool,
 ) -> Wanted:
     if section.isolated:
-        reward = _isolated(section, judges, timeout, drawn=source.render is not None)
+        reward = _isolated(section, judges, timeout, drawn=drawn)
     elif section.called in functions:
         reward = functions[section.called]
     else:
@@ -210,7 +227,7 @@ def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | No
 
 
 def _find(
-    name: str, options: Mapping[str, Any], source: Source, judges: Sequence[str], trainer: Trainer, where: str
+    name: str, options: Mapping[str, Any], source: TaskRewards, judges: Sequence[str], trainer: Trainer, where: str
 ) -> Wanted:
     """A reward by import path, of the source, or of the source with another judge."""
     place, _, label = name.rpartition(":")
@@ -225,28 +242,28 @@ def _find(
             raise UserError(f"reward {name!r}: {label} is a {type(reward).__name__}, not a function")
         return Wanted(label, source.adapt(with_options(_told(reward, trainer), label, options)), "")
     base, _, judge = name.partition("@")
-    if name in source.rewards:
+    if name in source.functions:
         base, judge = name, ""
     elif (measured := source.measures(name)) is not None and where == "watch":
         return Wanted(name, measured, "")
     if name in judges:
         check_options(name, itself, options, ())
         return Wanted(name, itself, name)
-    if base not in source.rewards or (judge and not judges):
+    if base not in source.functions or (judge and not judges):
         _refuse(name, source, where)
     if judge:
         require_known(judge, judges, f"{where}.{name}: judges")
-    return Wanted(name, _told(_own(source.rewards[base], options, name), trainer), judge)
+    return Wanted(name, _told(_own(source.functions[base], options, name), trainer), judge)
 
 
-def _refuse(name: str, source: Source, where: str) -> None:
+def _refuse(name: str, source: TaskRewards, where: str) -> None:
     if os.path.isdir(name):
         raise UserError(
             f"{where}: {said(name)} is a folder: a reward model is a judge, --judges.NAME sequence_classification "
             "--judges.NAME.path FOLDER, and NAME is the reward (docs/judges.md)"
         )
-    measures = source.default_watch if where == "watch" else ()  # of those that follow a pattern, examples
-    known = ", ".join(sorted({*source.rewards, *measures})) or "no reward of its own"
+    measures = source.watched if where == "watch" else ()  # of those that follow a pattern, examples
+    known = ", ".join(sorted({*source.functions, *measures})) or "no reward of its own"
     raise UserError(
         f"{where}: expected package.module:function, file.py:function, or of this task {known}; got {name!r}"
     )

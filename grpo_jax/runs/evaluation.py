@@ -120,7 +120,7 @@ def _mean_of(values: np.ndarray) -> list[float]:
 
 def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evaluation:
     """Measures the policy's rankings of what may be written; what the task says of one stands in its row's columns."""
-    choices, rank = parts.world.choices, parts.samplers.rank
+    choices, rank = parts.task_data.choices, parts.samplers.rank
     assert choices is not None and rank is not None
     texts: list[str] = []
     told: list[Any] = []
@@ -150,7 +150,7 @@ def evaluate_controls(parts: Parts, variables: Any, rows: Sequence[Any]) -> dict
     environment, measures = parts.environment, {}
     if environment.answering is None:
         return {}
-    for control, respond in parts.world.controls.items():
+    for control, respond in parts.task_data.environment.controls.items():
         answering = environment.answering._replace(respond=respond)
         found = evaluate_policy(parts._replace(environment=environment._replace(answering=answering)), variables, rows)
         names = environment.reward_names + environment.watch_names
@@ -190,7 +190,7 @@ def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
     found["greedy"].measures.update(evaluate_controls(parts, variables, rows))
     if parts.config.evaluation.sampled:
         found["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
-    for kind, texts in parts.world.references(rows).items():
+    for kind, texts in parts.task_data.report.references(rows).items():
         found[kind] = evaluate_texts(parts, rows, texts)
     return found
 

@@ -240,7 +240,7 @@ def rollout_metrics(parts: Parts, judged: Judged) -> dict[str, float]:
     row |= turn_metrics(rollout, parts.environment.reward_names, parts.environment.watch_names)
     prompts = [row.prompt for row in rollout.rows]
     texts = [group[wrote] for group in rollout.texts]
-    return row | parts.world.statistics(prompts, texts, rollout.usable[:, wrote].tolist())
+    return row | parts.task_data.report.statistics(prompts, texts, rollout.usable[:, wrote].tolist())
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

@@ -74,7 +74,7 @@ class LanguageProgram:
     @property
     def identity(self) -> Mapping[str, Any]:
         """What the task says."""
-        return self.parts.world.identity
+        return self.parts.task_data.identity
 
     def template(self) -> TrainState:
         """The start without its arrays: two states at once may not fit."""
@@ -123,7 +123,7 @@ class LanguageProgram:
             notes: dict[str, Any] = {"before": {}, "remembered": {}}
             if parts.test_rows:
                 untrained = evaluate_policy(parts, parts.policy.variables, parts.test_rows)
-                remembered = parts.world.remember(UNTRAINED, {"greedy": untrained.judgement})
+                remembered = parts.task_data.report.remember(UNTRAINED, {"greedy": untrained.judgement})
                 notes = {"before": {UNTRAINED: untrained.measures}, "remembered": remembered}
             seconds = {"evaluate": time.monotonic() - started}
             meta = {"identity": identity_of(parts.config, self.identity), "notes": notes, "seconds": seconds}
@@ -158,7 +158,7 @@ class LanguageProgram:
         judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
         noted = {
             "before": notes["before"] | measures,
-            "remembered": notes["remembered"] | self.parts.world.remember(name, judgements),
+            "remembered": notes["remembered"] | self.parts.task_data.report.remember(name, judgements),
         }
         samples = found["sampled"].samples if "sampled" in found else None
         return noted if samples is None else noted | {"samples": samples}

@@ -35,7 +35,7 @@ from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.several.devices import listed, place_parts, policy_devices
 from grpo_jax.runs.several.led import Brief, led_samplers, led_see
 from grpo_jax.sampling.samplers import Samplers
-from grpo_jax.tasks.task import Say, Setup, World
+from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
 from grpo_jax.training.estimators import Objectives, make_objectives, make_turn_objectives
 from grpo_jax.training.memory import Shown, fewest_parts, update_bytes
 
@@ -47,13 +47,13 @@ class Parts(NamedTuple):
 
     Attributes:
         config: The config.
-        world: What the task has loaded.
+        task_data: What the task has loaded.
         policy: The policy.
         environment: Encoding, rendering and scoring.
         rewards: What is maximised and what is watched, with weights and conditions.
         samplers: Of training and evaluation.
         allowed_tokens: bool [V], or None for all.
-        trie: The texts of which each completion is one (`World.choices`), or None.
+        trie: The texts of which each completion is one (`TaskData.choices`), or None.
         key: The run's key.
         devices: Name of the device of each part.
         trainer: The run as rewards see it.
@@ -64,7 +64,7 @@ class Parts(NamedTuple):
     """
 
     config: Config
-    world: World
+    task_data: TaskData
     policy: Policy
     environment: Environment
     rewards: Rewards
@@ -82,7 +82,7 @@ class Parts(NamedTuple):
     @property
     def prompts(self) -> PromptSet:
         """Rows to learn from, to choose on, and to report on."""
-        return self.world.prompts
+        return self.task_data.prompts
 
     @property
     def test_rows(self) -> Sequence[Any]:
@@ -127,23 +127,32 @@ def load_parts(
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
     placement = place_parts(config, say, processes=company.processes)
-    world = config.task.load(Setup(config, prompts, say))
-    _tell_prompts(config, world.prompts, world.source or config.data.prompts or "given", say)
+    data = config.task.load(TaskSetup(config, prompts, say))
+    _tell_prompts(config, data.prompts, data.source or config.data.prompts or "given", say)
     timeout = config.judge_timeout or None
-    trainer = Trainer(iterations_in_all(config.training, len(world.prompts.train)))
+    trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
     names = tuple(config.judges)
-    wanted = find_rewards(config.rewards, config.watch, world, names, rewards, timeout=timeout, trainer=trainer)
-    require_names(config, wanted, world.controls)
+    wanted = find_rewards(
+        config.rewards,
+        config.watch,
+        data.rewards,
+        names,
+        rewards,
+        timeout=timeout,
+        trainer=trainer,
+        drawn=data.render is not None,
+    )
+    require_names(config, wanted, data.environment.controls)
     say("rewards", wanted.describe())
     for name, judge in config.judges.items():
         with judge_named(name):
             getattr(judge, "check", lambda: None)()
-    make_new_policy(config, world.words, world.word_vectors)
+    make_new_policy(config, data.vocabulary)
     devices = policy_devices(placement, config.policy, processes=company.processes)
     if not config.judges:
         say("devices", f"policy on {listed(devices)}")
-    rows = all_rows(world.prompts)
-    pictures = world.answers_with_pictures or bool(facts_of(rows).pictures.any())
+    rows = all_rows(data.prompts)
+    pictures = data.environment.shows_pictures or bool(facts_of(rows).pictures.any())
     blind = config.policy.sampler_devices == "shared" or not pictures
     require(blind, "policy.sampler_devices", "shared for a policy that is shown pictures", "own")
     check_tools(config.data, rows)
@@ -161,7 +170,7 @@ def load_parts(
         return load_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
 
     policy = company.lead("load", load)(config.run_dir, pictures)
-    tell_system_prompt(folder.tokenizer, config.data, world.prompts.train, say)
+    tell_system_prompt(folder.tokenizer, config.data, data.prompts.train, say)
     judges = {}
     for name, judge in config.judges.items():
         with judge_named(name):
@@ -171,17 +180,17 @@ def load_parts(
     for name, judge in judges.items():
         say(name, getattr(judge, "summary", type(judge).__name__))
     environment = make_environment(
-        config, world, policy.loaded, wanted, judges, encode, device=devices[0] if policy.mesh is None else None
+        config, data, policy.loaded, wanted, judges, encode, device=devices[0] if policy.mesh is None else None
     )
-    choices = world.choices
+    choices = data.choices
     allowed = policy_tokens(config, policy.loaded)
     trie = policy_choices(config, choices and choices.texts, policy.loaded)
-    _check_early_stopping(config, world.prompts, environment)
+    _check_early_stopping(config, data.prompts, environment)
     brief = Brief(allowed, trie, choices.listed if choices else 0, pictures)
     company.lead("sampling", lambda brief: None)(brief)
     return Parts(
         config=config,
-        world=world,
+        task_data=data,
         policy=policy,
         environment=environment,
         rewards=wanted,
@@ -202,7 +211,7 @@ def load_parts(
 
 def make_environment(
     config: Config,
-    world: World,
+    data: TaskData,
     loaded: Any,
     rewards: Rewards,
     judges: Mapping[str, Any],
@@ -214,7 +223,7 @@ def make_environment(
 
     Args:
         config: The run's.
-        world: What its task has loaded.
+        data: What its task has loaded.
         loaded: The policy's folder, for its tokenizer.
         rewards: As found.
         judges: Loaded, by name.
@@ -227,22 +236,22 @@ def make_environment(
     return Environment(
         encode=encode,
         decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
-        render=None if world.render is None else world.render(judges, rewards.asked),
+        render=None if data.render is None else data.render(judges, rewards.asked),
         score=make_score(
             maximised,
             watched,
             missing=config.on_judge_error == "missing",
-            columns_of=world.columns,
+            columns_of=data.rewards.columns,
             tokenize=lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"],
         ),
         reward_names=tuple(maximised),
         watch_names=tuple(watched),
         prepare=None if eyes is None else make_prepare(eyes, device),
-        answering=make_answering(config, world, loaded),
+        answering=make_answering(config, data.environment, loaded),
     )
 
 
-def make_answering(config: Config, world: World, loaded: Any) -> Answering | None:
+def make_answering(config: Config, environment: TurnEnvironment, loaded: Any) -> Answering | None:
     """What stands between an episode's turns; None where the policy writes once.
 
     Raises:
@@ -251,8 +260,10 @@ def make_answering(config: Config, world: World, loaded: Any) -> Answering | Non
     section = config.sampling
     if section.turns == 1:
         return None
-    if world.respond is None:
-        raise UserError(f"sampling.turns: expected 1, this task answers nothing (World.respond); got {section.turns}")
+    if environment.respond is None:
+        raise UserError(
+            f"sampling.turns: expected 1, this task answers nothing (TaskData.environment); got {section.turns}"
+        )
     vision = getattr(loaded.config, "vision", None)
     say = make_say(
         loaded.tokenizer,
@@ -264,7 +275,7 @@ def make_answering(config: Config, world: World, loaded: Any) -> Answering | Non
     )
     lenient = config.on_judge_error == "missing"
     eos_ids = tuple(loaded.eos_ids)
-    return Answering(section.turns, world.respond, say, section.stream_tokens, loaded.pad_id, lenient, eos_ids)
+    return Answering(section.turns, environment.respond, say, section.stream_tokens, loaded.pad_id, lenient, eos_ids)
 
 
 def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Objectives:
@@ -365,7 +376,7 @@ def within_budget(parts: Parts, say: Say) -> Parts:
 
 def _shown(parts: Parts, pictures: Any) -> Shown | None:
     """The most pictures that the policy is shown, given those of the prompt that has most."""
-    answers = (parts.config.sampling.turns - 1) * parts.world.answers_with_pictures
+    answers = (parts.config.sampling.turns - 1) * parts.task_data.environment.shows_pictures
     if pictures is None and not answers:
         return None
     count, patches = (0, 0) if pictures is None else pictures.patches.shape[1:3]

@@ -27,6 +27,7 @@ from grpo_jax.models.vision.pictures import VISUAL
 from grpo_jax.models.vision.tower import with_tower
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.runs.directory import RunDirectory
+from grpo_jax.tasks.task import Vocabulary
 from grpo_jax.training.state import trained_collections
 
 NEW = "new"
@@ -68,30 +69,25 @@ def _start(config: Config) -> Path:
     return RunDirectory(config.run_dir).start
 
 
-def make_new_policy(
-    config: Config,
-    words: Callable[[], Sequence[str]] | None,
-    vectors: Callable[[int], Mapping[str, Any]] | None = None,
-) -> None:
+def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
     """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths.
 
     Args:
         config: The run's.
-        words: What the policy can say (`World.words`).
-        vectors: What some of them begin as (`World.word_vectors`).
+        vocabulary: What the policy can say.
 
     Raises:
         UserError: The task has no words for one.
     """
     if config.policy.path != NEW:
         return
-    if words is None:
+    if vocabulary is None:
         raise UserError("policy.path: expected a folder, got 'new': this task has no words to make a policy of")
     folder, section = _start(config), config.policy.new
     if not (folder / "config.json").is_file():
         write_policy(
             folder,
-            words(),
+            vocabulary.words(),
             architecture=section.architecture,
             width=section.width,
             layers=section.layers,
@@ -99,7 +95,7 @@ def make_new_policy(
             window=section.window,
             seed=config.seed,
             plain_words=True,
-            vectors=vectors and vectors(section.width),
+            vectors=vocabulary.vectors and vocabulary.vectors(section.width),
         )
 
 

@@ -93,7 +93,8 @@ def find(parts: Parts, remembered: Mapping[str, Any], name: str, found: Mapping[
     if not found:
         return Findings()
     judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
-    return parts.world.findings({**remembered, **parts.world.remember(name, judgements)}, parts.test_rows)
+    report = parts.task_data.report
+    return report.findings({**remembered, **report.remember(name, judgements)}, parts.test_rows)
 
 
 def summarise(
@@ -212,7 +213,7 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
         return []
     before = later = [None] * len(rows)
     first = np.full(scores_of(after.judgement).shape, np.nan)
-    plain = parts.world.references(rows).get("unchanged")
+    plain = parts.task_data.report.references(rows).get("unchanged")
     if drawn:
         later = _drawn_last(after, len(rows))
     if drawn and plain is not None:
@@ -292,7 +293,7 @@ def texts_table(parts: Parts, after: Evaluation) -> Table:
     """One line per held-out prompt: prompt, text, what the task shows of the row, each reward and watched measure."""
     environment, values = parts.environment, scores_of(after.judgement)
     names = environment.reward_names + environment.watch_names
-    shown = parts.world.shown
+    shown = parts.task_data.report.columns
     rows = [
         (
             row.prompt,

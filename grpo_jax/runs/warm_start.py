@@ -69,9 +69,9 @@ def warm_start(
             is no longer finite.
     """
     config, section = parts.config, parts.config.warm_start
-    if parts.world.pairs is None:
+    if parts.task_data.pairs is None:
         raise UserError(f"warm_start.steps: expected 0, this task has nothing to teach; got {section.steps}")
-    pairs = teachable(parts, parts.world.pairs(), say)
+    pairs = teachable(parts, parts.task_data.pairs(), say)
     if len(pairs) < section.batch:
         raise UserError(
             f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
@@ -163,7 +163,7 @@ def _require_updates(state: TrainState, steps: int) -> None:
 
 def teachable(parts: Parts, pairs: Sequence[Pair], say: Callable[[str], None]) -> Sequence[Pair]:
     """The pairs whose texts the policy may write (`data.allowed_tokens`); says how many are left out."""
-    allowed, choices = parts.allowed_tokens, parts.world.choices
+    allowed, choices = parts.allowed_tokens, parts.task_data.choices
     if choices is not None:
         listed = frozenset(choices.texts)
         writable = [pair for pair in pairs if all(text in listed for text in texts_of(pair))]
@@ -185,7 +185,7 @@ def teachable(parts: Parts, pairs: Sequence[Pair], say: Callable[[str], None]) -
 def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
     """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens (then without its end)."""
     loaded, config = parts.policy.loaded, parts.config
-    listed = parts.world.choices is not None  # its texts are the same behind every prompt
+    listed = parts.task_data.choices is not None  # its texts are the same behind every prompt
     gap = follows_text(config, loaded.tokenizer) and (listed or (bool(prompt) and not prompt[-1].isspace()))
     return completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)[: config.sampling.max_new_tokens]
 

@@ -1,8 +1,8 @@
 """What a task is: its section of the config, and what it makes of it.
 
 A task is a frozen dataclass that derives from `Task`. Its fields are its config (`--task.FIELD`), with a help line each
-in its docstring. A task of language has a `load` that gives a `World`: prompts, rewards, and what belongs to them. A
-task that is no task of language has a `program` instead, which does what one iteration is.
+in its docstring. A task of language has a `load` that gives its `TaskData`: prompts, rewards, and what belongs to them.
+A task that is no task of language has a `program` instead, which does what one iteration is.
 
     @dataclass(frozen=True)
     class Countdown(Task):
@@ -14,8 +14,8 @@ task that is no task of language has a `program` instead, which does what one it
 
         largest: int = 20
 
-        def load(self, setup: Setup) -> World:
-            return World(make_prompt_set(puzzles(self.largest)), rewards={"right": right})
+        def load(self, setup: TaskSetup) -> TaskData:
+            return TaskData(make_prompt_set(puzzles(self.largest)), TaskRewards({"right": right}))
 
 `python -m grpo_jax.train --task my_tasks.py:Countdown --task.largest 9 …` trains it (examples/own_task).
 """
@@ -25,15 +25,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import RewardSection
+from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.episodes import Respond
-from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import Reading, as_written, completion_statistics
 from grpo_jax.tasks.display import Display, EpisodeEntry, Findings, GalleryEntry, Table
@@ -57,7 +57,7 @@ class Choices(NamedTuple):
     columns: Callable[[Sequence[Row], np.ndarray, np.ndarray], dict[str, Sequence[Any]]]
 
 
-class Setup(NamedTuple):
+class TaskSetup(NamedTuple):
     """What a task is given to load itself.
 
     Attributes:
@@ -78,66 +78,81 @@ def oracle_column(rows: Sequence[Row]) -> dict[str, list[str]]:
     return {"oracle": [row.columns["oracle"] for row in rows]}
 
 
-@dataclass(frozen=True)
-class World:
-    """What a task of language has loaded: all but judges and policy, whose weights are loaded last.
+class TurnEnvironment(NamedTuple):
+    """What answers the policy between its turns (sampling.turns).
 
     Attributes:
-        prompts: Rows to learn from, to choose the best checkpoint on, and to report on.
-        source: Where they are from, in a word; "" for what data.prompts says.
-        rewards: By the name that `rewards` and `watch` of the config use: a reward function, which gets a reward's
-            options as keyword arguments, or what makes one of them (a class, a `Maker`). A judge is given to a reward
-            that has an argument of its name, as columns are.
-        default_rewards: Where the config names none.
-        default_watch: Where the config names nothing to watch.
-        measures: name → a reward that is only watched, for names that follow a pattern (ndcg@K); None for others.
-        always_watched: Names among `rewards` that are watched in every run, last.
-        render: render(judges, names of arguments that rewards ask for) → the function (rows, texts `[P][G]`, iteration,
-            evaluation) → pictures; None where nothing is drawn.
-        respond: (rows, episodes) → what the environment says to each episode: an `Answer`, a text, or None where it is
-            done (sampling.turns); None for a task in which the policy writes once.
+        respond: (rows, episodes) → what is said to each episode: an `Answer`, a text, or None where it is done; None
+            for a task in which the policy writes once.
         controls: Environments that answer in its place while held-out prompts are measured, by name: what the policy
             makes of them is told beside its own as NAME_CONTROL.
-        columns: (completions, columns) → further columns for the rewards, asked once for all of them.
-        adapt: Makes a reward function of the user's own fit the task's.
-        conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
+        shows_pictures: Whether answers hold pictures that no prompt has: the policy then needs its vision tower.
+    """
+
+    respond: Respond | None = None
+    controls: Mapping[str, Respond] = MappingProxyType({})
+    shows_pictures: bool = False
+
+
+class Vocabulary(NamedTuple):
+    """The words of a new policy (policy.path "new").
+
+    Attributes:
+        words: () → the words, frequent ones first.
+        vectors: width → what the embeddings of some of them begin as, f32 [width] by word; None for random ones.
+    """
+
+    words: Callable[[], Sequence[str]]
+    vectors: Callable[[int], Mapping[str, np.ndarray]] | None = None
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """What a run tells of the task beside its rewards.
+
+    Attributes:
         references: rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
         statistics: (rows, texts `[P][G]`, usable `[P][G]`) → further metrics of a batch.
         remember: (name, judgements by kind) → what the findings need of a measurement; goes into checkpoints.
         findings: (remembered, rows) → tables and lines at the end; kinds are in the order they were measured.
-        shown: Columns of the rows that the report's table shows: {heading: column}.
-        pairs: () → (prompt, text) pairs that a warm start teaches, the prompt a text or, with pictures, one of the
-            rows; of episodes (prompt, text, answer, text, …); None if there are none.
-        words: () → words of a new policy (policy.path "new"), frequent ones first; None if there is none.
-        word_vectors: width → what the embeddings of some of them begin as, f32 [width] by word; None for random ones.
-        identity: What must be the same when a run is resumed or evaluated, beside the config.
-        answers_with_pictures: Whether the policy is shown pictures that no prompt has: it then needs its vision tower.
-        choices: What may be written, where that is a list of texts; None for any text.
+        columns: Columns of the rows that the report's table shows: {heading: column}.
     """
 
-    prompts: PromptSet
-    source: str = ""
-    rewards: Mapping[str, Any] = field(default_factory=dict)
-    default_rewards: Sequence[RewardSection] = ()
-    default_watch: Sequence[str] = ()
-    measures: Callable[[str], Reward | None] = lambda name: None
-    always_watched: tuple[str, ...] = ()
-    render: Callable[[Mapping[str, Any], frozenset[str]], Callable[..., Any]] | None = None
-    respond: Respond | None = None
-    controls: Mapping[str, Respond] = field(default_factory=dict)
-    columns: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None
-    adapt: Callable[[Reward], Reward] = lambda reward: reward
-    conditions: Callable[[Sequence[Any]], Sequence[Any]] = lambda sections: sections
     references: Callable[[Sequence[Row]], dict[str, list[str]]] = oracle_column
     statistics: Callable[..., dict[str, float]] = completion_statistics
     remember: Callable[[str, Mapping[str, Judgement]], dict[str, Any]] = lambda name, judgements: {}
     findings: Callable[[Mapping[str, Any], Sequence[Row]], Findings] = lambda remembered, rows: Findings()
-    shown: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """What a task of language has loaded: all but judges and policy, whose weights are loaded last.
+
+    Attributes:
+        prompts: Rows to learn from, to choose the best checkpoint on, and to report on.
+        rewards: The task's own.
+        source: Where the prompts are from, in a word; "" for what data.prompts says.
+        render: render(judges, names of arguments that rewards ask for) → the function (rows, texts `[P][G]`, iteration,
+            evaluation) → pictures; None where nothing is drawn.
+        environment: What answers between two turns.
+        report: What is told of it.
+        pairs: () → (prompt, text) pairs that a warm start teaches, the prompt a text or, with pictures, one of the
+            rows; of episodes (prompt, text, answer, text, …); None if there are none.
+        vocabulary: Of a new policy; None if there is none.
+        identity: What must be the same when a run is resumed or evaluated, beside the config.
+        choices: What may be written, where that is a list of texts; None for any text.
+    """
+
+    prompts: PromptSet
+    rewards: TaskRewards = field(default_factory=TaskRewards)
+    source: str = ""
+    render: Callable[[Mapping[str, Any], frozenset[str]], Callable[..., Any]] | None = None
+    environment: TurnEnvironment = field(default_factory=TurnEnvironment)
+    report: TaskReport = TaskReport()
     pairs: Callable[[], Sequence[Sequence[Any]]] | None = None
-    words: Callable[[], Sequence[str]] | None = None
-    word_vectors: Callable[[int], Mapping[str, np.ndarray]] | None = None
+    vocabulary: Vocabulary | None = None
     identity: Mapping[str, str] = field(default_factory=dict)
-    answers_with_pictures: bool = False
     choices: Choices | None = None
 
 
@@ -179,7 +194,7 @@ class Task:
         return ""
 
     def listed_texts(self, config: Any) -> Sequence[str] | None:
-        """What a completion may be, where its world has `choices`, for who asks a trained policy; None for any text.
+        """What a completion may be, where its data have `choices`, for who asks a trained policy; None for any text.
 
         Raises:
             UserError: Data are missing or bad.
@@ -194,7 +209,7 @@ class Task:
         """
         return 0, 0
 
-    def load(self, setup: Setup) -> World:
+    def load(self, setup: TaskSetup) -> TaskData:
         """What the task works on. Loads no weights.
 
         Raises:
@@ -203,7 +218,7 @@ class Task:
         raise NotImplementedError
 
     def program(self, config: Any, say: Say) -> Program | None:
-        """What does an iteration of a task that is no task of language; None for those, which `load` a world."""
+        """What does an iteration of a task that is no task of language; None for those, which `load` their data."""
         return None
 
 

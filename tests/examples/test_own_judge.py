@@ -14,7 +14,7 @@ from support.imports import ROOT
 
 from grpo_jax.rollout.data import noise_seed
 from grpo_jax.runs.policy import run_config
-from grpo_jax.tasks.task import Setup
+from grpo_jax.tasks.task import TaskSetup
 from grpo_jax.train import main
 
 FILE = ROOT / "examples" / "own_judge" / "brightness.py"
@@ -69,7 +69,7 @@ def test_it_is_short():
 def test_every_judge_says_what_it_is_asked(run, table):
     """The pictures drawn again, from the noise of the run: by hand what the file says, by their models the others."""
     config = run_config(run)
-    ids = {row.prompt: row.id for row in config.task.load(Setup(config, None, lambda *_: None)).prompts.train}
+    ids = {row.prompt: row.id for row in config.task.load(TaskSetup(config, None, lambda *_: None)).prompts.train}
     seeds = [noise_seed(config.seed, 0, ids[prompt]) for prompt in table["prompt"]]
     images = config.judges["renderer"].load("cpu").draw(table["text"], seeds, evaluation=False)
     rest = 0.5 / (0.587 + 0.114)

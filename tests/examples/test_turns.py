@@ -95,7 +95,7 @@ def test_the_calculator_is_asked_and_answers(calculated):
 def test_a_lesson_is_an_episode_as_it_is_sampled(calculated):
     """The teacher's texts are learned with their ends, the tool's answer is read."""
     parts = load_parts(run_config(calculated), lambda *_: None)
-    lesson = next(pair for pair in parts.world.pairs() if len(pair) == 4)
+    lesson = next(pair for pair in parts.task_data.pairs() if len(pair) == 4)
     batch = supervised_batch(parts, parts.policy.variables, [lesson, lesson[:2]])
     words = parts.policy.loaded.tokenizer.convert_ids_to_tokens
     present, mask = batch.present[0, 0], batch.mask[0, 0]

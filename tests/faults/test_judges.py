@@ -7,11 +7,9 @@ from faults.judges import tried
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import StageError, UserError, one_line
-from grpo_jax.rollout.binding import find_rewards, judge_named
-from grpo_jax.rollout.data import PromptSet
+from grpo_jax.rollout.binding import TaskRewards, find_rewards, judge_named
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
-from grpo_jax.tasks.task import World
 from grpo_jax.train import main
 
 TEXTS = ["a", "bb", "ccc", "dddd"]
@@ -22,7 +20,7 @@ def find(folder, fault):
     """The reward of a fault, as a config's section finds it."""
     path = folder / "odd_judge.py"
     path.write_text(fault.source)
-    section, source = RewardSection(f"{path}:judged", isolated=fault.isolated), World(PromptSet((), (), ()))
+    section, source = RewardSection(f"{path}:judged", isolated=fault.isolated), TaskRewards()
     (found,) = find_rewards([section], [], source, (), timeout=fault.timeout / 5 or None).maximised
     return found.reward
 

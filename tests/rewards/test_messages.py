@@ -12,13 +12,12 @@ from support.text_task import train_here
 from grpo_jax import make_config, run
 from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import find_rewards
+from grpo_jax.rollout.binding import TaskRewards, find_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.inputs.conversations import read_prompt
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_messages
 from grpo_jax.tasks.recommendation.rewards import where_ranked
-from grpo_jax.tasks.task import World
 
 # As TRL's documentation has them, but for what they count.
 TRL = """
@@ -140,7 +139,7 @@ def test_only_texts_taken_for_messages_are_told_of_them(tmp_path, isolated):
     file.write_text(TAKEN)
     for name, helped in {"get": True, "first": True, "other": False, "knows": False}.items():
         section = RewardSection(f"{file}:{name}", isolated=isolated)
-        (found,) = find_rewards([section], (), World(()), ()).maximised
+        (found,) = find_rewards([section], (), TaskRewards(), ()).maximised
         columns = {"completion_messages": [[{"role": "assistant", "content": "text"}]]}
         with pytest.raises(RewardError, match=f"reward {name}: it raised") as caught:
             collect_rewards([found.reward], [name], ["a"], ["text"], columns, 1)
@@ -154,7 +153,7 @@ def test_rewards_that_a_task_adapts_take_messages():
         return [len(completion[0]["content"]) for completion in completions]
 
     section = RewardSection("<given>:mine", messages=True)
-    (found,) = find_rewards([section], (), World((), adapt=where_ranked), (), {"mine": mine}).maximised
+    (found,) = find_rewards([section], (), TaskRewards(adapt=where_ranked), (), {"mine": mine}).maximised
     score = make_score({"mine": found.reward}, {}, missing=False)
     rows = [Row(0, "a", {"rank": 1.0}), Row(1, "b", {"rank": float("nan")})]
     values, _ = score(rows, [["x", "xy"], ["", "x"]], None)
@@ -162,10 +161,10 @@ def test_rewards_that_a_task_adapts_take_messages():
 
 
 def test_a_tasks_own_reward_takes_texts():
-    world = World((), rewards={"own": lambda completions: [0.0]})
+    source = TaskRewards({"own": lambda completions: [0.0]})
     sections = make_config(task="text", rewards=[{"name": "own", "messages": True}]).rewards
     with pytest.raises(UserError, match=r"rewards.own.messages: expected false, the task's own rewards take texts"):
-        find_rewards(sections, (), world, ())
+        find_rewards(sections, (), source, ())
 
 
 def test_messages_are_no_names_for_columns():

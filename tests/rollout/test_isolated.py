@@ -12,13 +12,11 @@ import pytest
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import StopRun, UserError
-from grpo_jax.rollout.binding import find_rewards
-from grpo_jax.rollout.data import PromptSet
+from grpo_jax.rollout.binding import TaskRewards, find_rewards
 from grpo_jax.rollout.isolated import isolate
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 from grpo_jax.tasks.recommendation.rewards import where_ranked
-from grpo_jax.tasks.task import World
 
 REWARDS = """
 import os, sys, time
@@ -71,10 +69,10 @@ def file(tmp_path):
     return path
 
 
-def find(name, *, judges=(), functions=None, source=None, **section):
+def find(name, *, judges=(), functions=None, source=None, drawn=False, **section):
     given = RewardSection(str(name), isolated=True, **section)
-    source = source or World(PromptSet((), (), ()))
-    (found,) = find_rewards([given], [], source, judges, functions or {}).maximised
+    source = source or TaskRewards()
+    (found,) = find_rewards([given], [], source, judges, functions or {}, drawn=drawn).maximised
     return found.reward
 
 
@@ -103,13 +101,13 @@ def test_columns_and_options_reach_it_and_pictures_do_not(file):
 def test_pictures_of_the_rows_reach_it_where_nothing_is_drawn(file):
     image = pytest.importorskip("PIL.Image")
     rows = [[image.new("RGB", (side, 3))] for side in (1, 2, 3, 4)]
-    reward = find(f"{file}:widths", source=World(PromptSet((), (), ())))
+    reward = find(f"{file}:widths", source=TaskRewards())
     np.testing.assert_array_equal(call(reward, images=rows), [1, 2, 3, 4])
 
 
 def test_a_task_may_adapt_it(file):
     ranks = {"rank": [1.0, np.nan, 3.0, np.nan]}
-    reward = find(f"{file}:rank", source=World(PromptSet((), (), ()), adapt=where_ranked))
+    reward = find(f"{file}:rank", source=TaskRewards(adapt=where_ranked))
     np.testing.assert_array_equal(call(reward, **ranks), ranks["rank"])
 
 
@@ -142,9 +140,9 @@ def test_it_has_a_limit_of_its_own(file):
     ],
 )
 def test_what_cannot_be_isolated_is_refused(file, name, more, message):
-    source = World(PromptSet((), (), ()), rewards={"brief": len}, render=lambda judges, asked: None)
+    source = TaskRewards({"brief": len})
     with pytest.raises(UserError, match=message):
-        find(name.replace("{file}", str(file)), source=source, **more)
+        find(name.replace("{file}", str(file)), source=source, drawn=True, **more)
 
 
 def test_a_function_given_in_python_is_found_by_its_module(tmp_path, monkeypatch):

@@ -12,14 +12,12 @@ from bridges.renderers.stable_diffusion_3 import StableDiffusion3
 from bridges.scorers.open_clip import OpenClip
 from grpo_jax.config import RewardSection, make_config
 from grpo_jax.errors import StageError, UserError, guarded
-from grpo_jax.rollout.binding import Wanted, bind, find_rewards
+from grpo_jax.rollout.binding import TaskRewards, Wanted, bind, find_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
-from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.tasks.picture_rewards import REWARDS, Faithfulness, alignment, alignment_gain, conditioned
 from grpo_jax.tasks.rendering import make_render
-from grpo_jax.tasks.task import World
 
 ROWS = [Row(3, "a red dog"), Row(8, "a blue cat")]
 CONFIG = make_config(task="prompt_enhancement")
@@ -41,8 +39,8 @@ def load(tmp_path_factory):
 
 
 def resolved(*sections):
-    world = World(make_prompt_set([{"prompt": "a red dog"}]), rewards=REWARDS, conditions=conditioned)
-    return find_rewards(sections, (), world, ("renderer", "scorer")).sections
+    source = TaskRewards(REWARDS, conditions=conditioned)
+    return find_rewards(sections, (), source, ("renderer", "scorer")).sections
 
 
 def test_quality_goes_with_alignment_unless_told_otherwise():

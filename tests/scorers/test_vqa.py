@@ -14,11 +14,9 @@ from support.vision.folders import seeing_folder  # noqa: E402
 from bridges.scorers.vqa import Vqa  # noqa: E402
 from grpo_jax.config import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
-from grpo_jax.rollout.binding import bind, find_rewards  # noqa: E402
-from grpo_jax.rollout.prompts import make_prompt_set  # noqa: E402
+from grpo_jax.rollout.binding import TaskRewards, bind, find_rewards  # noqa: E402
 from grpo_jax.rollout.rewards import RewardError, collect_rewards  # noqa: E402
 from grpo_jax.tasks.picture_rewards import REWARDS  # noqa: E402
-from grpo_jax.tasks.task import World  # noqa: E402
 
 QUESTIONS = ["Is it red?", "Are there two dogs on the left of the table?", "Is it?", "Is it red?"]
 
@@ -73,9 +71,8 @@ def test_an_answer_of_several_tokens_is_read_whole(folder):
 
 def reward(name, judge):
     """A reward of the picture tasks as a run binds it."""
-    world = World(make_prompt_set([{"prompt": "a"}]), rewards=REWARDS)
     sections = make_config(task="text", rewards=[{"name": name}]).rewards
-    (wanted,) = find_rewards(sections, (), world, ("scorer", "vqa")).maximised
+    (wanted,) = find_rewards(sections, (), TaskRewards(REWARDS), ("scorer", "vqa")).maximised
     return bind(wanted, {"scorer": object(), "vqa": judge})
 
 

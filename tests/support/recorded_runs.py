@@ -92,12 +92,18 @@ def untimed(measures: Mapping[str, object]) -> dict[str, object]:
 
 def weights_of(run: Path) -> dict[str, dict[str, object]]:
     """Return digest and Euclidean norm of every array of the run's final checkpoint."""
+    import jax
     import orbax.checkpoint as ocp
 
+    checkpointer = ocp.PyTreeCheckpointer()
     final = next((run / "checkpoints" / "final").glob("version_*"))
     arrays = {}
     for part in ("variables", "training"):
-        tree = ocp.PyTreeCheckpointer().restore((final / part).absolute())
+        folder = (final / part).absolute()
+        saved = checkpointer.metadata(folder).item_metadata.tree
+        # As NumPy's: a run on several devices is read back on one.
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+        tree = checkpointer.restore(folder, restore_args=as_numpy)
         for name, array in _leaves(tree, part):
             array = np.asarray(array)
             digest = hashlib.sha256(array.tobytes()).hexdigest()

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from grpo_jax.config import RewardSection
+from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.prompts import make_prompt_set
-from grpo_jax.tasks.task import Setup, Task, World
+from grpo_jax.tasks.task import Task, TaskData, TaskSetup
 
 PROMPT = "linen lamp"
 
@@ -23,11 +24,10 @@ class Taught(Task):
 
     texts: list[str]
 
-    def load(self, setup: Setup) -> World:
+    def load(self, setup: TaskSetup) -> TaskData:
         train, validation, test = ["wool rug", "oak desk", PROMPT, "tin cup"], ["red mat"], ["blue mat"]
-        return World(
+        return TaskData(
             make_prompt_set(*([{"prompt": prompt} for prompt in part] for part in (train, validation, test))),
-            rewards={"brevity": brevity},
-            default_rewards=[RewardSection("brevity")],
+            rewards=TaskRewards({"brevity": brevity}, defaults=[RewardSection("brevity")]),
             pairs=lambda: [(PROMPT, text) for text in self.texts],
         )

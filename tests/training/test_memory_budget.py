@@ -11,7 +11,7 @@ from grpo_jax.config import Config, SamplingSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.runs.parts import Parts, within_budget
-from grpo_jax.tasks.task import World
+from grpo_jax.tasks.task import TaskData
 from grpo_jax.tasks.text.task import Text
 from grpo_jax.training.memory import fewest_parts, update_bytes
 
@@ -51,7 +51,7 @@ def made(**training) -> tuple[Parts, list]:
     parts = dict.fromkeys(Parts._fields) | {
         "config": config,
         "policy": SimpleNamespace(loaded=SimpleNamespace(config=tiny_update.CONFIG), mesh=None),
-        "world": World(PromptSet((Row(1, "a"),), (), ())),
+        "task_data": TaskData(PromptSet((Row(1, "a"),), (), ())),
         "environment": SimpleNamespace(
             encode=lambda rows: SimpleNamespace(tokens=np.zeros((len(rows), LENGTH)), pictures=None)
         ),

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
+from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import PromptSet
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.tasks.picture_rewards import REWARDS, conditioned
 from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, miniature_prompts, picture_prompts
 from grpo_jax.tasks.prompt_enhancement.compositional import compositional_records
 from grpo_jax.tasks.rendering import make_render
-from grpo_jax.tasks.task import Setup, World, oracle_column
+from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, oracle_column
 
 COMPOSITIONAL = "compositional"
 """As data.prompts: objects, counts, colours and places, with questions for a judge that sees."""
@@ -36,16 +37,14 @@ class PromptEnhancement(PictureTask):
         "scorer": "judges.scorer",
     }
 
-    def load(self, setup: Setup) -> World:
+    def load(self, setup: TaskSetup) -> TaskData:
         """Prompts, and what draws; the judges come later."""
         config = setup.config
-        return World(
+        return TaskData(
             prompts=setup.prompts or _prompts(config),
-            rewards=REWARDS,
-            default_rewards=DEFAULT_REWARDS,
+            rewards=TaskRewards(REWARDS, defaults=DEFAULT_REWARDS, conditions=conditioned),
             render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
-            conditions=conditioned,
-            references=lambda rows: {"unchanged": [row.prompt for row in rows], **oracle_column(rows)},
+            report=TaskReport(lambda rows: {"unchanged": [row.prompt for row in rows], **oracle_column(rows)}),
         )
 
 

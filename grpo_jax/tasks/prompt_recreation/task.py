@@ -14,13 +14,14 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.inputs.pictures import size_of
 from grpo_jax.tasks.picture_rewards import conditioned
 from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, picture_prompts
 from grpo_jax.tasks.prompt_recreation.rewards import REWARDS
 from grpo_jax.tasks.rendering import make_render
-from grpo_jax.tasks.task import Setup, World
+from grpo_jax.tasks.task import TaskData, TaskSetup
 
 DEFAULT_REWARDS = (RewardSection("similarity"), RewardSection("length", 0.1))
 
@@ -49,16 +50,14 @@ class PromptRecreation(PictureTask):
         """The one that is to be drawn again."""
         return 1, 0
 
-    def load(self, setup: Setup) -> World:
+    def load(self, setup: TaskSetup) -> TaskData:
         """Pictures, and what draws; the judges come later."""
         config = setup.config
         rows = setup.prompts or picture_prompts(config, {MINIATURE: _shown}, "a .jsonl or .parquet file")
-        return World(
+        return TaskData(
             prompts=PromptSet(*(seen(part, self.pictures) for part in rows)),
-            rewards=REWARDS,
-            default_rewards=DEFAULT_REWARDS,
+            rewards=TaskRewards(REWARDS, defaults=DEFAULT_REWARDS, conditions=conditioned),
             render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
-            conditions=conditioned,
         )
 
 

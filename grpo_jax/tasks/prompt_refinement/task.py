@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
+from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import Row, noise_seed
 from grpo_jax.tasks.picture_rewards import REWARDS, conditioned
 from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, miniature_prompts, picture_prompts
 from grpo_jax.tasks.prompt_refinement.answers import INSTRUCTION, Shown, make_respond
 from grpo_jax.tasks.rendering import make_render
-from grpo_jax.tasks.task import Setup, World, oracle_column
+from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, TurnEnvironment, oracle_column
 
 CONTROLS: Mapping[str, Shown] = {"blind": "none", "wrong": "other"}
 """What the policy is shown between two turns where it is measured otherwise than trained, by the measure's ending."""
@@ -52,26 +53,24 @@ class PromptRefinement(PictureTask):
         """The one that was drawn, between two turns."""
         return 0, int(self.shown != "none")
 
-    def load(self, setup: Setup) -> World:
+    def load(self, setup: TaskSetup) -> TaskData:
         """Prompts, what draws, and what is said between two turns; the judges come later."""
         config, instruction = setup.config, self.answer or INSTRUCTION
 
         def references(rows: Sequence[Row]) -> dict[str, list[str]]:
             return {"unchanged": [row.prompt for row in rows], **_oracle(rows, config)}
 
-        return World(
+        return TaskData(
             prompts=setup.prompts
             or picture_prompts(config, {MINIATURE: miniature_prompts}, "a .jsonl or .txt file, or builtin"),
-            rewards=REWARDS,
-            default_rewards=DEFAULT_REWARDS,
+            rewards=TaskRewards(REWARDS, defaults=DEFAULT_REWARDS, conditions=conditioned),
             render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
-            respond=make_respond(instruction, self.shown),
-            controls={
-                name: make_respond(instruction, shown) for name, shown in CONTROLS.items() if shown != self.shown
-            },
-            answers_with_pictures=True,
-            conditions=conditioned,
-            references=references,
+            environment=TurnEnvironment(
+                make_respond(instruction, self.shown),
+                {name: make_respond(instruction, shown) for name, shown in CONTROLS.items() if shown != self.shown},
+                shows_pictures=True,
+            ),
+            report=TaskReport(references),
         )
 
 

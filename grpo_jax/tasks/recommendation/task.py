@@ -13,6 +13,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
+from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rewards import Maker, Reward
 from grpo_jax.tasks.display import Display
@@ -35,7 +36,7 @@ from grpo_jax.tasks.recommendation.rewards import (
     where_ranked,
 )
 from grpo_jax.tasks.recommendation.words import item_vectors, policy_words
-from grpo_jax.tasks.task import Choices, Setup, Task, World
+from grpo_jax.tasks.task import Choices, Task, TaskData, TaskReport, TaskSetup, Vocabulary
 
 FUSED, RANK = "fused", "rank"
 """Always watched, last: the tables are made of them; the first where there is a prior."""
@@ -195,7 +196,7 @@ class Recommendation(Task):
         catalogue = load_dataset(self, held_out=config.data.held_out, columns=config.data.columns).catalogue
         return items_of(catalogue.names or catalogue.titles).texts
 
-    def load(self, setup: Setup) -> World:
+    def load(self, setup: TaskSetup) -> TaskData:
         """Reads the data and opens the retriever, which tests itself.
 
         Raises:
@@ -233,23 +234,29 @@ class Recommendation(Task):
             answer = ask(completions, columns["target_row"], columns["history"], columns["excluded"])
             return reward_columns(answer.rank, answer.probability)
 
-        return World(
+        return TaskData(
             prompts=dataset.prompts,
             source=self.source,
-            rewards=_rewards(len(catalogue), fused=known is not None, ranks=items is not None),
-            default_rewards=(RewardSection("ndcg"),),
-            default_watch=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
-            measures=measure,
-            always_watched=(FUSED, RANK) if known else (RANK,),
-            columns=ranked,
-            adapt=where_ranked,
-            references=lambda rows: {"oracle": [_oracle(catalogue, row) for row in rows]},
-            remember=functools.partial(policy_ranks, fused=known is not None),
-            findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered, known, ask),
-            shown={"wanted": "target_title"},
+            rewards=TaskRewards(
+                _rewards(len(catalogue), fused=known is not None, ranks=items is not None),
+                defaults=(RewardSection("ndcg"),),
+                watched=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
+                always_watched=(FUSED, RANK) if known else (RANK,),
+                measures=measure,
+                columns=ranked,
+                adapt=where_ranked,
+            ),
+            report=TaskReport(
+                references=lambda rows: {"oracle": [_oracle(catalogue, row) for row in rows]},
+                remember=functools.partial(policy_ranks, fused=known is not None),
+                findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered, known, ask),
+                columns={"wanted": "target_title"},
+            ),
             pairs=lambda: self._pairs(dataset, setup.config.seed),
-            words=lambda: policy_words(self, catalogue, limit=setup.config.policy.new.vocabulary),
-            word_vectors=self._vectors(catalogue.titles),
+            vocabulary=Vocabulary(
+                lambda: policy_words(self, catalogue, limit=setup.config.policy.new.vocabulary),
+                self._vectors(catalogue.titles),
+            ),
             identity={**retriever.fingerprint._asdict(), **named},
             choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
         )

@@ -16,7 +16,7 @@ from grpo_jax.rollout.episodes import Respond
 from grpo_jax.rollout.isolated import ENVIRONMENT, isolate_environment
 from grpo_jax.rollout.prompts import prompts_of
 from grpo_jax.rollout.texts import Reading, as_written, continued
-from grpo_jax.tasks.task import Setup, Task, World
+from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,17 @@ class Text(Task):
             return 0, 0
         return int(facts_of(all_rows(prompts_of(section))).pictures.max()), 0
 
-    def load(self, setup: Setup) -> World:
+    def load(self, setup: TaskSetup) -> TaskData:
         """The prompts."""
         section, prompts = setup.config.data, setup.prompts
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
             prompts = prompts_of(section)
-        return World(
+        return TaskData(
             prompts,
-            respond=self._respond(setup.config) if self.environment else None,
-            answers_with_pictures=self.pictures,
+            environment=TurnEnvironment(
+                self._respond(setup.config) if self.environment else None, shows_pictures=self.pictures
+            ),
         )
 
     def _respond(self, config: Config) -> Respond:

@@ -19,7 +19,7 @@ from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.rollout.data import Row, noise_seed  # noqa: E402
 from grpo_jax.rollout.episodes import Episode, Turn  # noqa: E402
 from grpo_jax.tasks.prompt_refinement.answers import INSTRUCTION, make_respond, others  # noqa: E402
-from grpo_jax.tasks.task import Setup  # noqa: E402
+from grpo_jax.tasks.task import TaskSetup  # noqa: E402
 
 IMAGES = [torch.full((3, 2, 2), float(i)) for i in range(4)]
 ROWS = [Row(1, "a cat"), Row(1, "a cat"), Row(2, "a dog"), Row(3, "a cow")]
@@ -61,9 +61,9 @@ def test_the_oracle_knows_the_lens_of_each_rows_evaluation():
     from bridges.miniature import lens
 
     made = config(judges={"renderer": {"kind": "hidden_lens"}, "scorer": {"kind": "open_clip"}}, seed=5)
-    world = made.task.load(Setup(made, None, lambda *_: None))
-    rows = world.prompts.test[:16]
-    found = world.references(rows)
+    data = made.task.load(TaskSetup(made, None, lambda *_: None))
+    rows = data.prompts.test[:16]
+    found = data.report.references(rows)
     assert found["unchanged"] == [row.prompt for row in rows]
     expected = [
         lens.oracle_rewrite(
@@ -72,9 +72,9 @@ def test_the_oracle_knows_the_lens_of_each_rows_evaluation():
         for row in rows
     ]  # fmt: skip
     assert found["oracle"] == expected != [row.columns["oracle"] for row in rows]
-    assert set(world.controls) == {"blind", "wrong"} and world.answers_with_pictures
+    assert set(data.environment.controls) == {"blind", "wrong"} and data.environment.shows_pictures
     plain = config()
-    assert plain.task.load(Setup(plain, None, lambda *_: None)).references(rows)["oracle"] == [
+    assert plain.task.load(TaskSetup(plain, None, lambda *_: None)).report.references(rows)["oracle"] == [
         row.columns["oracle"] for row in rows
     ]
 

@@ -25,7 +25,7 @@ from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.rewards import reward_columns
 from grpo_jax.tasks.recommendation.task import Recommendation
 from grpo_jax.tasks.recommendation.words import policy_words
-from grpo_jax.tasks.task import Setup
+from grpo_jax.tasks.task import TaskSetup
 from grpo_jax.train import main, run
 
 OWN = '''
@@ -275,15 +275,15 @@ def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(
 
 
 @pytest.fixture(scope="module")
-def world(folder):
+def data(folder):
     config = config_of(folder, "x")
-    return config.task.load(Setup(config, None, lambda *_: None))
+    return config.task.load(TaskSetup(config, None, lambda *_: None))
 
 
-def test_no_rank_is_no_reward_and_never_a_number(world):
+def test_no_rank_is_no_reward_and_never_a_number(data):
     """Of the first of two texts the retriever said nothing."""
     rows = [Row(1, "a", {"target_row": 0, "history": (1,), "excluded": (1,)})]
-    found = find_rewards([RewardSection("ndcg"), RewardSection("soft")], ["hr@5"], world, ())
+    found = find_rewards([RewardSection("ndcg"), RewardSection("soft")], ["hr@5"], data.rewards, ())
     rewards, watched = ({one.name: bind(one, {}) for one in some} for some in (found.maximised, found.watched))
     answer = reward_columns(np.array([np.nan, 3.0]), np.array([np.nan, 0.3], np.float32))
     score = make_score(rewards, watched, missing=False, columns_of=lambda completions, columns: answer)
@@ -293,15 +293,15 @@ def test_no_rank_is_no_reward_and_never_a_number(world):
     np.testing.assert_array_equal(measures[0, 1], [1, 3])  # the rank is always watched, last
 
 
-def test_rewards_rank_the_history_where_the_task_does(folder, world):
+def test_rewards_rank_the_history_where_the_task_does(folder, data):
     """A completion that is the last title word for word: first comes the last item itself, unless it is left out."""
     shown = load_dataset(dataclasses.replace(config_of(folder, "x").task, exclude_history=False)).prompts.test[:8]
-    hidden = world.prompts.test[:8]
+    hidden = data.prompts.test[:8]
     assert [row.columns["history"] for row in shown] == [row.columns["history"] for row in hidden]
     ranks = []
     for rows in (shown, hidden):
         columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
-        ranks.append(world.columns(columns["last_title"], columns)["rank"])
+        ranks.append(data.rewards.columns(columns["last_title"], columns)["rank"])
     assert all(one > other for one, other in zip(*ranks, strict=True))
 
 
@@ -314,9 +314,9 @@ def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):
 
 
 @pytest.mark.parametrize("name", ["hr", "ndcg@0", "mrr@x", "recall@5"])
-def test_a_watched_measure_must_be_known(name, world):
+def test_a_watched_measure_must_be_known(name, data):
     with pytest.raises(UserError, match=f"watch: expected .* hr@10, .*; got '{name}'"):
-        find_rewards([RewardSection("ndcg")], [name], world, ())
+        find_rewards([RewardSection("ndcg")], [name], data.rewards, ())
 
 
 def test_what_does_not_go_together_is_said_before_anything_loads(folder):

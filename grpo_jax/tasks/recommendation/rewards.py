@@ -25,8 +25,6 @@ from grpo_jax.tasks.recommendation import metrics
 Reward = Callable[..., list[float | None]]
 
 BUILT_IN = ("ndcg", "hit", "mrr", "mixed", "soft")
-RANK_PENALTY = "rank_penalty"
-"""Of policies that rank the catalogue themselves alone, in groups that have an order."""
 
 
 def reward_columns(rank: np.ndarray, probability: np.ndarray) -> dict[str, list[float]]:

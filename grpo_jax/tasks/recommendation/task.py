@@ -2,46 +2,105 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
-from grpo_jax.config.fields import require
-from grpo_jax.config.named import own_package
+from grpo_jax.config.fields import may_change, require
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.binding import TaskRewards
-from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.rewards import Maker, Reward
 from grpo_jax.tasks.display import Display
-from grpo_jax.tasks.recommendation import dummy, metrics
-from grpo_jax.tasks.recommendation.catalogue import Catalogue
-from grpo_jax.tasks.recommendation.dataset import Dataset, column_names, load_dataset, over_catalogue
-from grpo_jax.tasks.recommendation.examples import PLACES, asking_pairs, title_pairs, together_pairs
-from grpo_jax.tasks.recommendation.ranking.choosing import ChosenPrior, choose_prior
-from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, items_of, ranking_columns
-from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, make_prior
-from grpo_jax.tasks.recommendation.ranking.recommending import MakeWriter, Recommender, make_recommender
-from grpo_jax.tasks.recommendation.report import findings, policy_ranks
-from grpo_jax.tasks.recommendation.retrieval import RetrievalSection, make_ask, open_retriever
-from grpo_jax.tasks.recommendation.rewards import (
-    BUILT_IN,
-    RANK_PENALTY,
-    make_reward,
-    rank_penalty,
-    reward_columns,
-    where_ranked,
-)
-from grpo_jax.tasks.recommendation.words import item_vectors, policy_words
-from grpo_jax.tasks.task import Choices, Task, TaskData, TaskReport, TaskSetup, Vocabulary
+from grpo_jax.tasks.task import Task, TaskData, TaskSetup
 
+PLACES = ("{history}", "{last}", "{items}")
+"""What a template says of a history; one of them at least."""
 FUSED, RANK = "fused", "rank"
 """Always watched, last: the tables are made of them; the first where there is a prior."""
+RANK_PENALTY = "rank_penalty"
+"""Of policies that rank the catalogue themselves alone, in groups that have an order."""
+EVENT_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
+"""Of a CSV of events; a rating only where `minimum_rating` asks for one."""
 
-_MEASURES: dict[str, Callable[..., np.ndarray]] = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
+
+@dataclass(frozen=True)
+class RetrievalSection:
+    """What ranks the catalogue against a completion.
+
+    Where ranks come from changes none of them; another encoder or catalogue is told by the retriever's own fingerprint.
+
+    Args:
+        backend: "local" ranks in this process; "ray" asks a service that `python -m bridges.retrieval serve` started.
+        encoder: "tfidf", or a folder or hub name of a sentence-transformers model.
+        dense: A sentence-transformers model whose cosine is added to the encoder's (local); null for the encoder alone.
+        dense_weight: How many times it is added; 0 without `dense`.
+        ties: Where items that score like the target stand: "against" before it, "average", or "favour" behind it.
+        temperature: Of the softmax over similarities that the reward "soft" is read from.
+        service: Name of the service (ray).
+        address: HOST:PORT of the Ray cluster; null or "auto" for where your own `serve` of that name runs.
+        timeout: Seconds one attempt of a call may take (ray).
+        attempts: Tries of one call before its ranks count as missing.
+        budget: Calls that may go missing among the last `window`; one more saves and stops the run.
+        window: Calls that are remembered.
+        cache: Folder that keeps the catalogue's vectors between runs (local); null keeps none.
+        device: Of a sentence-transformers model in this process: "cpu" or "gpu:N".
+    """
+
+    backend: Literal["local", "ray"] = may_change("local")
+    encoder: str = may_change("tfidf")
+    dense: str | None = may_change(None)
+    dense_weight: float = may_change(0.0)
+    ties: Literal["against", "average", "favour"] = "against"
+    temperature: float = 0.05
+    service: str = may_change("retrieval")
+    address: str | None = may_change(None)
+    timeout: float = may_change(120.0)
+    attempts: int = may_change(3)
+    budget: int = may_change(5)
+    window: int = may_change(100)
+    cache: str | None = may_change(None)
+    device: str = may_change("cpu")
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        require(bool(self.encoder), "retrieval.encoder", "tfidf, a folder or a name", self.encoder)
+        require(self.dense_weight >= 0, "retrieval.dense_weight", "a number >= 0", self.dense_weight)
+        weighed = "a weight above 0 with retrieval.dense, and 0 without"
+        require(
+            (self.dense is not None) == (self.dense_weight > 0), "retrieval.dense_weight", weighed, self.dense_weight
+        )
+        here = self.dense is None or self.backend == "local"
+        require(here, "retrieval.dense", "null: a service has one encoder", self.dense)
+        for name in ("temperature", "timeout"):
+            require(getattr(self, name) > 0, f"retrieval.{name}", "a number > 0", getattr(self, name))
+        require(self.attempts >= 1, "retrieval.attempts", "a number >= 1", self.attempts)
+        require(self.budget >= 0, "retrieval.budget", "a number >= 0", self.budget)
+        require(self.window > self.budget, "retrieval.window", f"more than budget = {self.budget}", self.window)
+
+
+@dataclass(frozen=True)
+class PriorSection:
+    """What is known without the policy, and how much it counts beside what the policy says; all 0 for that alone.
+
+    Args:
+        history: a, the weight of how much a title resembles the history's. Where texts are ranked, of the history in
+            the query: unit(text) + a · unit(history).
+        together: b, the weight of how often an item was taken with those of the history.
+        decay: Weight of each older item of the history.
+    """
+
+    history: float = 0.0
+    together: float = 0.0
+    decay: float = 0.7
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        for name in ("history", "together"):
+            require(getattr(self, name) >= 0, f"prior.{name}", "a number >= 0", getattr(self, name))
+        require(0 <= self.decay <= 1, "prior.decay", "a number in [0, 1]", self.decay)
+
+    @property
+    def used(self) -> bool:
+        """Whether it changes a ranking."""
+        return self.history > 0 or self.together > 0
 
 
 @dataclass(frozen=True)
@@ -178,7 +237,8 @@ class Recommendation(Task):
         for name in ("prompts", "validation", "test"):
             given = getattr(config.data, name)
             require(not given, f"data.{name}", "nothing: prompts are made of histories", given)
-        named = column_names(self)
+        tables = ("title", *(EVENT_COLUMNS if self.source.lower().endswith(".csv") else ()))
+        named = () if self.source == "dummy" else tables
         for name in config.data.columns:
             expected = f"one of {', '.join(named)}" if named else "nothing: the dummy world has no columns"
             require(name in named, "data.columns", expected, name)
@@ -191,140 +251,35 @@ class Recommendation(Task):
 
     def listed_texts(self, config: Config) -> Sequence[str] | None:
         """The items of a policy that ranks them itself."""
-        if self.writes == "query":
-            return None
-        catalogue = load_dataset(self, held_out=config.data.held_out, columns=config.data.columns).catalogue
-        return items_of(catalogue.names or catalogue.titles).texts
+        from grpo_jax.tasks.recommendation.loading import listed_texts
+
+        return None if self.writes == "query" else listed_texts(config)
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Reads the data and opens the retriever, which tests itself.
+        """Read the data and open the retriever, which tests itself.
 
         Raises:
             UserError: Files are bad, the service is not there or holds another catalogue, or titles do not retrieve
                 themselves.
         """
-        require(setup.prompts is None, "prompts", "none: a recommendation run takes its data from its task", "some")
-        data = setup.config.data
-        dataset = load_dataset(self, held_out=data.held_out, columns=data.columns)
-        catalogue, section = dataset.catalogue, self.retrieval
-        setup.say("catalogue", f"{self.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
-        for note in dataset.notes:
-            setup.say("", note)
-        retrieval = own_package("bridges", "retrieval")
-        retriever, share = open_retriever(
-            section, catalogue.titles, retrieval, required=0.9 if self.writes == "query" else 0.0
-        )
-        where = "in this process" if section.backend == "local" else f"service {section.service!r} over Ray"
-        encoder = (
-            f"{section.encoder} + {section.dense_weight:g} × {section.dense}" if section.dense else section.encoder
-        )
-        tested = f"self-test: {share:.1%} of titles asked for retrieve themselves"
-        setup.say("retrieval", f"{encoder}, {where}, ties {section.ties}; {tested}")
+        from grpo_jax.tasks.recommendation.loading import load_task
 
-        items = None if self.writes == "query" else items_of(catalogue.names or catalogue.titles)
-        digest = own_package("bridges", "retrieval.encoders").titles_digest
-        named = {"semantic_ids": digest(catalogue.names)} if self.writes == "ids" else {}
-        known = make_prior(self.prior, catalogue.titles, dataset.known) if items and self.prior.used else None
-        ask = make_ask(retriever, self.prior, retrieval)
-
-        def ranked(completions: Sequence[str], columns: Mapping[str, Any]) -> dict[str, Any]:
-            if items is not None:
-                ranks = completion_ranks(items, completions, columns)
-                return reward_columns(ranks, (ranks == 1).astype(np.float64))
-            answer = ask(completions, columns["target_row"], columns["history"], columns["excluded"])
-            return reward_columns(answer.rank, answer.probability)
-
-        return TaskData(
-            prompts=dataset.prompts,
-            source=self.source,
-            rewards=TaskRewards(
-                _rewards(len(catalogue), fused=known is not None, ranks=items is not None),
-                defaults=(RewardSection("ndcg"),),
-                watched=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
-                always_watched=(FUSED, RANK) if known else (RANK,),
-                measures=measure,
-                columns=ranked,
-                adapt=where_ranked,
-            ),
-            report=TaskReport(
-                references=lambda rows: {"oracle": [_oracle(catalogue, row) for row in rows]},
-                remember=functools.partial(policy_ranks, fused=known is not None),
-                findings=lambda remembered, rows: findings(self, dataset, retriever, rows, remembered, known, ask),
-                columns={"wanted": "target_title"},
-            ),
-            pairs=lambda: self._pairs(dataset, setup.config.seed),
-            vocabulary=Vocabulary(
-                lambda: policy_words(self, catalogue, limit=setup.config.policy.new.vocabulary),
-                self._vectors(catalogue.titles),
-            ),
-            identity={**retriever.fingerprint._asdict(), **named},
-            choices=items and Choices(items.texts, self.listed, functools.partial(ranking_columns, items, known)),
-        )
+        return load_task(self, setup)
 
     def over_catalogue(self, path: str, columns: Mapping[str, str]) -> Recommendation:
         """The task with a catalogue that has grown (`dataset.over_catalogue`)."""
+        from grpo_jax.tasks.recommendation.dataset import over_catalogue
+
         return over_catalogue(self, path, columns)
 
-    def recommender(self, config: Any, policy: Any, writer: MakeWriter, *, catalogue: str | None = None) -> Recommender:
+    def recommender(self, config: Any, policy: Any, writer: Any, *, catalogue: str | None = None) -> Any:
         """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
+        from grpo_jax.tasks.recommendation.ranking.recommending import make_recommender
+
         return make_recommender(config, policy, writer, catalogue=catalogue)
 
-    def choose_prior(self, config: Any, policy: Any, *, users: int | None = None) -> ChosenPrior:
+    def choose_prior(self, config: Any, policy: Any, *, users: int | None = None) -> Any:
         """Which weights of the prior are best for a trained policy (`choosing.choose_prior`)."""
+        from grpo_jax.tasks.recommendation.ranking.choosing import choose_prior
+
         return choose_prior(config, policy, users=users)
-
-    def _vectors(self, titles: Sequence[str]) -> Callable[[int], dict[str, np.ndarray]] | None:
-        wanted = self.writes == "item" and self.item_start == "titles"
-        return functools.partial(item_vectors, titles) if wanted else None
-
-    def _pairs(self, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
-        rows = dataset.taught
-        if names := dataset.catalogue.names:
-            return [(row.prompt, names[row.columns["target_row"]]) for row in rows]
-        if self.pairs == "lessons":
-            return dummy.lessons(rows, dataset.catalogue, seed=seed)
-        if self.pairs == "hearsay":
-            return dummy.hearsay(rows, dataset.catalogue, seed=seed)
-        if self.pairs == "together":
-            return together_pairs(rows, dataset.catalogue, dataset.known, characters=self.pair_characters)
-        if self.pairs == "forms":
-            return asking_pairs(rows, characters=self.pair_characters, seed=seed)
-        return title_pairs(rows, characters=self.pair_characters)
-
-
-def _oracle(catalogue: Catalogue, row: Row) -> str:
-    return catalogue.names[row.columns["target_row"]] if catalogue.names else row.columns["target_title"]
-
-
-def _rewards(items: int, *, fused: bool, ranks: bool) -> dict[str, Any]:
-    made = {name: Maker(functools.partial(_built_in, name, items)) for name in BUILT_IN}
-    of_groups = {RANK_PENALTY: rank_penalty} if ranks else {}
-    return {**made, **of_groups, RANK: _rank, **({FUSED: _fused} if fused else {})}
-
-
-def _built_in(name: str, items: int, **options: Any) -> Reward:
-    return make_reward(name, items=items, options=options)
-
-
-def _rank(rank: Sequence[float], **_: Any) -> list[float | None]:
-    return [None if np.isnan(value) else value for value in rank]
-
-
-def _fused(completions: Sequence[str], fused_rank: Sequence[float] = (), **_: Any) -> list[float | None]:
-    """Of held-out prompts alone; missing in training."""
-    return list(fused_rank) or [None] * len(completions)
-
-
-def measure(name: str) -> Reward | None:
-    """A measure by its name: hr@K, ndcg@K, mrr@K or mrr; None for other names."""
-    kind, _, k = name.partition("@")
-    known = kind in _MEASURES and (k.isdigit() and int(k) > 0 if k else name == "mrr")
-    if not known:
-        return None
-    cutoff = int(k) if k else None
-
-    def measured(rank: Sequence[float], **_: Any) -> list[float | None]:
-        values = _MEASURES[kind](np.asarray(rank, np.float64), k=cutoff)
-        return [None if np.isnan(value) else float(value) for value in values]
-
-    return measured

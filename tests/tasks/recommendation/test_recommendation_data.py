@@ -7,14 +7,14 @@ import pytest
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.tasks.recommendation import examples
+from grpo_jax.tasks.recommendation import dataset as examples
 from grpo_jax.tasks.recommendation.catalogue import make_catalogue, read_catalogue
-from grpo_jax.tasks.recommendation.dataset import load_dataset
-from grpo_jax.tasks.recommendation.examples import (
+from grpo_jax.tasks.recommendation.dataset import (
     HistoryTemplate,
     by_user,
     cut_title,
     leave_one_out,
+    load_dataset,
     title_pairs,
     together_pairs,
 )

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.tasks.recommendation import dummy, metrics
-from grpo_jax.tasks.recommendation.dataset import load_dataset
-from grpo_jax.tasks.recommendation.examples import HistoryTemplate, leave_one_out
+from grpo_jax.tasks.recommendation.dataset import HistoryTemplate, leave_one_out, load_dataset
 from grpo_jax.tasks.recommendation.task import Recommendation
 
 WORLD = dummy.make_world(users=300, seed=1)

@@ -22,9 +22,9 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.runs.checkpoint.manifest import seal
 from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.loading import policy_words
 from grpo_jax.tasks.recommendation.rewards import reward_columns
 from grpo_jax.tasks.recommendation.task import Recommendation
-from grpo_jax.tasks.recommendation.words import policy_words
 from grpo_jax.tasks.task import TaskSetup
 from grpo_jax.train import main, run
 

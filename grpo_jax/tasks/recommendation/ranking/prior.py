@@ -10,46 +10,19 @@ ranking does not list are level with its last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.config.fields import require
+from grpo_jax.tasks.recommendation.baselines import decayed, item_similarity
 from grpo_jax.tasks.recommendation.sequences import UserSequence
+from grpo_jax.tasks.recommendation.task import PriorSection
 
 Known = Callable[[Sequence[Sequence[int]]], np.ndarray]
 """Histories (rows of the catalogue, oldest first) → f32 [P, I], what stands beside the log-probabilities."""
 Part = Callable[[], np.ndarray]
 Parts = Callable[[Sequence[Sequence[int]], float], tuple[Part, Part]]
 """(histories, decay) → two functions that give f32 [P, I]: how much titles resemble, and how often taken together."""
-
-
-@dataclass(frozen=True)
-class PriorSection:
-    """What is known without the policy, and how much it counts beside what the policy says; all 0 for that alone.
-
-    Args:
-        history: a, the weight of how much a title resembles the history's. Where texts are ranked, of the history in
-            the query: unit(text) + a · unit(history).
-        together: b, the weight of how often an item was taken with those of the history.
-        decay: Weight of each older item of the history.
-    """
-
-    history: float = 0.0
-    together: float = 0.0
-    decay: float = 0.7
-
-    def __post_init__(self) -> None:
-        """Checks the ranges."""
-        for name in ("history", "together"):
-            require(getattr(self, name) >= 0, f"prior.{name}", "a number >= 0", getattr(self, name))
-        require(0 <= self.decay <= 1, "prior.decay", "a number in [0, 1]", self.decay)
-
-    @property
-    def used(self) -> bool:
-        """Whether it changes a ranking."""
-        return self.history > 0 or self.together > 0
 
 
 def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Known:
@@ -85,8 +58,6 @@ def fusion_baseline(titles: Sequence[str], users: Sequence[UserSequence], *, dec
 
 def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> Parts:
     """What the weights of `make_prior` are multiplied with; arguments as there."""
-    from grpo_jax.tasks.recommendation.baselines import decayed, item_similarity
-
     vectors, similarity = title_vectors(titles), item_similarity(users, len(titles))
 
     def parts(histories: Sequence[Sequence[int]], decay: float) -> tuple[Part, Part]:

@@ -16,8 +16,7 @@ from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
-from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
-from grpo_jax.tasks.recommendation.examples import HistoryTemplate
+from grpo_jax.tasks.recommendation.dataset import Dataset, HistoryTemplate, load_dataset
 from grpo_jax.tasks.recommendation.ranking.items import items_of, plain
 from grpo_jax.tasks.recommendation.ranking.prior import fused_scores, make_prior
 from grpo_jax.tasks.recommendation.retrieval import open_retriever, prior_history

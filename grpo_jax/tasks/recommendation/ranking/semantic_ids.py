@@ -8,16 +8,256 @@ On the command line:
 from __future__ import annotations
 
 import argparse
+import string
+import warnings
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from grpo_jax.config.named import own_package
-from grpo_jax.errors import UserError, carry_out, extras_named, leave, version
-from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue
-from grpo_jax.tasks.recommendation.ranking.codes import Codes, residual_codes
-from grpo_jax.tasks.recommendation.ranking.ids_file import MOST_LEVELS, words_of, write_ids
+from grpo_jax.errors import UserError, carry_out, extras_named, leave, one_line, version
+from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
+from grpo_jax.models.hf.folder import load_tokenizer, resolve_folder
+from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue, read_table, read_text
+from grpo_jax.tasks.recommendation.ranking.items import plain
+
+MOST_LEVELS = len(string.ascii_lowercase) - 1
+"""A letter for each level, and one for what tells the same codes apart."""
+
+
+def words_of(codes: np.ndarray) -> tuple[str, ...]:
+    """Each item's words: codes [I, L] → "<a_12> <b_7> <c_201> <d_0>", a letter for each level.
+
+    The marks around a word part it from the next where a tokenizer writes no space between its own words; a tokenizer
+    of plain words reads "a_12".
+    """
+    letters = string.ascii_lowercase
+    return tuple(
+        " ".join(f"<{letter}_{code}>" for letter, code in zip(letters, row, strict=False)) for row in codes.tolist()
+    )
+
+
+def write_ids(path: str | Path, ids: Sequence[str], words: Sequence[str], *, made: str) -> None:
+    """Writes a line "id ⇥ words" for each item, below a line that says how they were made and a header.
+
+    Args:
+        path: The file; its folder must be there.
+        ids: I, as in the catalogue.
+        words: I.
+        made: In words: encoder, levels, seed.
+
+    Raises:
+        UserError: The file cannot be written, or an id holds a tab or a line's end.
+    """
+    if odd := [one for one in ids if not one.isprintable()]:
+        raise UserError(f"item {odd[0]!r}: expected an id that can stand in a line of a .tsv")
+    lines = [f"# {made}", "item_id\twords", *map("\t".join, zip(ids, words, strict=True))]
+    try:
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
+    """The words of each item, in the order of the catalogue.
+
+    Args:
+        path: As `write_ids` wrote it, or another file with an id and a column "words"; a first line with # is skipped.
+        catalogue: Whose items they are.
+
+    Raises:
+        UserError: There is no such file, or it has bad lines: an item that the catalogue has not, one twice, words that
+            say nothing or are another item's; or an item of the catalogue is not in it.
+    """
+    text = read_text(path, "what python -m grpo_jax.tasks.recommendation.ranking.semantic_ids writes")
+    if text.startswith("#"):  # its line stays, blank, so that those below keep their numbers
+        text = text[text.find("\n") :] if "\n" in text else ""
+    rows, problems = read_table(path, text, needs=("words",), kind=".tsv")
+    problems.check()
+    words: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for line, row in rows:
+        item, said = next(iter(row.values())).strip(), row["words"].strip()
+        if item not in catalogue.rows:
+            problems.add(line, f"item {item} is not in the catalogue")
+        elif item in words:
+            problems.add(line, f"item {item} occurs twice")
+        elif not plain(said):
+            problems.add(line, f"item {item} has no words")
+        elif plain(said) in owners:
+            problems.add(line, f"item {item} has the words of item {owners[plain(said)]}")
+        else:
+            words[item], owners[plain(said)] = said, item
+    problems.check()
+    if missing := [item for item in catalogue.ids if item not in words]:
+        raise UserError(
+            f"{path} lacks {len(missing)} of the catalogue's {len(catalogue)} items, the first is {missing[0]}: "
+            "write it again from this catalogue"
+        )
+    return tuple(words[item] for item in catalogue.ids)
+
+
+# --------------------------------------------------------------------------------------------------------- semantic ids
+
+
+def add_words(folder: str | Path, names: Sequence[str], titles: Sequence[str], out: str | Path) -> int:
+    """Writes a policy's folder with the items' own words in its tokenizer, a token each.
+
+    The row of a word, of the embedding and of the head alike, is the mean over its items of the mean over their title's
+    tokens, so that a policy starts from what it knows of the words that the items have in common; without a title it is
+    the mean of all rows.
+
+    Args:
+        folder: A Hugging Face folder or hub id of a model of text.
+        names: I, the words of each item, with spaces between them.
+        titles: I.
+        out: Where to write; an earlier policy there is replaced.
+
+    Returns:
+        How many words were added; those that the tokenizer has already are left as they are.
+
+    Raises:
+        UserError: The folder cannot be loaded as a model of text, or `out` not written.
+    """
+    from tokenizers import AddedToken
+
+    source, out = resolve_folder(folder), Path(out)
+    if out.exists() and out.resolve() == source.resolve():
+        raise UserError(f"--policy_out: expected another folder than the policy's, got {out}")
+    refuse_foreign(out, "config.json", "a policy")
+    tokenizer, model = load_tokenizer(source), _load(source)
+    said = [tokenizer(title, add_special_tokens=False)["input_ids"] for title in titles]
+    known = tokenizer.get_vocab()
+    new = [word for word in dict.fromkeys(" ".join(names).split()) if word not in known]
+    if not new:
+        raise UserError(f"--policy: the tokenizer of {folder} has these words already: give it as policy.path")
+    tokenizer.add_tokens([AddedToken(word, lstrip=True, normalized=False) for word in new])
+    model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size), mean_resizing=False)
+    items: dict[str, list[int]] = {word: [] for word in new}
+    for row, name in enumerate(names):
+        for word in set(name.split()) & items.keys():
+            items[word].append(row)
+    places = tokenizer.convert_tokens_to_ids(new)
+    for table in _tables(model):
+        _warm_start(table, places, [items[word] for word in new], said)
+    try:
+        with new_folder(out) as work:
+            model.save_pretrained(work)
+            tokenizer.save_pretrained(work)
+    except OSError as error:
+        raise UserError(f"cannot write the policy to {out}: {error}") from error
+    return len(new)
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--policy: cannot load {folder}: {one_line(str(error), 200)}") from error
+
+
+def _tables(model: Any) -> list[Any]:
+    """Embedding and head [V, D]; one of them where they are tied."""
+    tables = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    return tables[:1] if tables[0] is tables[1] else tables
+
+
+def _warm_start(table: Any, places: list[int], items: list[list[int]], said: list[list[int]]) -> None:
+    """Writes the rows of the new words, in float32 on the way."""
+    import torch
+
+    with torch.no_grad():
+        old = table[: min(places)].float().numpy()
+        usual = old.mean(0)
+        titles = np.stack([old[tokens].mean(0) if len(tokens) else usual for tokens in said])
+        rows = np.stack([titles[of].mean(0) for of in items])
+        table[places] = torch.from_numpy(rows).to(table.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------- semantic ids
+
+
+class Codes(NamedTuple):
+    """What items are called, and how well that describes them.
+
+    Attributes:
+        codes: int32 [I, L + 1], no two rows alike; the last is how many earlier items have the same L codes.
+        sizes: Codes in use of each of the L + 1 levels.
+        shared: Share of the items whose L codes another item has too.
+        left: Of each of the L levels, Σ‖what is left of a vector‖² / Σ‖vector‖² behind it.
+    """
+
+    codes: np.ndarray
+    sizes: tuple[int, ...]
+    shared: float
+    left: tuple[float, ...]
+
+
+def residual_codes(vectors: np.ndarray, *, levels: int, size: int, seed: int) -> Codes:
+    """Quantises vectors level by level.
+
+    With r₀ the vectors and c(r) the centre nearest to r among those that k-means finds for all of the level's r:
+    code_l = index of c(r_l), r_{l+1} = r_l − c(r_l).
+
+    Args:
+        vectors: f32 [I, D].
+        levels: L.
+        size: Codes of a level at most; fewer where fewer vectors differ.
+        seed: Of the first centres. One thread computes: the same seed gives the same codes.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    if vectors.ndim != 2 or not len(vectors):
+        raise ValueError(f"vectors must be [I, D] with at least one item, got {list(vectors.shape)}")
+    if levels < 1 or size < 1:
+        raise ValueError(f"levels and size must be at least 1, got {levels} and {size}")
+    rest, columns, left = vectors.astype(np.float32), [], []
+    whole = max(float(np.square(rest, dtype=np.float64).sum()), 1e-30)
+    for level in range(levels):
+        labels, centres = _clusters(rest, size, seed + level)
+        rest = rest - centres[labels]
+        columns.append(labels)
+        left.append(float(np.square(rest, dtype=np.float64).sum()) / whole)
+    codes = np.stack(columns, axis=1)
+    _, groups, counts = np.unique(codes, axis=0, return_inverse=True, return_counts=True)
+    groups = groups.reshape(-1)
+    codes = np.column_stack([codes, _earlier(groups)]).astype(np.int32)
+    sizes = tuple(len(np.unique(column)) for column in codes.T)
+    return Codes(codes, sizes, float((counts[groups] > 1).mean()), tuple(left))
+
+
+def _clusters(vectors: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cluster of each vector, int [I], and the clusters' centres, f32 [size, D]."""
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+    from threadpoolctl import threadpool_limits
+
+    different = len(np.unique(vectors.round(6), axis=0))
+    with threadpool_limits(1), warnings.catch_warnings():
+        # Of vectors that differ in their last bits alone.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found = KMeans(min(size, different), random_state=seed).fit(vectors)
+    return np.asarray(found.labels_), np.asarray(found.cluster_centers_, np.float32)
+
+
+def _earlier(groups: np.ndarray) -> np.ndarray:
+    """How many items before each are of its group, int [I]."""
+    seen: Counter[int] = Counter()
+    counts = []
+    for group in groups.tolist():
+        counts.append(seen[group])
+        seen[group] += 1
+    return np.array(counts)
+
+
+# --------------------------------------------------------------------------------------------------------- semantic ids
+
 
 WIDTH = 128
 """Sparse vectors (TF-IDF) are projected to so many dimensions, those of their largest singular values; to unit length
@@ -112,7 +352,7 @@ def _write(options: argparse.Namespace) -> None:
     )
     print("\n".join(_summary(found, catalogue, options.out)))
     if options.policy:
-        from grpo_jax.tasks.recommendation.ranking.new_words import add_words
+        from grpo_jax.tasks.recommendation.ranking.semantic_ids import add_words
 
         added = add_words(options.policy, words, catalogue.titles, options.policy_out)
         print(f"policy      {options.policy_out}: {added} new words, warm-started from the titles")

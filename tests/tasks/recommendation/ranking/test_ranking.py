@@ -18,9 +18,11 @@ from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import Judgement
+from grpo_jax.tasks.recommendation.dataset import ranking_everything
 from grpo_jax.tasks.recommendation.dummy import make_world
-from grpo_jax.tasks.recommendation.examples import ranking_everything
+from grpo_jax.tasks.recommendation.loading import item_vectors
 from grpo_jax.tasks.recommendation.metrics import count_better, hit, ndcg, rank_of
+from grpo_jax.tasks.recommendation.ranking.choosing import grid, weigh
 from grpo_jax.tasks.recommendation.ranking.items import (
     FUSED_FIRST,
     FUSED_RANK,
@@ -31,11 +33,10 @@ from grpo_jax.tasks.recommendation.ranking.items import (
     items_of,
     ranking_columns,
 )
-from grpo_jax.tasks.recommendation.ranking.prior import PriorSection, fused_scores, make_parts, make_prior
-from grpo_jax.tasks.recommendation.ranking.weights import grid, weigh
+from grpo_jax.tasks.recommendation.ranking.prior import fused_scores, make_parts, make_prior
 from grpo_jax.tasks.recommendation.report import policy_ranks
 from grpo_jax.tasks.recommendation.sequences import UserSequence
-from grpo_jax.tasks.recommendation.words import item_vectors
+from grpo_jax.tasks.recommendation.task import PriorSection
 from grpo_jax.train import main
 
 TITLES = ["Red soap", "Blue soap", "", "Green brush", "red Soap!"]

@@ -4,19 +4,70 @@ Everything is encoded in batches of one fixed shape: a score then does not depen
 else was asked for, and a resumed run sees the scores of one that never stopped.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from bridges import bundled
-from bridges.features import features_of, features_of_distinct
 from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
 from bridges.pixels import to_pillow
 from grpo_jax.errors import UserError
+
+
+def features_of(
+    images: torch.Tensor | Sequence[torch.Tensor], encode: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Features of pictures, each of which is encoded once.
+
+    Args:
+        images: Float [B, 3, H, W], or B pictures [3, H, W] of any sizes.
+        encode: Pictures of one size [n, 3, H, W] → [n, width].
+
+    Returns:
+        float32 [B, width].
+    """
+    if isinstance(images, torch.Tensor) or not len(images):
+        return encode(images if isinstance(images, torch.Tensor) else torch.zeros((0, 3, 1, 1)))
+    different = {id(image): image for image in images}
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for key, image in different.items():
+        shapes.setdefault(tuple(image.shape), []).append(key)
+    found = {}
+    for keys in shapes.values():
+        found |= dict(zip(keys, encode(torch.stack([different[key] for key in keys])), strict=True))
+    return torch.stack([found[id(image)] for image in images])
+
+
+def features_of_distinct(
+    images: torch.Tensor, encode: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+) -> torch.Tensor:
+    """Features of pictures [B, 3, H, W], of which equal ones are encoded once where they lie on the host.
+
+    A policy that has learned writes the same text often, and a text's picture is the same for a seed.
+
+    Args:
+        images: Float, at least one.
+        encode: Pictures [n, 3, H, W] and where each stands in `images` → [n, width].
+
+    Returns:
+        float32 [B, width].
+    """
+    if images.device.type != "cpu":
+        return encode(images, range(len(images)))
+    pictures = images.detach().contiguous().view(torch.uint8).flatten(1).numpy()
+    names = [hashlib.blake2b(picture).digest() for picture in pictures]
+    _, first, places = np.unique(names, return_index=True, return_inverse=True)
+    return encode(images[first], first)[places]
+
+
+# ----------------------------------------------------------------------------------------------------------------- clip
+
 
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -37,12 +88,12 @@ class Preprocess(NamedTuple):
 
     Attributes:
         size: (height, width) that the image tower takes.
-        mean: per channel.
-        std: per channel.
+        mean: Per channel.
+        std: Per channel.
         interpolation: "bicubic" or "bilinear", both antialiased.
         resize_mode: "shortest" (then centre crop), "longest" (then pad) or "squash".
-        fill: value from 0 to 255 of the padding.
-        library: picture of Pillow → [3, *size] by the model's own library, or None for tensors.
+        fill: Value from 0 to 255 of the padding.
+        library: Picture of Pillow → [3, *size] by the model's own library, or None for tensors.
     """
 
     size: tuple[int, int]
@@ -88,63 +139,52 @@ def _centre(images: torch.Tensor, size: tuple[int, int], fill: float) -> torch.T
     return images[..., top : top + size[0], left : left + size[1]]
 
 
-class Scorer:
-    """A loaded CLIP; make one with `load_scorer`.
+class ImageEncoder:
+    """A loaded vision model that turns pictures into unit features, in batches of one fixed shape.
 
     Attributes:
-        model: the open_clip model.
-        device: where it runs, and where features and scores are.
-        window: tokens of a text that the text tower reads, the special ones included.
-        width: size of the features.
-        name: as it was asked for.
-        quality_head: what `quality` reads, or None.
+        name: As it was asked for.
+        kind: What it is, in a word.
+        device: Where it runs, and where features and scores are.
+        width: Size of the features.
     """
 
     def __init__(
-        self, model, tokenizer, preprocess: Preprocess, *, name: str, device, dtype, batch_size: int, cache_size: int
+        self,
+        encode_image: Callable[[torch.Tensor], torch.Tensor],
+        preprocess: Preprocess,
+        *,
+        name: str,
+        kind: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_size: int,
+        width: int = 0,
     ):
-        """Takes the parts as `load_scorer` makes them."""
-        self.model = model
+        """Take the parts as a loader makes them."""
         self.name = name
-        self.quality_head: QualityHead | None = None
+        self.kind = kind
         self.device = device
-        self.window = int(tokenizer.context_length)
-        self._tokenizer = tokenizer
+        self.width = width
+        self._encode_image = encode_image
         self._preprocess = preprocess
         self._dtype = dtype
         self._batch_size = batch_size
-        self._cache_size = cache_size
-        self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
-        try:
-            self.width = self.text_features([""]).shape[-1]
-        except IndexError as error:
-            raise UserError(f"{name}: its tokenizer and its model do not belong together ({error})") from error
 
     @property
     def summary(self) -> str:
         """One line for the opening of a run."""
-        return f"{self.name}: CLIP, features of {self.width}, on {self.device}"
-
-    def count_tokens(self, texts: list[str]) -> list[int]:
-        """Tokens of each text, special ones included, before any is cut off at `window`."""
-        tokenizer = self._tokenizer
-        if hasattr(tokenizer, "encode"):  # open_clip's own byte pairs, without start and end
-            return [len(tokenizer.encode(text)) + 2 for text in texts]
-        clean = getattr(tokenizer, "clean_fn", str)
-        return [len(tokenizer.tokenizer(clean(text), verbose=False).input_ids) for text in texts]
+        return f"{self.name}: {self.kind}, features of {self.width}, on {self.device}"
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Unit features of pictures; equal ones are encoded once where they lie on the host.
+        """Return unit features float32 [B, width] of pictures; equal ones are encoded once where they lie on the host.
 
         Args:
-            images: float [B, 3, H, W] in [0, 1], on any device.
-
-        Returns:
-            float32 [B, width].
+            images: Float [B, 3, H, W] in [0, 1], on any device.
 
         Raises:
-            ValueError: for another shape or an integer dtype.
-            ScoreError: if a feature is not finite.
+            ValueError: Another shape or an integer dtype.
+            ScoreError: A feature is not finite.
         """
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(f"images: expected float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
@@ -157,66 +197,111 @@ class Scorer:
         with torch.no_grad():
             for batch in images.split(self._batch_size):
                 pixels = self._preprocess(batch.detach().to(self.device, torch.float32))
-                features.append(self._encode(self.model.encode_image, pixels.to(self._dtype)))
+                features.append(self._encode(self._encode_image, pixels.to(self._dtype)))
         return _checked(torch.cat(features), lambda row: f"picture {rows[row]}")
 
-    def text_features(self, texts: list[str]) -> torch.Tensor:
-        """Unit features of texts, float32 [B, width]; recent ones are remembered.
-
-        Raises:
-            ScoreError: if a feature is not finite.
-        """
-        if not texts:
-            return torch.zeros((0, self.width), device=self.device)
-        known = {text: self._texts[text] for text in texts if text in self._texts}
-        missing = [text for text in dict.fromkeys(texts) if text not in known]
-        for start in range(0, len(missing), self._batch_size):
-            batch = missing[start : start + self._batch_size]
-            with torch.no_grad():
-                features = self._encode(self.model.encode_text, self._tokenizer(batch).to(self.device))
-            _checked(features, lambda row, batch=batch: f"text {batch[row]!r}")
-            known.update(zip(batch, features.clone(), strict=True))
-        for text in texts:
-            self._texts[text] = known[text]
-            self._texts.move_to_end(text)
-        while len(self._texts) > self._cache_size:
-            self._texts.popitem(last=False)
-        return torch.stack([known[text] for text in texts])
-
-    def image_text(self, images: torch.Tensor, texts: list[str]) -> torch.Tensor:
-        """Cosine similarity of each picture [B, 3, H, W] and its text; float32 [B]."""
-        if len(images) != len(texts):
-            raise ValueError(f"texts: expected one for each of {len(images)} images, got {len(texts)}")
-        return (self.image_features(images) * self.text_features(texts)).sum(-1)
-
-    def text_text(self, a: list[str], b: list[str]) -> torch.Tensor:
-        """Cosine similarity of the texts of each pair; float32 [B]."""
-        if len(a) != len(b):
-            raise ValueError(f"b: expected one text for each of {len(a)}, got {len(b)}")
-        return (self.text_features(a) * self.text_features(b)).sum(-1)
-
     def image_image(self, a: torch.Tensor | Sequence[torch.Tensor], b: torch.Tensor | Sequence[torch.Tensor]):
-        """Cosine similarity of the pictures of each pair; float32 [B].
+        """Return the cosine similarity float32 [B] of the pictures of each pair.
 
         Args:
-            a: float [B, 3, H, W] in [0, 1], or B pictures [3, H, W] of any sizes.
-            b: the same; a picture that stands in a list several times is encoded once.
+            a: Float [B, 3, H, W] in [0, 1], or B pictures [3, H, W] of any sizes.
+            b: The same; a picture that stands in a list several times is encoded once.
         """
         if len(a) != len(b):
             raise ValueError(f"b: expected one picture for each of {len(a)}, got {len(b)}")
         return (features_of(a, self.image_features) * features_of(b, self.image_features)).sum(-1)
 
-    def quality(self, images: torch.Tensor) -> torch.Tensor:
-        """What the quality head says of each picture [B, 3, H, W]; float32 [B]. Raises ValueError without a head."""
-        if self.quality_head is None:
-            raise ValueError("quality: expected a scorer with a quality_head, got none")
-        return self.quality_head(self.image_features(images))
-
-    def _encode(self, tower: Callable, inputs: torch.Tensor) -> torch.Tensor:
-        """Unit features of one batch, padded with copies of its last row to the fixed shape."""
+    def _encode(self, tower: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+        """Return unit features of one batch, padded with copies of its last row to the fixed shape."""
         count = len(inputs)
         padding = inputs[-1:].expand(self._batch_size - count, *inputs.shape[1:])
         return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)
+
+
+class Scorer(ImageEncoder):
+    """A loaded CLIP; make one with `load_scorer`.
+
+    Attributes:
+        model: With `encode_image` and `encode_text`, as open_clip has them.
+        window: Tokens of a text that the text tower reads, the special ones included.
+        quality_head: What `quality` reads, or None.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        preprocess: Preprocess,
+        *,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_size: int,
+        cache_size: int,
+    ):
+        """Take the parts as `load_scorer` makes them; `cache_size` texts' features are remembered."""
+        super().__init__(
+            model.encode_image, preprocess, name=name, kind="CLIP", device=device, dtype=dtype, batch_size=batch_size
+        )
+        self.model = model
+        self.quality_head: QualityHead | None = None
+        self.window = int(tokenizer.context_length)
+        self._tokenizer = tokenizer
+        self._cache_size = cache_size
+        self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
+        try:
+            self.width = self.text_features([""]).shape[-1]
+        except IndexError as error:
+            raise UserError(f"{name}: its tokenizer and its model do not belong together ({error})") from error
+
+    def count_tokens(self, texts: list[str]) -> list[int]:
+        """Count the tokens of each text, special ones included, before any is cut off at `window`."""
+        tokenizer = self._tokenizer
+        if hasattr(tokenizer, "encode"):  # open_clip's own byte pairs, without start and end
+            return [len(tokenizer.encode(text)) + 2 for text in texts]
+        clean = getattr(tokenizer, "clean_fn", str)
+        return [len(tokenizer.tokenizer(clean(text), verbose=False).input_ids) for text in texts]
+
+    def text_features(self, texts: list[str]) -> torch.Tensor:
+        """Return unit features of texts, float32 [B, width]; recent ones are remembered.
+
+        Raises:
+            ScoreError: A feature is not finite.
+        """
+        if not texts:
+            return torch.zeros((0, self.width), device=self.device)
+        features = {text: self._texts[text] for text in texts if text in self._texts}
+        missing = [text for text in dict.fromkeys(texts) if text not in features]
+        for start in range(0, len(missing), self._batch_size):
+            batch = missing[start : start + self._batch_size]
+            with torch.no_grad():
+                encoded = self._encode(self.model.encode_text, self._tokenizer(batch).to(self.device))
+            _checked(encoded, lambda row, batch=batch: f"text {batch[row]!r}")
+            features.update(zip(batch, encoded.clone(), strict=True))
+        for text in texts:
+            self._texts[text] = features[text]
+            self._texts.move_to_end(text)
+        while len(self._texts) > self._cache_size:
+            self._texts.popitem(last=False)
+        return torch.stack([features[text] for text in texts])
+
+    def image_text(self, images: torch.Tensor, texts: list[str]) -> torch.Tensor:
+        """Return the cosine similarity float32 [B] of each picture [B, 3, H, W] and its text."""
+        if len(images) != len(texts):
+            raise ValueError(f"texts: expected one for each of {len(images)} images, got {len(texts)}")
+        return (self.image_features(images) * self.text_features(texts)).sum(-1)
+
+    def text_text(self, a: list[str], b: list[str]) -> torch.Tensor:
+        """Return the cosine similarity float32 [B] of the texts of each pair."""
+        if len(a) != len(b):
+            raise ValueError(f"b: expected one text for each of {len(a)}, got {len(b)}")
+        return (self.text_features(a) * self.text_features(b)).sum(-1)
+
+    def quality(self, images: torch.Tensor) -> torch.Tensor:
+        """Return what the quality head says of each picture, float32 [B]; ValueError without a head."""
+        if self.quality_head is None:
+            raise ValueError("quality: expected a scorer with a quality_head, got none")
+        return self.quality_head(self.image_features(images))
 
 
 class QualityHead(NamedTuple):
@@ -231,11 +316,7 @@ class QualityHead(NamedTuple):
     activation: str = "none"
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        """Score of each unit feature [B, width]; float32 [B].
-
-        Raises:
-            ScoreError: if a score is not finite.
-        """
+        """Score of each unit feature [B, width]; float32 [B]."""
         scores = features.float()
         for i, (weight, bias) in enumerate(self.layers):
             if i and self.activation == "relu":
@@ -251,11 +332,11 @@ def load_quality_head(path: str | Path, width: int) -> QualityHead:
     the published aesthetic predictors for CLIP.
 
     Args:
-        path: the file.
-        width: size of the features it is to be given, `Scorer.width`.
+        path: The file.
+        width: Size of the features it is to be given, `Scorer.width`.
 
     Raises:
-        UserError: if the file is missing or broken, or its layers do not lead from `width` numbers to one.
+        UserError: If the file is missing or broken, or its layers do not lead from `width` numbers to one.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -306,18 +387,18 @@ def load_scorer(
     """Loads a CLIP.
 
     Args:
-        model: an open_clip name such as "ViT-B-32", a folder in open_clip's layout ("local-dir:PATH" or the
+        model: An open_clip name such as "ViT-B-32", a folder in open_clip's layout ("local-dir:PATH" or the
             path alone), "hf-hub:OWNER/NAME", or "miniature".
-        pretrained: with a name, the tag of its weights such as "laion2b_s34b_b79k", or a safetensors file.
+        pretrained: With a name, the tag of its weights such as "laion2b_s34b_b79k", or a safetensors file.
         device: "cpu" or "gpu:N".
         dtype: "float32", "float16" or "bfloat16".
-        batch_size: pictures or texts encoded at once; smaller batches are padded to it.
-        text_cache: texts whose features are remembered.
-        quality_head: a head for `Scorer.quality` (`load_quality_head`), or None.
-        preprocessing: what resizes pictures of another size: "library" is open_clip's transform.
+        batch_size: Pictures or texts encoded at once; smaller batches are padded to it.
+        text_cache: Texts whose features are remembered.
+        quality_head: A head for `Scorer.quality` (`load_quality_head`), or None.
+        preprocessing: What resizes pictures of another size: "library" is open_clip's transform.
 
     Raises:
-        UserError: if the model is unknown, or its weights or the head's are missing, broken, or no safetensors.
+        UserError: If the model is unknown, or its weights or the head's are missing, broken, or no safetensors.
     """
     import open_clip
 
@@ -378,11 +459,11 @@ def find_clip(model: str, pretrained: str | None = None) -> str:
     """The name open_clip is to be given, after the checks that it leaves to a log line or a traceback.
 
     Args:
-        model: as `load_scorer` takes it.
-        pretrained: likewise.
+        model: As `load_scorer` takes it.
+        pretrained: Likewise.
 
     Raises:
-        UserError: if the model is unknown, or lacks weights that can be read; none is read here.
+        UserError: If the model is unknown, or lacks weights that can be read; none is read here.
     """
     import open_clip
 

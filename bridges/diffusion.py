@@ -5,15 +5,255 @@ every device; the batch shape is fixed, so that a picture does not depend on how
 """
 
 import copy
+import inspect
+import logging
+import math
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bridges.loading import first_line, torch_device, torch_dtype
-from bridges.pipelines import describe, find_pipeline, load_pipeline
+from bridges import bundled
+from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
+from grpo_jax.config.files import load_json
+from grpo_jax.errors import UserError
+
+HUB_HELP = "log in with `hf auth login` after accepting the model's licence on its page, or give the path of a folder"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a renderer must know of a pipeline.
+
+    Attributes:
+        kind: Name of its class.
+        window: Tokens of a prompt that reach the picture, the special ones included: those of the text encoder that
+            reads furthest.
+        length: Tokens given to text encoders that have no window of their own; None if all have.
+        tokenizers: Those that count.
+        lowers: Whether it reads small letters alone, without blanks at the ends.
+        prefix: What it writes before each prompt.
+        prefix_tokens: Tokens of it that take nothing from the window.
+        size: Height and width that the model was made for.
+        multiple: Heights and widths are multiples of it.
+        largest: The largest of them; None without a limit.
+        takes: Names of the arguments of a call.
+    """
+
+    kind: str
+    window: int
+    length: int | None
+    tokenizers: tuple[Any, ...]
+    lowers: bool
+    prefix: str
+    prefix_tokens: int
+    size: int
+    multiple: int
+    largest: int | None
+    takes: frozenset[str]
+
+    def read(self, prompt: str) -> str:
+        """What the tokenizers are given for a prompt."""
+        return self.prefix + (prompt.lower().strip() if self.lowers else prompt)
+
+    def check_size(self, size: int) -> None:
+        """Raises UserError if the model cannot draw pictures of this height and width."""
+        nearest = max(round(size / self.multiple), 1) * self.multiple
+        nearest = min(nearest, self.largest or nearest)
+        if size != nearest:
+            limit = f" up to {self.largest}" if self.largest else ""
+            raise UserError(
+                f"picture size {size}: this renderer draws multiples of {self.multiple}{limit}; try {nearest}"
+            )
+
+
+def describe(pipeline: Any, length: int | None = None) -> Description:
+    """Reads off a loaded pipeline what a renderer must know.
+
+    Args:
+        pipeline: Of diffusers.
+        length: Tokens for text encoders without a window of their own; None takes the pipeline's default, and 1
+            where it only pads what is absent with zeros (Stable Diffusion 3 without T5), which would cost time.
+
+    Raises:
+        UserError: It is made of other parts than text encoders, one denoiser and a decoder of latents, or does not
+            say how many tokens it reads.
+    """
+    kind, takes = type(pipeline).__name__, inspect.signature(pipeline.__call__).parameters
+    readers = text_readers(pipeline)
+    clip = _clip_window(pipeline, [reader for reader in readers if _is_clip(reader[1])])
+    others = [tokenizer for tokenizer, encoder in readers if not _is_clip(encoder)]
+    if "max_sequence_length" not in takes:
+        length = None
+    else:
+        length = length or (takes["max_sequence_length"].default if others else 1)
+    if not readers or (others and not length) or not hasattr(pipeline, "vae_scale_factor"):
+        raise UserError(f"a {kind} does not say how many tokens of a prompt it reads, or how its latents are drawn")
+    limits = [clip if _is_clip(encoder) else length for _, encoder in readers]
+    window = max(limits)
+    used = [tokenizer for (tokenizer, _), limit in zip(readers, limits, strict=True) if limit == window]
+    prefix = _prefix(takes)
+    return Description(
+        kind=kind,
+        window=window,
+        length=length,
+        tokenizers=tuple(used),
+        lowers=hasattr(pipeline, "_text_preprocessing"),
+        prefix=prefix,
+        # The pipeline takes up two of its own tokens into the window: the start, and the last before the prompt.
+        prefix_tokens=len(used[0](prefix).input_ids) - 2 if prefix else 0,
+        size=_default_size(pipeline),
+        multiple=_multiple(pipeline),
+        largest=_largest(pipeline),
+        takes=frozenset(takes),
+    )
+
+
+def denoiser(pipeline: Any) -> torch.nn.Module:
+    """The network that draws: a transformer or a U-Net."""
+    return getattr(pipeline, "transformer", None) or pipeline.unet
+
+
+def text_readers(pipeline: Any) -> list[tuple[Any, Any]]:
+    """The (tokenizer, text encoder) pairs that are loaded."""
+    names = [(f"tokenizer{end}", f"text_encoder{end}") for end in ("", "_2", "_3", "_4")]
+    pairs = [tuple(getattr(pipeline, name, None) for name in pair) for pair in names]
+    return [pair for pair in pairs if None not in pair]
+
+
+def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
+    """Where a pipeline is, a folder or a hub id, and its table of contents; no weight is read.
+
+    Args:
+        path: A folder in diffusers' layout, the id of one on the Hugging Face hub, or "miniature".
+        *kinds: Names of the classes that will do; none for all.
+
+    Raises:
+        UserError: If there is no such pipeline, it is of another kind, or needs code that comes with it.
+    """
+    path = bundled(str(path), "renderer") or path
+    source = local_folder(str(path)) or str(path)
+    index = component_config(source, "model_index.json")
+    name = index.get("_class_name")
+    if kinds and name not in kinds:
+        needed = kinds[0] if len(kinds) == 1 else "text-to-image pipeline of diffusers"
+        raise UserError(f"{source} holds a {name}; the renderer needs a {needed}")
+    if foreign := [part for part, value in index.items() if isinstance(value, list) and _is_foreign(value[0])]:
+        raise UserError(f"{source}: {', '.join(foreign)} would run code that comes with the weights")
+    return source, index
+
+
+def _is_foreign(library: str | None) -> bool:
+    """Whether a table of contents names a module that is not diffusers' or transformers' own."""
+    import diffusers
+
+    return library not in (None, "diffusers", "transformers") and not hasattr(diffusers.pipelines, library)
+
+
+def component_config(source: Path | str, file: str) -> dict:
+    """A config file of a pipeline's folder, or of one on the hub.
+
+    Raises:
+        UserError: It is not there, or no JSON.
+    """
+    with quiet_loading():
+        try:
+            if isinstance(source, Path):
+                return load_json(source / file)
+            from huggingface_hub import hf_hub_download
+
+            return load_json(hf_hub_download(source, file))
+        except Exception as error:
+            raise _cannot_load(source, error) from error
+
+
+def load_pipeline(kind: Any, source: Path | str, device: torch.device, dtype: torch.dtype, **parts: Any) -> Any:
+    """Loads a pipeline, silently; only safetensors are read, and no code that comes with the weights is run.
+
+    Args:
+        kind: Its class, or one of diffusers' automatic ones.
+        source: As `find_pipeline` gives it.
+        device: Where it will run.
+        dtype: Of weights and computation.
+        **parts: What is given in place of parts of the folder; None for those that are left out.
+
+    Raises:
+        UserError: Its weights are missing, broken or gated.
+    """
+    with quiet_loading():
+        try:
+            pipeline = kind.from_pretrained(source, dtype=dtype, use_safetensors=True, **parts)
+        except Exception as error:
+            raise _cannot_load(source, error) from error
+        if denoiser(pipeline).dtype != dtype:  # diffusers before `dtype=` ignores the argument
+            pipeline.to(dtype=dtype)
+        pipeline.to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    _silence_truncation(pipeline)
+    return pipeline
+
+
+def _cannot_load(source: str | Path, error: Exception) -> UserError:
+    reason = first_line(error)
+    if isinstance(source, Path):
+        return UserError(f"cannot load the renderer from {source}: {reason}; is the folder complete?")
+    return UserError(f"cannot load the renderer {source!r} from the hub: {HUB_HELP} ({reason})")
+
+
+def _silence_truncation(pipeline: Any) -> None:
+    # What falls outside the window is counted by `count_tokens`; log lines in the progress bar say no more. The
+    # pipeline has a line for every cut prompt, the tokenizers one for the first: they remember it in this dict.
+    logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
+    for tokenizer, _ in text_readers(pipeline):
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+
+
+def _is_clip(encoder: Any) -> bool:
+    return encoder.config.model_type == "clip_text_model"
+
+
+def _clip_window(pipeline: Any, readers: list[tuple[Any, Any]]) -> int | None:
+    """Tokens that the CLIP encoders read, which the pipeline is told."""
+    if not readers:
+        return None
+    # a tokenizer saved without a limit reports 1e30: the encoder's positions are the real one
+    window = min(min(t.model_max_length, e.config.max_position_embeddings) for t, e in readers)
+    for tokenizer, _ in readers:
+        tokenizer.model_max_length = window
+    if hasattr(pipeline, "tokenizer_max_length"):
+        pipeline.tokenizer_max_length = window
+    return window
+
+
+def _prefix(takes: Mapping[str, inspect.Parameter]) -> str:
+    """Sana's instruction to its encoder, which is a language model."""
+    lines = takes["complex_human_instruction"].default if "complex_human_instruction" in takes else None
+    return "\n".join(lines or ())
+
+
+def _default_size(pipeline: Any) -> int:
+    sample = getattr(pipeline, "default_sample_size", None) or denoiser(pipeline).config.sample_size
+    return sample * pipeline.vae_scale_factor
+
+
+def _multiple(pipeline: Any) -> int:
+    patch = denoiser(pipeline).config.get("patch_size") or 1
+    return math.lcm(pipeline.vae_scale_factor * patch, pipeline.image_processor.config.vae_scale_factor)
+
+
+def _largest(pipeline: Any) -> int | None:
+    """Stable Diffusion 3 has a table of positions; the others compute or interpolate them."""
+    if not type(pipeline).__name__.startswith("StableDiffusion3"):
+        return None
+    return _multiple(pipeline) * denoiser(pipeline).config.pos_embed_max_size
+
+
+# ------------------------------------------------------------------------------------------------------------ diffusion
+
 
 STABLE_DIFFUSION_3 = "StableDiffusion3Pipeline"
 UNCHANGED = {"clean_caption": False, "use_resolution_binning": False}
@@ -29,13 +269,13 @@ class RenderSettings:
     """How pictures are drawn.
 
     Attributes:
-        steps: denoising steps.
-        guidance: classifier-free guidance scale; 1 does without, at half the cost.
-        size: height and width in pixels.
-        max_sequence_length: tokens given to text encoders without a window of their own, at most 512; None takes
+        steps: Denoising steps.
+        guidance: Classifier-free guidance scale; 1 does without, at half the cost.
+        size: Height and width in pixels.
+        max_sequence_length: Tokens given to text encoders without a window of their own, at most 512; None takes
             what the renderer was loaded with.
-        batch_size: pictures drawn at once; the last batch of a call is padded to it.
-        negative_prompt: what guidance leads away from; None takes the pipeline's own.
+        batch_size: Pictures drawn at once; the last batch of a call is padded to it.
+        negative_prompt: What guidance leads away from; None takes the pipeline's own.
     """
 
     steps: int
@@ -82,9 +322,9 @@ class Renderer:
     """A loaded pipeline with its image cache; make one with `load_renderer` or `text_to_image.load_any`.
 
     Attributes:
-        pipeline: of diffusers.
-        device: where it runs, and where its pictures are.
-        about: what is known of the pipeline.
+        pipeline: Of diffusers.
+        device: Where it runs, and where its pictures are.
+        about: What is known of the pipeline.
     """
 
     def __init__(self, pipeline, device: torch.device, cache_bytes: int, length: int | None = None):
@@ -121,16 +361,16 @@ class Renderer:
         Args:
             prompts: B texts.
             seeds: B seeds of the noise, from 0 to 2^63 - 1; equal seeds give equal noise.
-            settings: how to draw.
+            settings: How to draw.
 
         Returns:
             Pictures, float32 [B, 3, size, size] in [0, 1], on the renderer's device. Equal (prompt, seed)
             pairs are drawn once, and pictures already in the cache are not drawn again.
 
         Raises:
-            ValueError: if prompts and seeds differ in number.
-            UserError: if the model cannot draw pictures of this size.
-            RenderError: if the pipeline fails or a picture holds a value that is not finite.
+            ValueError: If prompts and seeds differ in number.
+            UserError: If the model cannot draw pictures of this size.
+            RenderError: If the pipeline fails or a picture holds a value that is not finite.
         """
         if len(prompts) != len(seeds):
             raise ValueError(f"seeds: expected one for each of {len(prompts)} prompts, got {len(seeds)}")
@@ -201,13 +441,17 @@ class Renderer:
 
 @dataclass(frozen=True)
 class ConfiguredRenderer:
-    """A renderer with the settings of training and of evaluation, its name and what it is; made by a judge's file."""
+    """A renderer with the settings of training and of evaluation, its name and what it is; made by a judge's file.
+
+    `change` makes of pictures and their seeds what is shown; None for the pictures as they are.
+    """
 
     renderer: Renderer
     training: RenderSettings
     evaluation: RenderSettings
     name: str
     kind: str
+    change: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +475,8 @@ class ConfiguredRenderer:
 
     def draw(self, texts: list[str], seeds: list[int], *, evaluation: bool) -> torch.Tensor:
         """As `Renderer.render`, with the settings of evaluation or of training."""
-        return self.renderer.render(texts, seeds, self.evaluation if evaluation else self.training)
+        images = self.renderer.render(texts, seeds, self.evaluation if evaluation else self.training)
+        return images if self.change is None else self.change(images, seeds)
 
 
 def load_renderer(
@@ -245,17 +490,17 @@ def load_renderer(
     """Loads a Stable Diffusion 3 pipeline.
 
     Args:
-        path: a folder in diffusers' layout, the id of one on the Hugging Face hub, or "miniature".
+        path: A folder in diffusers' layout, the id of one on the Hugging Face hub, or "miniature".
         device: "cpu" or "gpu:N".
         dtype: "float32", "float16" or "bfloat16"; of weights and computation.
-        use_t5: load the third text encoder if the folder has one; without it prompts end at CLIP's window.
-        cache_bytes: bound on the pictures kept on the device; 0 keeps none.
+        use_t5: Load the third text encoder if the folder has one; without it prompts end at CLIP's window.
+        cache_bytes: Bound on the pictures kept on the device; 0 keeps none.
 
     Returns:
         The renderer. Only safetensors are read, and no code that comes with the weights is run.
 
     Raises:
-        UserError: if there is no such pipeline, it is of another kind, or its weights are missing, broken or
+        UserError: If there is no such pipeline, it is of another kind, or its weights are missing, broken or
             gated.
     """
     from diffusers import StableDiffusion3Pipeline

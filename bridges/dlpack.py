@@ -18,18 +18,18 @@ def to_torch(array: jax.Array, device: str | torch.device | None = None, *, copy
     """The torch tensor of a JAX array.
 
     Args:
-        array: any shape; on one device, or the same on all.
+        array: Any shape; on one device, or the same on all.
         device: "cpu", "gpu:N" or a torch device; None stays where the array is. Between cards the copy is
             direct, it does not pass through the host.
-        copy: return memory of its own, which may be written to, even on the same device.
+        copy: Return memory of its own, which may be written to, even on the same device.
 
     Returns:
         A tensor of the same dtype and shape. Without `copy`, on the same device, it is the array's memory,
-        valid also after the array is gone: do not write to it.
+        valid also after the array is gone: Do not write to it.
 
     Raises:
-        TypeError: if `array` is no concrete JAX array, a typed PRNG key, or of a dtype torch does not share.
-        ValueError: if it is spread over several devices.
+        TypeError: If `array` is no concrete JAX array, a typed PRNG key, or of a dtype torch does not share.
+        ValueError: If it is spread over several devices.
     """
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise TypeError(f"array: expected a concrete jax.Array, got {type(array).__name__}")
@@ -58,11 +58,11 @@ def to_jax(
     """The JAX array of a torch tensor.
 
     Args:
-        tensor: any shape and strides; gradients stay behind.
-        device: the JAX device that is to hold it. None stays on the tensor's device if JAX sees it, and is
+        tensor: Any shape and strides; gradients stay behind.
+        device: The JAX device that is to hold it. None stays on the tensor's device if JAX sees it, and is
             JAX's first device otherwise.
-        copy: take the values now: for a tensor that is written to afterwards.
-        convert: allow int64 and float64 to become int32 and float32.
+        copy: Take the values now: for a tensor that is written to afterwards.
+        convert: Allow int64 and float64 to become int32 and float32.
 
     Returns:
         An array of the same shape. Without `copy`, on the same device, it is the tensor's own memory (on the
@@ -70,9 +70,9 @@ def to_jax(
         donate the array. A tensor on a card that JAX does not see is first moved by torch, card to card.
 
     Raises:
-        TypeError: if `tensor` is no dense tensor, or of a dtype JAX does not share; for int64 and float64
+        TypeError: If `tensor` is no dense tensor, or of a dtype JAX does not share; for int64 and float64
             too, unless JAX runs with x64 or `convert` is set (JAX by itself would truncate without a word).
-        ValueError: if a converted value does not fit; NaN and infinities do.
+        ValueError: If a converted value does not fit; NaN and infinities do.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise TypeError(f"tensor: expected a dense torch.Tensor, got {getattr(tensor, 'layout', type(tensor))}")

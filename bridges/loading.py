@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -18,7 +19,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype called "float32", "float16" or "bfloat16".
 
     Raises:
-        ValueError: for any other name.
+        ValueError: For any other name.
     """
     if name not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
@@ -29,7 +30,7 @@ def torch_device(name: str | torch.device) -> torch.device:
     """The torch device of a placement's name: "cpu", "gpu:1" (torch's own "cuda:1" is understood too).
 
     Raises:
-        ValueError: if the name is of no such form.
+        ValueError: If the name is of no such form.
     """
     if isinstance(name, torch.device):
         return name
@@ -45,7 +46,7 @@ def local_folder(path: str) -> Path | None:
     """The folder that `path` names, or None where it can only be the name of a model on a hub.
 
     Raises:
-        UserError: if it is written as a path, and no such folder exists.
+        UserError: If it is written as a path, and no such folder exists.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -57,40 +58,55 @@ def local_folder(path: str) -> Path | None:
     return None
 
 
-def load_image_processor(path: str, **sizes: Any) -> Callable[[Any], torch.Tensor]:
-    """picture of Pillow → [3, H, W] as the folder's or hub model's own image processor makes it.
+def load_part(kind: Any, path: str, part: str = "", **options: Any) -> Any:
+    """Load a part of a folder of transformers, or of a model on the hub; no code that comes with it is run.
 
     Args:
-        path: folder, or id on the hub.
-        **sizes: what it is told in place of its own settings.
+        kind: One of transformers' Auto classes.
+        path: Folder, or id on the hub.
+        part: What it is, in words; "" for the whole.
+        **options: Of the part.
 
     Raises:
-        UserError: there is none that can be loaded.
+        UserError: There is none, or transformers cannot read it.
     """
-    from transformers import AutoImageProcessor
-
+    folder = local_folder(path)
     try:
         with quiet_loading():
-            processor = AutoImageProcessor.from_pretrained(local_folder(path) or path, trust_remote_code=False)
+            return kind.from_pretrained(folder or path, trust_remote_code=False, **options)
     except Exception as error:
-        raise UserError(f"cannot load the image processor of {path}: {first_line(error)}") from error
+        raise UserError(f"cannot load {f'the {part} of ' if part else ''}{path}: {first_line(error)}") from error
+
+
+def load_image_processor(path: str, **sizes: Any) -> Callable[[Any], torch.Tensor]:
+    """Return the function picture of Pillow → [3, H, W] of a folder's own image processor; `sizes` replace its own."""
+    from transformers import AutoImageProcessor
+
+    processor = load_part(AutoImageProcessor, path, "image processor")
     return lambda picture: processor(images=picture, return_tensors="pt", **sizes)["pixel_values"][0]
 
 
 def load_config(path: str) -> Any:
-    """The config of a folder of transformers, or of a model on the hub; no code that comes with it is run.
-
-    Raises:
-        UserError: There is none, or transformers knows no such model.
-    """
+    """Load the config of a folder of transformers, or of a model on the hub."""
     from transformers import AutoConfig
 
+    return load_part(AutoConfig, path)
+
+
+def load_settings(path: str) -> dict[str, Any]:
+    """Read preprocessor_config.json of a folder, or of a model on the hub.
+
+    Raises:
+        UserError: It is not there, or no JSON.
+    """
+    from transformers.utils import cached_file
+
+    name = "preprocessor_config.json"
     folder = local_folder(path)
     try:
-        with quiet_loading():
-            return AutoConfig.from_pretrained(folder or path, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(f"cannot load {path}: {first_line(error)}") from error
+        return load_json(folder / name if folder is not None else Path(str(cached_file(path, name))))
+    except (OSError, ValueError, UserError) as error:
+        raise UserError(f"cannot read {name} of {path}: {first_line(error)}") from error
 
 
 def load_complete(kind: Any, path: str, *, dtype: str) -> Any:

@@ -33,15 +33,15 @@ def patches_of(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, 
     """Pictures of one size as a tower takes them.
 
     Args:
-        images: as `to_eight_bits` takes them, on any device.
-        settings: the folder's.
+        images: As `to_eight_bits` takes them, on any device.
+        settings: The folder's.
 
     Returns:
         Patches f32 [N, S, C] on the same device in the processor's order, and the grid: rows and columns of patches.
 
     Raises:
-        TypeError: they are neither floats nor uint8.
-        ValueError: they are of another shape or range, or longer than the processor takes.
+        TypeError: They are neither floats nor uint8.
+        ValueError: They are of another shape or range, or longer than the processor takes.
     """
     return _patched(_normalised(_resized(to_eight_bits(images), settings), settings), settings)
 
@@ -50,11 +50,11 @@ def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
     """Pictures as a file holds them, uint8 [N, 3, H, W] on the same device.
 
     Args:
-        images: float [N, 3, H, W] in [0, 1], or uint8. What lies outside by less than `MARGIN` is cut off.
+        images: Float [N, 3, H, W] in [0, 1], or uint8. What lies outside by less than `MARGIN` is cut off.
 
     Raises:
-        TypeError: they are neither floats nor uint8.
-        ValueError: they are of another shape or range.
+        TypeError: They are neither floats nor uint8.
+        ValueError: They are of another shape or range.
     """
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape:
         raise ValueError(f"images: expected [N, 3, H, W], got {list(images.shape)}")

@@ -32,13 +32,13 @@ def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placem
 
     Args:
         requests: "auto", "cpu" or "gpu:N" by part, the policy among them; for it also "gpu:N,gpu:M".
-        policy_count: cards that the policy takes on "auto".
+        policy_count: Cards that the policy takes on "auto".
 
     Returns:
         The placement, and lines to print where it is not one card for each part.
 
     Raises:
-        UserError: if a device is named that is not there, or that the installed jax or torch cannot use.
+        UserError: If a device is named that is not there, or that the installed jax or torch cannot use.
     """
     judges = [where for part, where in requests.items() if part != POLICY]
     ask_torch = any(where != "cpu" for where in judges)
@@ -58,16 +58,16 @@ def resolve(
     and the fuller ones last.
 
     Args:
-        requests: a device or "auto" for each part, the policy first.
-        gpu_count: cards of the machine.
-        jax_gpus: whether the installed jax can use them.
-        torch_gpus: whether the installed torch can.
+        requests: A device or "auto" for each part, the policy first.
+        gpu_count: Cards of the machine.
+        jax_gpus: Whether the installed jax can use them.
+        torch_gpus: Whether the installed torch can.
 
     Returns:
         The placement, and at most one line that tells of sharing or falling back.
 
     Raises:
-        UserError: as `place`.
+        UserError: As `place`.
     """
     parts = tuple(requests)
     usable = {part: gpu_count if (jax_gpus if part == POLICY else torch_gpus) else 0 for part in parts}
@@ -91,10 +91,10 @@ def prepare_jax(placement: Mapping[str, str]) -> list[str]:
     environment variables `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE`, is left alone.
 
     Args:
-        placement: as resolved by `place`.
+        placement: As resolved by `place`.
 
     Returns:
-        Lines to print: empty, or one that says that JAX had started already and keeps the devices it has.
+        Lines to print: Empty, or one that says that JAX had started already and keeps the devices it has.
     """
     cards = policy_cards(placement)
     if _jax_has_started():

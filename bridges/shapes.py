@@ -55,10 +55,10 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     """Numbers in each model of a pipeline, widths of its VAE's blocks, edge of its pictures.
 
     Args:
-        path: a folder, a hub id of `PUBLISHED_PIPELINES`, or "miniature".
+        path: A folder, a hub id of `PUBLISHED_PIPELINES`, or "miniature".
 
     Raises:
-        UserError: there is no such folder, or a config in it is missing or of another kind.
+        UserError: There is no such folder, or a config in it is missing or of another kind.
     """
     if path in PUBLISHED_PIPELINES:
         return PUBLISHED_PIPELINES[path]
@@ -91,13 +91,13 @@ def renderer_memory(
     block.
 
     Args:
-        sizes: numbers in each model.
-        widths: of the VAE's blocks.
-        edge: height and width of a picture.
-        dtype: of weights and computation.
-        batch_size: pictures drawn at once.
-        cache_megabytes: for pictures that are kept.
-        texts: more to say of the text encoders.
+        sizes: Numbers in each model.
+        widths: Of the VAE's blocks.
+        edge: Height and width of a picture.
+        dtype: Of weights and computation.
+        batch_size: Pictures drawn at once.
+        cache_megabytes: For pictures that are kept.
+        texts: More to say of the text encoders.
     """
     item = ITEM_BYTES[dtype]
     network, called = ("transformer", "transformer") if "transformer" in sizes else ("unet", "U-Net")
@@ -115,7 +115,7 @@ def clip_size(model: str) -> int:
     """Numbers in an open_clip model: a name that open_clip knows, or a folder in its layout.
 
     Raises:
-        UserError: it is neither.
+        UserError: It is neither.
     """
     import open_clip
 
@@ -142,7 +142,7 @@ def model_size(path: str, auto: str = "AutoModel") -> int:
         auto: The Auto class of transformers that builds it.
 
     Raises:
-        UserError: there is no such folder, or its config is missing or of another kind.
+        UserError: There is no such folder, or its config is missing or of another kind.
     """
     import transformers
 

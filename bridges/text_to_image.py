@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from bridges.diffusion import Renderer, RenderError, RenderSettings
+from bridges.diffusion import Renderer, RenderError, RenderSettings, component_config, find_pipeline, load_pipeline
 from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
-from bridges.pipelines import component_config, find_pipeline, load_pipeline
 from grpo_jax.errors import UserError
 
 
@@ -20,7 +19,7 @@ def find_any(path: str) -> tuple[Path | str, dict, type]:
     """Where a pipeline is, its table of contents and its class; no weight is read.
 
     Raises:
-        UserError: there is no such pipeline, or it draws no pictures from text.
+        UserError: There is no such pipeline, or it draws no pictures from text.
     """
     with quiet_loading():  # it imports all pipelines, with what they warn of
         from diffusers.pipelines.auto_pipeline import AUTO_TEXT2IMAGE_PIPELINES_MAPPING
@@ -33,13 +32,13 @@ def check_abilities(path: str, *, guidance: Sequence[float], negative_prompt: st
     """Refuses what a pipeline does not do; read from its class and the config of what draws.
 
     Args:
-        path: as `find_any` takes it.
-        guidance: the scales that are asked for, in training and in evaluation.
-        negative_prompt: empty without one.
-        length: tokens for text encoders without a window of their own; 0 takes the pipeline's.
+        path: As `find_any` takes it.
+        guidance: The scales that are asked for, in training and in evaluation.
+        negative_prompt: Empty without one.
+        length: Tokens for text encoders without a window of their own; 0 takes the pipeline's.
 
     Raises:
-        UserError: naming the pipeline, what it cannot do, and what to do.
+        UserError: Naming the pipeline, what it cannot do, and what to do.
     """
     source, index, kind = find_any(path)
     takes = inspect.signature(kind.__call__).parameters
@@ -65,7 +64,7 @@ def find_scheduler(name: str, options: Mapping[str, Any]) -> type:
     """The scheduler of diffusers that has a name, and these fields in its config.
 
     Raises:
-        UserError: there is none, or it has no such fields.
+        UserError: There is none, or it has no such fields.
     """
     import diffusers
 
@@ -87,7 +86,7 @@ def find_lora(path: str) -> Path | str:
     """A folder or a safetensors file of LoRA weights, or the hub id of one.
 
     Raises:
-        UserError: there is no such folder, or it does not say which of its files is meant.
+        UserError: There is no such folder, or it does not say which of its files is meant.
     """
     file = Path(path).expanduser()
     if file.is_file():
@@ -117,22 +116,22 @@ def load_any(
     """Loads a text-to-image pipeline.
 
     Args:
-        path: a folder in diffusers' layout, the id of one on the Hugging Face hub, or "miniature".
+        path: A folder in diffusers' layout, the id of one on the Hugging Face hub, or "miniature".
         device: "cpu" or "gpu:N".
         dtype: "float32", "float16" or "bfloat16"; of weights and computation.
-        length: tokens for text encoders without a window of their own; 0 takes the pipeline's.
-        scheduler: class of diffusers in place of the pipeline's own; empty keeps it.
-        scheduler_options: fields of its config that differ from those of the pipeline's scheduler.
-        lora: as `find_lora` takes it; empty without.
-        lora_scale: what LoRA weights are multiplied by.
-        cache_bytes: bound on the pictures kept on the device; 0 keeps none.
+        length: Tokens for text encoders without a window of their own; 0 takes the pipeline's.
+        scheduler: Class of diffusers in place of the pipeline's own; empty keeps it.
+        scheduler_options: Fields of its config that differ from those of the pipeline's scheduler.
+        lora: As `find_lora` takes it; empty without.
+        lora_scale: What LoRA weights are multiplied by.
+        cache_bytes: Bound on the pictures kept on the device; 0 keeps none.
 
     Returns:
         The renderer. Only safetensors are read, no code that comes with the weights is run, and what checks or marks
         pictures (safety checker, watermark) is left out: it would paint what is judged.
 
     Raises:
-        UserError: there is no such pipeline, scheduler or LoRA, or weights are missing, broken, gated or do not fit.
+        UserError: There is no such pipeline, scheduler or LoRA, or weights are missing, broken, gated or do not fit.
     """
     target, torch_type = torch_device(device), torch_dtype(dtype)
     source, index, kind = find_any(path)
@@ -152,7 +151,7 @@ def try_out(renderer: Renderer, settings: RenderSettings) -> None:
     """Draws a picture in two steps, before anything is trained on.
 
     Raises:
-        UserError: the pipeline cannot draw with these settings and its scheduler, or draws noise of which no seed
+        UserError: The pipeline cannot draw with these settings and its scheduler, or draws noise of which no seed
             decides: pictures of one seed would then differ by more than their words.
     """
     before = _random_states(renderer.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from bridges.loading import (
     load_complete,
     load_config,
     load_image_processor,
+    load_part,
+    load_settings,
     local_folder,
-    quiet_loading,
     torch_device,
 )
 from bridges.loading import torch_dtype as dtype_of
-from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 BICUBIC, BILINEAR = 3, 2  # Pillow's numbers
@@ -93,19 +92,15 @@ def load_clip_model(
     """
     from transformers import AutoTokenizer, CLIPModel
 
-    config, target, folder = _require_clip(path), torch_device(device), local_folder(path)
-    try:
-        with quiet_loading():
-            tokenizer = AutoTokenizer.from_pretrained(folder or path, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(f"cannot load the tokenizer of {path}: {first_line(error)}") from error
+    config, target = _require_clip(path), torch_device(device)
+    tokenizer = load_part(AutoTokenizer, path, "tokenizer")
     highest, size = max(tokenizer.get_vocab().values(), default=0), config.text_config.vocab_size
     if highest >= size:
         raise UserError(
             f"{path}: its tokenizer has a token {highest}, its model {size} tokens: they do not belong together; "
             "download the folder again"
         )
-    preprocess = _preprocess(path, folder)
+    preprocess = _preprocess(path)
     if preprocessing == "library":
         preprocess = preprocess._replace(library=load_image_processor(path))
     model = load_complete(CLIPModel, path, dtype=dtype).to(target)
@@ -131,25 +126,17 @@ def _require_clip(path: str) -> Any:
     return config
 
 
-def _preprocess(path: str, folder: Path | None) -> Preprocess:
-    """What preprocessor_config.json says.
-
-    Raises:
-        UserError: It is not there, or wants what no CLIP was published with.
-    """
-    from transformers.utils import cached_file
-
+def _preprocess(path: str) -> Preprocess:
+    """What preprocessor_config.json says."""
+    settings = load_settings(path)
     try:
-        name = "preprocessor_config.json"
-        file = folder / name if folder is not None else Path(str(cached_file(path, name)))
-        settings = load_json(file)
         size, crop = settings.get("size", 224), settings.get("crop_size", 224)
         shortest = size.get("shortest_edge") if isinstance(size, dict) else size
         height, width = (crop["height"], crop["width"]) if isinstance(crop, dict) else (crop, crop)
         filters = {BICUBIC: "bicubic", BILINEAR: "bilinear"}
         mean, deviation = (tuple(map(float, settings[name])) for name in ("image_mean", "image_std"))
         interpolation = filters[settings.get("resample", BICUBIC)]
-    except (OSError, ValueError, KeyError, TypeError, UserError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read preprocessor_config.json of {path}: {first_line(error)}") from error
     if not shortest == height == width:
         raise UserError(f"{path}: expected pictures resized and cropped to one edge, got {size} and {crop}")

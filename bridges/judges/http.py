@@ -87,9 +87,6 @@ class HttpJudge:
             prompts: B texts.
             completions: B texts.
             **columns: B values each; those that the config names are sent.
-
-        Raises:
-            JudgeError: One batch got no scores; the others are not waited for.
         """
         if missing := [name for name in self._columns if name not in columns]:
             raise JudgeError(f"the data have no column {missing[0]}, which is to be sent")
@@ -159,11 +156,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _scores(answer: bytes, count: int) -> list[float | None]:
-    """The scores of a batch.
-
-    Raises:
-        JudgeError: The answer is something else.
-    """
+    """The scores of a batch."""
     try:
         scores = parse_json(answer)["scores"]
     except (ValueError, KeyError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bridges.loading import first_line, load_complete, load_config, local_folder, quiet_loading, torch_device
+from bridges.loading import load_complete, load_config, load_part, local_folder, torch_device
 from grpo_jax.errors import UserError
 
 
@@ -115,13 +115,7 @@ def load_reward_model(
 
     config, target = load_config(path), torch_device(device)
     column = _column(path, config, label)
-    try:
-        with quiet_loading():
-            tokenizer = AutoTokenizer.from_pretrained(
-                local_folder(path) or path, trust_remote_code=False, padding_side="right", truncation_side="left"
-            )
-    except Exception as error:
-        raise UserError(f"cannot load the tokenizer of {path}: {first_line(error)}") from error
+    tokenizer = load_part(AutoTokenizer, path, "tokenizer", padding_side="right", truncation_side="left")
     model = load_complete(AutoModelForSequenceClassification, path, dtype=dtype).to(target)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

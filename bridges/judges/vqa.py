@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bridges.clip import ScoreError
-from bridges.loading import first_line, load_complete, load_config, local_folder, quiet_loading, torch_device
+from bridges.loading import load_complete, load_config, load_part, torch_device
 from bridges.loading import torch_dtype as dtype_of
 from bridges.pixels import to_pillow
 from grpo_jax.errors import UserError
@@ -140,11 +140,7 @@ def load_answerer(
 
     target = torch_device(device)
     load_config(path)
-    try:
-        with quiet_loading():
-            processor = AutoProcessor.from_pretrained(local_folder(path) or path, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(f"cannot load the processor of {path}: {first_line(error)}") from error
+    processor = load_part(AutoProcessor, path, "processor")
     if not hasattr(processor, "image_processor"):
         raise UserError(f"{path}: expected a model that sees pictures, its processor takes none")
     if not processor.chat_template:

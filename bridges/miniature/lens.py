@@ -76,7 +76,7 @@ def look(images: Any, lenses: Sequence[Lens]) -> Any:
 
     Args:
         images: Float [n, 3, H, W] in [0, 1], of NumPy or torch.
-        lenses: n of them.
+        lenses: N of them.
 
     Returns:
         New pictures of the same kind.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from bridges.miniature.lens import lens_of, look, oracle_rewrite
 from grpo_jax.config.fields import may_change, require
 
 
@@ -33,21 +34,19 @@ class HiddenLens:
         require(self.cache_megabytes >= 0, "cache_megabytes", "a number >= 0", self.cache_megabytes)
 
     def load(self, device: str) -> Any:
-        """The miniature's pipeline on "cpu" or "gpu:N", as a `bridges.miniature.looking.Looking`."""
+        """The miniature's pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`."""
         from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
-        from bridges.miniature.looking import Looking
 
         renderer = load_renderer("miniature", device=device, cache_bytes=self.cache_megabytes * 2**20)
         training, evaluation = (
             RenderSettings(steps, 1.0, renderer.default_size, batch_size=self.batch_size)
             for steps in (self.steps, self.eval_steps)
         )
-        return Looking(ConfiguredRenderer(renderer, training, evaluation, "miniature", "Stable Diffusion 3"))
+        kind = "Stable Diffusion 3 behind hidden lenses"
+        return ConfiguredRenderer(renderer, training, evaluation, "miniature", kind, through_lenses)
 
     def oracle(self, requested: dict[str, str], seed: int) -> str:
         """The best words for a request, if one knew the lens of its seed."""
-        from bridges.miniature.lens import lens_of, oracle_rewrite
-
         return oracle_rewrite(requested, lens_of(seed))
 
     def memory(self) -> list[tuple[str, int, str]]:
@@ -59,3 +58,8 @@ class HiddenLens:
             ("pipeline", shapes.ITEM_BYTES["float32"] * sum(sizes.values()), "float32"),
             ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
         ]
+
+
+def through_lenses(images: Any, seeds: list[int]) -> Any:
+    """Return pictures [B, 3, H, W] as they look through the lenses of their seeds."""
+    return look(images, [lens_of(seed) for seed in seeds])

@@ -44,21 +44,13 @@ class StableDiffusion3:
             require(getattr(self, name) >= 0, name, "a number >= 0", getattr(self, name))
 
     def check(self) -> None:
-        """Refuses a pipeline that is not there or of another kind; no weight is read.
-
-        Raises:
-            UserError: Naming it.
-        """
+        """Refuses a pipeline that is not there or of another kind; no weight is read."""
         from bridges.diffusion import find_pipeline
 
         find_pipeline(self.path)
 
     def load(self, device: str) -> Any:
-        """The pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`.
-
-        Raises:
-            UserError: There is no such pipeline, or its weights are missing, broken or gated.
-        """
+        """The pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`."""
         from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
 
         renderer = load_renderer(

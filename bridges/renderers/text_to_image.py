@@ -57,11 +57,7 @@ class TextToImage:
         require(0 <= length <= 512, "max_sequence_length", "a number from 0 to 512", length)
 
     def check(self) -> None:
-        """Refuses what is not there, and what the pipeline cannot do; no weight is read.
-
-        Raises:
-            UserError: Naming it.
-        """
+        """Refuses what is not there, and what the pipeline cannot do; no weight is read."""
         from bridges import text_to_image
 
         text_to_image.check_abilities(
@@ -77,12 +73,7 @@ class TextToImage:
             text_to_image.find_lora(self.lora)
 
     def load(self, device: str) -> Any:
-        """The pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`; it has drawn a picture.
-
-        Raises:
-            UserError: There is no such pipeline, it cannot do what it is asked for, or weights are missing, broken,
-                gated or do not fit.
-        """
+        """The pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`; it has drawn a picture."""
         from dataclasses import replace
 
         from bridges import text_to_image

@@ -39,21 +39,13 @@ class ClipModel:
         require(self.batch_size >= 1, "batch_size", "a number >= 1", self.batch_size)
 
     def check(self) -> None:
-        """Refuses a folder that is not there or holds another model; no weight is read.
-
-        Raises:
-            UserError: Naming it.
-        """
+        """Refuses a folder that is not there or holds another model; no weight is read."""
         from bridges.judges.clip_model import check_clip_model
 
         check_clip_model(self.path)
 
     def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.clip.Scorer`.
-
-        Raises:
-            UserError: There is no such model, or its weights or the head's are missing or broken.
-        """
+        """The model on "cpu" or "gpu:N", as a `bridges.clip.Scorer`."""
         from bridges.judges.clip_model import load_clip_model
 
         return load_clip_model(

@@ -29,24 +29,16 @@ class Dino:
     preprocessing: Literal["library", "tensor"] = "library"
 
     def check(self) -> None:
-        """Refuses a folder that is not there; no weight is read.
-
-        Raises:
-            UserError: Naming it.
-        """
+        """Refuses a folder that is not there; no weight is read."""
         from bridges.loading import local_folder
 
         local_folder(self.model)
 
     def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.dino.Likeness`.
+        """The model on "cpu" or "gpu:N", as a `bridges.clip.ImageEncoder`."""
+        from bridges.dino import load_dino
 
-        Raises:
-            UserError: There is no such model, or it is no vision model.
-        """
-        from bridges.dino import load_likeness
-
-        return load_likeness(self.model, device=device, dtype=self.dtype, preprocessing=self.preprocessing)
+        return load_dino(self.model, device=device, dtype=self.dtype, preprocessing=self.preprocessing)
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations are a few tens of megabytes."""

@@ -31,19 +31,11 @@ class Function:
         require(":" in self.name, "name", "package.module:function or file.py:function", self.name)
 
     def check(self) -> None:
-        """Refuses what is not there or cannot be called.
-
-        Raises:
-            UserError: Naming it.
-        """
+        """Refuses what is not there or cannot be called."""
         self.load("cpu")
 
     def load(self, device: str) -> Any:
-        """The function with its options; the device is not its own.
-
-        Raises:
-            UserError: There is none, or importing it fails.
-        """
+        """The function with its options; the device is not its own."""
         function = load_object(self.name, "name")
         if not callable(function):
             raise UserError(f"name {self.name!r}: it is a {type(function).__name__}, not a function")

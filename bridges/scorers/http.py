@@ -46,11 +46,7 @@ class Http:
         require(self.timeout > 0, "timeout", "a number > 0", self.timeout)
 
     def check(self) -> None:
-        """Refuses headers that are not there; nobody is asked.
-
-        Raises:
-            UserError: Naming the variable.
-        """
+        """Refuses headers that are not there; nobody is asked."""
         from bridges.judges.http import read_headers
 
         read_headers(self.headers_from)

@@ -14,7 +14,7 @@ class OpenClip:
     """Judges pictures and texts by their similarity in CLIP's space.
 
     Args:
-        model: open_clip model name, a local folder, or "miniature".
+        model: Open_clip model name, a local folder, or "miniature".
         pretrained: Tag of the weights for a model name, such as laion2b_s34b_b79k.
         dtype: Type of its weights.
         quality_head: Safetensors file of an aesthetic head on the picture features, for the quality reward.
@@ -29,21 +29,13 @@ class OpenClip:
     preprocessing: Literal["library", "tensor"] = "library"
 
     def check(self) -> None:
-        """Refuses a model that is not there; no weight is read.
-
-        Raises:
-            UserError: Naming it.
-        """
+        """Refuses a model that is not there; no weight is read."""
         from bridges.clip import find_clip
 
         find_clip(self.model, self.pretrained)
 
     def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.clip.Scorer`.
-
-        Raises:
-            UserError: The model is unknown, or its weights or the head's are missing or broken.
-        """
+        """The model on "cpu" or "gpu:N", as a `bridges.clip.Scorer`."""
         from bridges.clip import load_scorer
 
         return load_scorer(

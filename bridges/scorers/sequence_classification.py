@@ -33,21 +33,13 @@ class SequenceClassification:
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
 
     def check(self) -> None:
-        """Refuses a folder that is not there, or has no such label; no weight is read.
-
-        Raises:
-            UserError: Naming it.
-        """
+        """Refuses a folder that is not there, or has no such label; no weight is read."""
         from bridges.judges.reward_model import check_reward_model
 
         check_reward_model(self.path, self.label)
 
     def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.judges.reward_model.RewardModel`.
-
-        Raises:
-            UserError: There is no such model, or its weights are missing or broken.
-        """
+        """The model on "cpu" or "gpu:N", as a `bridges.judges.reward_model.RewardModel`."""
         from bridges.judges.reward_model import load_reward_model
 
         return load_reward_model(

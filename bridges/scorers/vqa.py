@@ -34,22 +34,14 @@ class Vqa:
         require(self.batch_size >= 1, "batch_size", "a number >= 1", self.batch_size)
 
     def check(self) -> None:
-        """Refuses a folder that is not there; no weight is read.
-
-        Raises:
-            UserError: Naming it.
-        """
+        """Refuses a folder that is not there; no weight is read."""
         from bridges.loading import load_config, local_folder
 
         if local_folder(self.path) is not None:
             load_config(self.path)
 
     def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.judges.vqa.Answerer`.
-
-        Raises:
-            UserError: There is no such model, it sees no pictures, or its weights are missing or broken.
-        """
+        """The model on "cpu" or "gpu:N", as a `bridges.judges.vqa.Answerer`."""
         from bridges.judges.vqa import load_answerer
 
         return load_answerer(

@@ -99,7 +99,7 @@ class Vocabulary(NamedTuple):
 
     Attributes:
         words: () → the words, frequent ones first.
-        vectors: width → what the embeddings of some of them begin as, f32 [width] by word; None for random ones.
+        vectors: Width → what the embeddings of some of them begin as, f32 [width] by word; None for random ones.
     """
 
     words: Callable[[], Sequence[str]]
@@ -111,7 +111,7 @@ class TaskReport:
     """What a run tells of the task beside its rewards.
 
     Attributes:
-        references: rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
+        references: Rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
         statistics: (rows, texts `[P][G]`, usable `[P][G]`) → further metrics of a batch.
         remember: (name, judgements by kind) → what the findings need of a measurement; goes into checkpoints.
         findings: (remembered, rows) → tables and lines at the end; kinds are in the order they were measured.

@@ -104,18 +104,19 @@ def test_pictures_of_numpy_and_torch_come_out_alike_and_the_first_stay_as_they_w
 
 def test_the_renderer_shows_all_pictures_of_a_seed_through_one_lens():
     torch = pytest.importorskip("torch")
-    looking = pytest.importorskip("bridges.miniature.looking")
+    diffusion = pytest.importorskip("bridges.diffusion")
+    from bridges.renderers.hidden_lens import through_lenses
 
     class Painter:
-        device, window, summary = "cpu", 16, "paint"
+        device, window = "cpu", 16
 
-        def draw(self, texts, seeds, *, evaluation):
+        def render(self, texts, seeds, settings):
             return torch.from_numpy(drawn(scenes(len(texts))))
 
-    behind = looking.Looking(Painter())
+    settings = diffusion.RenderSettings(2, 1.0, 32)
+    behind = diffusion.ConfiguredRenderer(Painter(), settings, settings, "paint", "lenses", through_lenses)
     seeds = [seed for seed in range(40) if lens.lens_of(seed).turn][:4]
     out = behind.draw(["a"] * 4, seeds, evaluation=True)
-    plain = Painter().draw(["a"] * 4, seeds, evaluation=True)
+    plain = Painter().render(["a"] * 4, seeds, settings)
     expected = lens.look(plain, [lens.lens_of(seed) for seed in seeds])
     assert torch.equal(out, expected) and not torch.equal(out, plain)
-    assert behind.summary == "paint, behind hidden lenses" and (behind.device, behind.window) == ("cpu", 16)

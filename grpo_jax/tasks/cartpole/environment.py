@@ -45,11 +45,11 @@ class Episodes(NamedTuple):
     """Whole episodes, time first: T = 500.
 
     Attributes:
-        observations: f32 `[T, B, 4]`; 0 after the end.
-        actions: bool `[T, B]`, True for right.
-        log_odds: f32 `[T, B]` of right, under the policy that acted.
-        mask: bool `[T, B]`, the steps that were taken.
-        positions: f32 `[T, B]`, where the cart is after the step.
+        observations: F32 `[T, B, 4]`; 0 after the end.
+        actions: Bool `[T, B]`, True for right.
+        log_odds: F32 `[T, B]` of right, under the policy that acted.
+        mask: Bool `[T, B]`, the steps that were taken.
+        positions: F32 `[T, B]`, where the cart is after the step.
     """
 
     observations: jax.Array
@@ -63,13 +63,13 @@ class Steps(NamedTuple):
     """A fixed number of steps with automatic reset, time first.
 
     Attributes:
-        observations: f32 `[T, B, 4]`, before the step.
-        actions: bool `[T, B]`, True for right.
-        log_odds: f32 `[T, B]` of right, under the policy that acted.
-        next_observations: f32 `[T, B, 4]`, after the step and before a reset.
-        terminated: bool `[T, B]`, fell or left the track: no value after it.
-        truncated: bool `[T, B]`, ended by the time limit alone: its value goes on.
-        lengths: i32 `[T, B]`, steps of the episode up to this one.
+        observations: F32 `[T, B, 4]`, before the step.
+        actions: Bool `[T, B]`, True for right.
+        log_odds: F32 `[T, B]` of right, under the policy that acted.
+        next_observations: F32 `[T, B, 4]`, after the step and before a reset.
+        terminated: Bool `[T, B]`, fell or left the track: no value after it.
+        truncated: Bool `[T, B]`, ended by the time limit alone: its value goes on.
+        lengths: I32 `[T, B]`, steps of the episode up to this one.
     """
 
     observations: jax.Array

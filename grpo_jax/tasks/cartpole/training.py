@@ -63,8 +63,8 @@ class Carry(NamedTuple):
         optimizer: Optax's state.
         carts: Where ppo's carts are; () for the others, whose episodes are whole.
         key: The seed's key. Every random number follows from it and the iteration.
-        iteration: i32, iterations done.
-        steps: i32, environment steps taken to learn from, without padding and without evaluation.
+        iteration: I32, iterations done.
+        steps: I32, environment steps taken to learn from, without padding and without evaluation.
     """
 
     params: PyTree
@@ -151,8 +151,8 @@ def group_step_advantages(
 
     Args:
         algorithm: Which of the two, discount, weights.
-        rewards: f32 `[P, G, T, N]`.
-        mask: bool `[P, G, T]`.
+        rewards: F32 `[P, G, T, N]`.
+        mask: Bool `[P, G, T]`.
 
     Returns:
         Advantages f32 `[P, G, T]`, and which groups are without signal, bool `[P, N]`.

@@ -28,9 +28,9 @@ class Base(NamedTuple):
     """What everybody is told of the items.
 
     Attributes:
-        scores: f64 [I].
-        rising: f64 [I], the same in order.
-        best: i64 [I], items by their scores in float32, highest first; of equal ones the first of the catalogue.
+        scores: F64 [I].
+        rising: F64 [I], the same in order.
+        best: I64 [I], items by their scores in float32, highest first; of equal ones the first of the catalogue.
     """
 
     scores: np.ndarray

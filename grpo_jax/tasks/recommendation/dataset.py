@@ -59,11 +59,7 @@ class HistoryTemplate:
     separator: str = "\n"
 
     def __post_init__(self) -> None:
-        """Refuses a template that says nothing of the history.
-
-        Raises:
-            ValueError: A field is out of range; the message names it.
-        """
+        """Refuses a template that says nothing of the history."""
         if not any(place in self.text for place in PLACES):
             raise ValueError(f"text must contain one of {', '.join(PLACES)}, got {self.text!r}")
         if self.items < 1:

@@ -34,7 +34,7 @@ def count_better(
 
     Args:
         scores: [B, I], higher is better; -inf is a score, NaN is none.
-        targets: i [B], catalogue rows.
+        targets: I [B], catalogue rows.
         exclude: For each row the catalogue rows that are left out (the target stays if it is among them).
         tolerance: Scores that differ by no more are ties: the same sum in another order is not ranked by a rounding.
 
@@ -81,7 +81,7 @@ def ndcg(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
     """Normalised discounted cumulative gain with one relevant item, 1 / log2(1 + rank) (Järvelin & Kekäläinen 2002).
 
     Args:
-        rank: f [..], from 1; NaN (no rank is known) stays NaN.
+        rank: F [..], from 1; NaN (no rank is known) stays NaN.
         k: Ranks beyond it earn 0; None for no cut-off.
 
     Raises:
@@ -104,7 +104,7 @@ def hit(rank: np.ndarray, *, k: int | None = None, items: int | None = None) -> 
     (items - rank + 1) / items: the share of cut-offs that would find the target.
 
     Args:
-        rank: f [..], from 1; NaN stays NaN.
+        rank: F [..], from 1; NaN stays NaN.
         k: The cut-off, or None.
         items: How many items are ranked; needed without a cut-off.
 
@@ -131,7 +131,7 @@ def mixed(
     """Weighted mean of `ndcg`, `mrr` and `hit`: Σ wᵢ mᵢ / Σ wᵢ, so 1 is a perfect ranking whatever the weights.
 
     Args:
-        rank: f [..], from 1; NaN stays NaN.
+        rank: F [..], from 1; NaN stays NaN.
         k: Cut-off of all three, or None.
         items: How many items are ranked; needed for `hit` without a cut-off.
         weights: Weight of each measure; one left out has none.
@@ -254,7 +254,7 @@ def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, s
     quantiles of the means of the draws.
 
     Args:
-        values: f [U, M]: M measures of U users.
+        values: F [U, M]: M measures of U users.
         level: Share of draws within.
         samples: Draws.
         seed: Of the draws: the same seed draws the same users.

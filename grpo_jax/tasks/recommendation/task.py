@@ -81,9 +81,9 @@ class PriorSection:
     """What is known without the policy, and how much it counts beside what the policy says; all 0 for that alone.
 
     Args:
-        history: a, the weight of how much a title resembles the history's. Where texts are ranked, of the history in
+        history: A, the weight of how much a title resembles the history's. Where texts are ranked, of the history in
             the query: unit(text) + a · unit(history).
-        together: b, the weight of how often an item was taken with those of the history.
+        together: B, the weight of how often an item was taken with those of the history.
         decay: Weight of each older item of the history.
     """
 
@@ -256,12 +256,7 @@ class Recommendation(Task):
         return None if self.writes == "query" else listed_texts(config)
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Read the data and open the retriever, which tests itself.
-
-        Raises:
-            UserError: Files are bad, the service is not there or holds another catalogue, or titles do not retrieve
-                themselves.
-        """
+        """Read the data and open the retriever, which tests itself."""
         from grpo_jax.tasks.recommendation.loading import load_task
 
         return load_task(self, setup)

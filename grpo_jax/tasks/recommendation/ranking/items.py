@@ -24,7 +24,7 @@ class Items(NamedTuple):
 
     Attributes:
         texts: One for each item that can be written.
-        rows: int [texts], their rows of the catalogue.
+        rows: Int [texts], their rows of the catalogue.
         count: I, items of the catalogue; a target that is not listed stands there.
         by_text: Row by a text's words.
     """
@@ -69,8 +69,8 @@ def ranking_columns(
         items: What can be written.
         known: The prior; None for the policy alone.
         rows: P.
-        numbers: int [P, K], which of the texts are listed, best first.
-        scores: f32 [P, K].
+        numbers: Int [P, K], which of the texts are listed, best first.
+        scores: F32 [P, K].
     """
     listed = items.rows[numbers]
     places, first = [], []

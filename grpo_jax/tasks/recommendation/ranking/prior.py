@@ -98,9 +98,9 @@ def fused_scores(listed: np.ndarray, scores: np.ndarray, known: np.ndarray) -> n
     """Scores of all items f32 [P, I]: of those listed with their log-probabilities, of others with the least of these.
 
     Args:
-        listed: int [P, K], rows of the catalogue.
-        scores: f32 [P, K], their log-probabilities.
-        known: f32 [P, I], of `make_prior`.
+        listed: Int [P, K], rows of the catalogue.
+        scores: F32 [P, K], their log-probabilities.
+        known: F32 [P, I], of `make_prior`.
     """
     said = np.repeat(scores.min(1, keepdims=True), known.shape[1], axis=1)
     np.put_along_axis(said, listed, scores, axis=1)

@@ -186,7 +186,7 @@ class Codes(NamedTuple):
     """What items are called, and how well that describes them.
 
     Attributes:
-        codes: int32 [I, L + 1], no two rows alike; the last is how many earlier items have the same L codes.
+        codes: Int32 [I, L + 1], no two rows alike; the last is how many earlier items have the same L codes.
         sizes: Codes in use of each of the L + 1 levels.
         shared: Share of the items whose L codes another item has too.
         left: Of each of the L levels, Σ‖what is left of a vector‖² / Σ‖vector‖² behind it.
@@ -205,7 +205,7 @@ def residual_codes(vectors: np.ndarray, *, levels: int, size: int, seed: int) ->
     code_l = index of c(r_l), r_{l+1} = r_l − c(r_l).
 
     Args:
-        vectors: f32 [I, D].
+        vectors: F32 [I, D].
         levels: L.
         size: Codes of a level at most; fewer where fewer vectors differ.
         seed: Of the first centres. One thread computes: the same seed gives the same codes.

@@ -72,9 +72,9 @@ def test_chat_templates_run_in_a_sandbox(tmp_path):
     with pytest.raises(UserError, match=r"the chat template of the policy .* failed \(SecurityError"):
         format_prompt(tokenizer, "a")
     assert not trace.exists()
-    tokenizer.chat_template = "{{ messages[0].content }}!"
-    assert format_prompt(tokenizer, "a") == "a!"
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert format_prompt(tokenizer, "a") == [0]
     process = templates._RENDERER.process
     process.send_signal(signal.SIGSTOP)  # so that it is killed on the way through a conversation
     threading.Timer(0.1, process.kill).start()
-    assert format_prompt(tokenizer, "b") == "b!"
+    assert format_prompt(tokenizer, "b") == [1]

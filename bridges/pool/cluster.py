@@ -265,10 +265,13 @@ def import_ray(*, token: bool) -> Any:
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # seconds of trying to join what answers
     if token and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+    excepthook = sys.excepthook
     try:
         import ray
     except ImportError as error:
         raise UserError('Ray is not installed; run pip install "grpo_jax[ray]"') from error
+    # Ray's own hook reports a traceback to the cluster before it prints it, and waits for ever where that is gone
+    sys.excepthook = excepthook
     return ray
 
 

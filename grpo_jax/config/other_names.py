@@ -114,6 +114,7 @@ TRAINING_ARGUMENTS = {
     "optim, optim_args, optim_target_modules": f"{NOT_HERE}the optimizer is AdamW",
     "bf16": "policy.compute_dtype: bfloat16",
     "fp16": "policy.compute_dtype: float16",
+    "tf32": "policy.matmul_precision: high",
     "bf16_full_eval, fp16_full_eval": f"{NOT_HERE}policy.compute_dtype is that of evaluation too",
     "gradient_checkpointing, gradient_checkpointing_kwargs, activation_checkpointing, "
     "activation_checkpointing_kwargs": "policy.remat: layer",

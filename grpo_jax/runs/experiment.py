@@ -338,6 +338,8 @@ def _saved_where_it_ends(run: Run, state: State | None, progress: Progress | Non
             raise StopRun(f"{' '.join(str(gone).split())}. {saved}; {again} when that is mended") from error
         assert isinstance(error, StageError)
         if error.stage == "sample":  # the policy's own stage: there is no judge to mend
+            if isinstance(gone, UserError):
+                raise UserError(f"{' '.join(str(gone).split())}. {saved}; {again} when that is mended") from error
             raise
         told = gone if isinstance(gone, UserError) else error  # a reward names itself
         raise UserError(

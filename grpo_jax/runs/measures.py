@@ -43,6 +43,7 @@ def require_names(config: Config, rewards: Rewards, controls: Collection[str]) -
     taken = {SCORE, TOTAL, *OWN_MEASURES, *(with_control(name, control) for name in names for control in controls)}
     if config.algorithm.overlong_buffer:
         taken.add(OVERLONG)
+    measured_names = {*names, *(f"{name}_turn_1" for name in names)}
     measured: dict[str, RewardSection] = {}
     for place, section in enumerate(sections):
         name = section.called
@@ -50,5 +51,5 @@ def require_names(config: Config, rewards: Rewards, controls: Collection[str]) -
         same = measured.setdefault(name, plain) == plain  # a reward may be watched too, as it is
         where = "rewards" if place < len(rewards.sections) else "watch"
         expected = "a name that no other measure of the run has (set a reward's label; in Python: ('name', function))"
-        of_others = config.sampling.turns > 1 and of_turns(name, names)
+        of_others = config.sampling.turns > 1 and of_turns(name, measured_names)
         require(same and name not in taken and not of_others, f"{where}.{name}", expected, name)

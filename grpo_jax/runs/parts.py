@@ -37,7 +37,7 @@ from grpo_jax.runs.several.led import Brief, led_samplers, led_see
 from grpo_jax.sampling.samplers import Samplers
 from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
 from grpo_jax.training.estimators import Objectives, make_objectives, make_turn_objectives
-from grpo_jax.training.memory import Shown, fewest_parts, update_bytes
+from grpo_jax.training.memory import Shown, fewest_parts, machine_memory, require_memory, update_bytes
 
 _GIB = 2**30
 
@@ -164,7 +164,11 @@ def load_parts(
         vocab_size=folder.config.vocab_size,
         rows=rows,
         eyes=eyes_of(config, folder),
+        context_length=getattr(folder.config, "context_length", None),
+        completion_tokens=config.sampling.stream_tokens,
     )  # before the weights: a prompt that is too long is found in seconds
+    if devices[0].platform == "cpu" and company.processes == 1:
+        require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
 
     def load(run_dir: str, pictures: bool) -> Policy:
         return load_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)

@@ -17,7 +17,8 @@ def completion_tokens(tokenizer: Any, text: str, eos_ids: Sequence[int], *, gap:
     """A text as a completion, up to the token that ends it.
 
     It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of the
-    folder's end tokens where that is none of them. The sampler stops at any: a text that holds one ends there.
+    folder's end tokens where that is none of them. Marks in the text are text (`plain_tokens`); an end token that is no
+    mark, such as a line's end, ends it, for the sampler would stop there.
 
     Args:
         tokenizer: The policy's.

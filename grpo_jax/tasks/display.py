@@ -125,6 +125,9 @@ _TURN_MEASURE = re.compile(r"(.+)_(turn_\d+|peak|kept|gain)")
 
 
 def of_turns(name: str, names: Collection[str]) -> bool:
-    """Whether a measure is one of another's turns, of these names."""
+    """Whether a measure is one of another's turns, of these names.
+
+    Runs of several turns measure NAME_turn_1 of every NAME; without it NAME_gain is another reward's name.
+    """
     match = _TURN_MEASURE.fullmatch(name)
-    return match is not None and match[1] in names
+    return match is not None and match[1] in names and f"{match[1]}_turn_1" in names

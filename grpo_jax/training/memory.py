@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config.run import Config
+from grpo_jax.errors import UserError
 from grpo_jax.models.adapters import lora_config, needs_tower
 from grpo_jax.models.decoder import init_variables, make_policy
 from grpo_jax.models.lora import init_adapters
@@ -28,7 +31,8 @@ from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.patches import pack_windows
 from grpo_jax.models.vision.pictures import VISUAL, Pictures
 from grpo_jax.models.vision.tower import init_tower, with_tower
-from grpo_jax.sampling.writing import Samples
+from grpo_jax.sampling.sampler import bucket_size
+from grpo_jax.sampling.writing import Samples, cache_sizes
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_objectives, make_turn_objectives
 from grpo_jax.training.objectives import ForwardPass, make_forward
@@ -51,6 +55,7 @@ class Shown(NamedTuple):
     patches: int
 
 
+_GIB = 2**30
 # The same programs without LLVM's slow passes: buffers are assigned before them.
 _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -171,6 +176,72 @@ def batch_shapes(
     if mesh is None:
         return shapes
     return _placed(shapes, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(FSDP)), shapes))
+
+
+def require_memory(config: Config, model: Any, *, available: int | None, listed: bool = False) -> None:
+    """Refuses, before any weight is read, a run that cannot fit into the memory of its machine.
+
+    A lower bound: weights, moments and reference (without a vision tower), with the keys and values that sampling
+    begins with; or those of the longest completions alone, which are asked for in one piece.
+
+    Args:
+        config: The run's.
+        model: The policy's config.
+        available: Bytes that there are (`machine_memory`); None where nobody knows.
+        listed: Completions are texts that the task lists, whatever sampling.max_new_tokens is.
+
+    Raises:
+        UserError: Naming what to lower.
+    """
+    if available is None:
+        return
+    without_tower = dataclasses.replace(config.policy, vision="frozen")
+    config, sampling = dataclasses.replace(config, policy=without_tower), config.sampling
+    state = _tree_bytes(state_shapes(config, model, None))
+    first = whole = 0
+    if not listed:
+        policy, sizes = policy_functions(config, model, None), cache_sizes(sampling.max_new_tokens)
+        rows = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
+        shape = rows, sampling.written_completions
+        first, whole = (
+            _tree_bytes(jax.eval_shape(partial(policy.init_cache, *shape, size))) for size in (sizes[0], sizes[-1])
+        )
+    if max(state + first, whole) > available:
+        raise UserError(
+            f"the run needs at least {max(state + first, whole) / _GIB:,.1f} GiB ({state / _GIB:,.1f} for weights and "
+            f"optimizer, {whole / _GIB:,.1f} for keys and values of completions) and this machine has "
+            f"{available / _GIB:,.1f}: lower sampling.max_new_tokens ({sampling.max_new_tokens:,}), "
+            f"sampling.group_size ({sampling.group_size:,}) or training.chunk_prompts, or choose a smaller policy.path "
+            "or policy.lora"
+        )
+
+
+def machine_memory() -> int | None:
+    """Bytes of memory and swap of this machine, less where its container (cgroup) allows less; None if unknown."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    swap = 0
+    for line in _text("/proc/meminfo").splitlines():
+        if line.startswith("SwapTotal:"):
+            swap = 1024 * int(line.split()[1])
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        limit = _text(f"/sys/fs/cgroup/{name}").strip()
+        if limit.isdigit():
+            memory = min(memory, int(limit))
+    return memory + swap
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _tree_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None, shown: Shown | None = None) -> int:

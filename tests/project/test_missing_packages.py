@@ -54,6 +54,7 @@ for module, *arguments in json.loads(sys.argv[1]):
     print(json.dumps([code, said.getvalue().splitlines()[-1]]))
 """
 TEXT = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.jsonl", "--rewards=[{name: judge.py:brief}]"]
+SHORT = "--sampling.max_new_tokens=8"  # the policy of this test has 128 positions
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ TEXT = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.jsonl"
             ["sklearn", "qwix"],
             [
                 ["grpo_jax.train", "--config", "recommendation_quick"],
-                ["grpo_jax.train", *TEXT, "--policy.lora.rank=2", "--policy.quantised=int8"],
+                ["grpo_jax.train", *TEXT, SHORT, "--policy.lora.rank=2", "--policy.quantised=int8"],
             ],
             ["sklearn [recommendation]", "qwix [quantised]"],
         ),

@@ -2,6 +2,8 @@
 
 import ast
 import pickle
+import signal
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,9 +59,10 @@ def test_a_checkpoint_is_read_without_unpickling(tmp_path, monkeypatch):
 
 
 def test_chat_templates_run_in_a_sandbox(tmp_path):
-    """A template comes with a model's folder."""
+    """A template comes with a model's folder. A process that something else ends is replaced."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
+    from grpo_jax.models.hf import templates
     from grpo_jax.rollout.inputs.encoding import format_prompt
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
@@ -69,3 +72,9 @@ def test_chat_templates_run_in_a_sandbox(tmp_path):
     with pytest.raises(UserError, match=r"the chat template of the policy .* failed \(SecurityError"):
         format_prompt(tokenizer, "a")
     assert not trace.exists()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert format_prompt(tokenizer, "a") == [0]
+    process = templates._RENDERER.process
+    process.send_signal(signal.SIGSTOP)  # so that it is killed on the way through a conversation
+    threading.Timer(0.1, process.kill).start()
+    assert format_prompt(tokenizer, "b") == [1]

@@ -43,13 +43,13 @@ def policy(tmp_path_factory):
 def taught(policy, tmp_path):
     """Runs a warm start of the given policy: its parts, its variables, and the lines it said."""
 
-    def teach(*texts, steps=1, **more):
+    def teach(*texts, steps=1, allowed="english", max_new_tokens=12, **more):
         config = Config(
             task=Taught([*texts]),
             policy=PolicySection(path=str(policy), remat="none"),
             warm_start=WarmStartSection(steps=steps, batch=1, learning_rate=0.01, **more),
-            data=DataSection(allowed_tokens="english"),
-            sampling=SamplingSection(group_size=2, max_new_tokens=12, temperature=0.7),
+            data=DataSection(allowed_tokens=allowed),
+            sampling=SamplingSection(group_size=2, max_new_tokens=max_new_tokens, temperature=0.7),
             training=TrainingSection(prompts_per_batch=2, max_steps=1),
         )
         said, parts = [], load_parts(config, say=lambda *_: None)
@@ -69,7 +69,8 @@ def torch_loss(policy, parts, ids) -> float:
     prompt = tokens[0][mask[0]].tolist()
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7
-    logits[:, ~torch.from_numpy(parts.allowed_tokens)] = -torch.inf
+    if parts.allowed_tokens is not None:
+        logits[:, ~torch.from_numpy(parts.allowed_tokens)] = -torch.inf
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids)))
 
 
@@ -101,11 +102,15 @@ def test_a_taught_policy_ends_its_texts_with_the_token_that_ends_a_turn(taught):
     assert not samples.truncated.any()
 
 
-@pytest.mark.xfail(reason="a mark in a taught text is text now: undecided whether it should still end it")
-def test_a_text_ends_where_the_sampler_would_stop(policy, taught):
-    parts, _, said = taught("red<|endoftext|> soap")
-    ids = parts.policy.loaded.tokenizer("red")["input_ids"]
-    assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 256]), abs=1e-3)
+@pytest.mark.parametrize("mark", ["<|endoftext|>", "<|im_end|>"])
+def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught, mark):
+    """Texts are data: what they say can end no turn, and open none."""
+    text = f"red{mark} soap"
+    parts, _, said = taught(text, allowed="all", max_new_tokens=40)
+    tokenizer = parts.policy.loaded.tokenizer
+    ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+    assert tokenizer.decode(ids) == text and not {256, 257, 258} & {*ids}
+    assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 258]), abs=1e-3)
 
 
 def test_texts_that_cannot_be_written_are_counted_and_left_out(taught):

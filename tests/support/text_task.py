@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -189,6 +190,7 @@ def rewound(run: Path, to: Path, step: int) -> Path:
 def environment(place: Place, run: Path, judge: str) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": str(ROOT),
+        "PYTHONFAULTHANDLER": "1",
         "JUDGE": judge,
         "JUDGE_RUN": str(run),
     }
@@ -208,8 +210,28 @@ def start(place: Place, run: Path, *arguments: str, judge: str = "work:0") -> su
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    out, err = process.communicate(timeout=PATIENCE)
+    """Waits for its end; one that hangs shows where, and is not left behind."""
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # faulthandler's
+        out, err = kill_all(process)
+        raise AssertionError(f"it hangs: {out}\n{err}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def kill_all(process: subprocess.Popen) -> tuple[str, str]:
+    """Ends a process and what it has started; what it wrote."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    process.kill()
+    return process.communicate()
 
 
 def train(place: Place, run: Path, *arguments: str, judge: str = "work:0") -> subprocess.CompletedProcess:
@@ -221,8 +243,8 @@ def wait_for(condition, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError(f"it ended or hangs ({process.poll()}): {process.communicate()}")
+            process.send_signal(signal.SIGABRT)
+            raise AssertionError(f"it ended or hangs ({process.poll()}): {kill_all(process)}")
         time.sleep(0.01)
 
 

@@ -80,9 +80,10 @@ def test_the_table_has_a_line_for_each_measure():
 
 
 def test_names_of_turns_are_known_by_their_measure():
-    names = {"share", "share_gain", "final_turn_1"}
+    names = {"share", "share_turn_1", "share_gain", "final_turn_1"}
     assert of_turns("share_gain", names) and of_turns("share_turn_12", names)
     assert not of_turns("final_turn_1", names) and not of_turns("share", names)
+    assert not of_turns("share_gain", {"share", "share_gain"})  # two rewards of a run of one turn
 
 
 def test_the_page_shows_episodes_as_they_went(tmp_path):

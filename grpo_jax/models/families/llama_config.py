@@ -97,7 +97,7 @@ class DecoderConfig:
         logit_softcap: the cap of the logits, None for none.
         embedding_scale: what multiplies embedded tokens.
         tie_word_embeddings: the head is the embedding.
-        max_positions: the context length the model was made for; informative.
+        max_positions: max_position_embeddings, as the folder has it; None where it does not say.
         initializer_range: standard deviation of freshly drawn weights.
         model_type: Hugging Face's name of the architecture.
         vision: the tower beside it, or None for a model of text.
@@ -128,7 +128,7 @@ class DecoderConfig:
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     tie_word_embeddings: bool = False
-    max_positions: int = 2048
+    max_positions: int | None = None
     initializer_range: float = 0.02
     model_type: str = "llama"
     vision: VisionConfig | None = None
@@ -154,6 +154,14 @@ class DecoderConfig:
             value = getattr(self, name)
             if value and len(value) != self.num_layers:
                 raise ValueError(f"{name} must have one entry per layer ({self.num_layers}), got {shown(value)}")
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of a text that the folder has positions for, scaled ones included; None where it does not say."""
+        if self.max_positions is None:
+            return None
+        scaled = (self.rope.original_length or self.max_positions) * self.rope.factor
+        return max(self.max_positions, int(min(scaled, 2**31)))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -224,7 +232,7 @@ def read_shared(
         "activation": fields.get("hidden_act") or "silu",
         "rms_norm_eps": float(_first(fields.get("rms_norm_eps"), _DEFAULT_EPS.get(model_type, 1e-6))),
         "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False)),
-        "max_positions": fields.get("max_position_embeddings") or 2048,
+        "max_positions": fields.get("max_position_embeddings"),
         "initializer_range": float(_first(fields.get("initializer_range"), 0.02)),
         "model_type": model_type,
     }

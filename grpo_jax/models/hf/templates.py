@@ -96,34 +96,36 @@ class _Renderer:
         """A conversation's text."""
         request: dict[str, Any] = {"messages": list(messages), "special_tokens": special, "switches": switches}
         with self.lock:
-            self._start()
-            if template != self.template:
-                request["template"] = template
-            try:
-                told = json.dumps(request, default=str).encode()
-            except (TypeError, ValueError, RecursionError) as error:
-                raise TemplateFailed(f"it cannot be told these messages, {one_line(error)}") from error
-            try:
-                self.channel.send_bytes(told)
-                answer = json.loads(self.channel.recv_bytes())
-            except (EOFError, OSError) as error:
-                reason = self._how_it_ended()
-                self._end()
-                raise TemplateFailed(reason) from error
-            except BaseException:  # a stop that was asked for: the answer would be taken for the next one's
-                self._end()
-                raise
-            self.template = template
+            answer = self._ask(template, request)
+            if answer == -signal.SIGKILL:  # from outside, where memory ran out perhaps: not the template's doing
+                answer = self._ask(template, request)
+        if isinstance(answer, int):
+            raise TemplateFailed(_how_it_ended(answer))
         if "failed" in answer:
             raise TemplateFailed(answer["failed"])
         return answer["text"]
 
-    def _how_it_ended(self) -> str:
-        code = self.process.wait() if self.process is not None else 0
-        if code == -signal.SIGPROF:
-            return f"it takes more than {rendering.SECONDS:g} s of computing"
-        known = -code in set(signal.Signals)
-        return f"its process ended with {signal.Signals(-code).name if known else f'exit code {code}'}"
+    def _ask(self, template: str, request: dict[str, Any]) -> dict[str, Any] | int:
+        """The process's answer, or the exit code with which it ended instead."""
+        self._start()
+        if template != self.template:
+            request = {**request, "template": template}
+        try:
+            message = json.dumps(request, default=str).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TemplateFailed(f"it cannot be told these messages, {one_line(error)}") from error
+        try:
+            self.channel.send_bytes(message)
+            answer = json.loads(self.channel.recv_bytes())
+        except (EOFError, OSError):
+            code = self.process.wait() if self.process is not None else 0
+            self._end()
+            return code
+        except BaseException:  # a stop that was asked for: the answer would be taken for the next one's
+            self._end()
+            raise
+        self.template = template
+        return answer
 
     def end(self) -> None:
         """Ends the process."""
@@ -141,6 +143,13 @@ class _Renderer:
                 self.channel.close()
             process.kill()
             process.wait()
+
+
+def _how_it_ended(code: int) -> str:
+    if code == -signal.SIGPROF:
+        return f"it takes more than {rendering.SECONDS:g} s of computing"
+    known = -code in set(signal.Signals)
+    return f"its process ended with {signal.Signals(-code).name if known else f'exit code {code}'}"
 
 
 _RENDERER = _Renderer()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,8 @@ from grpo_jax.sampling.sampler import bucket_size
 TokensOf = Callable[[Row, Sequence[int]], list[int]]
 """(row, tokens of each of its pictures) → the tokens that its completions start from."""
 _LONGEST, _MARGIN = 4096, 8
+_COMPARED = 256
+"""Prompts whose tokens are compared: where a tokenizer or a template loses them, it loses all."""
 
 
 class Encoded(NamedTuple):
@@ -84,6 +88,8 @@ def make_encode(
     vocab_size: int | None = None,
     rows: Sequence[Row] = (),
     eyes: Callable[[], Eyes] | None = None,
+    context_length: int | None = None,
+    completion_tokens: int = 0,
 ) -> Callable[[Sequence[Row]], Encoded]:
     """encode(rows) → `Encoded`.
 
@@ -99,10 +105,12 @@ def make_encode(
             than 4096 without pictures those are looked at that have the most text, and all that could be too long; a
             batch with a longer one than they are is wider.
         eyes: Of a policy that sees; asked for where a row has pictures.
+        context_length: The most tokens of a prompt with its completion (max_position_embeddings); None for any number.
+        completion_tokens: The most tokens behind a prompt.
 
     Raises:
-        UserError: A prompt is longer than data.max_prompt_tokens, a picture cannot be used, or as
-            `conversation_encoder`.
+        UserError: A prompt is longer than data.max_prompt_tokens, or than the context leaves room for; the prompts
+            leave no tokens, or all the same; a picture cannot be used, or as `conversation_encoder`.
     """
     facts = facts_of(rows)
     some = bool(facts.pictures.any())
@@ -123,14 +131,28 @@ def make_encode(
                 f"data.max_prompt_tokens is {limit}: shorten it or raise the limit"
                 + (" (or lower data.picture_size)" if lengths else "")
             )
+        # The tokens of a picture share positions, as many as its longer side has.
+        shared = [h * w // seeing.vision.merged - max(h, w) // seeing.vision.merge for h, w in grids] if seeing else []
+        positions = len(ids) - sum(shared) + completion_tokens
+        if context_length is not None and positions > context_length:
+            raise UserError(
+                f"prompt {shown(row.prompt)} takes {len(ids)} tokens, and what is written behind it up to "
+                f"{completion_tokens}: {positions} positions, and the policy has {context_length} "
+                "(max_position_embeddings in its config.json): lower sampling.max_new_tokens or shorten the prompt"
+            )
         return ids
 
     longest, slots, patches = 1, 0, 0
+    first: list[tuple[Row, list[int]]] = []
     for place in _measured(facts, tokens_of, section):
         row = rows[place]
         grids = [] if seeing is None else _grids(row, seeing.settings)
-        longest, slots = max(longest, len(checked(row, grids))), max(slots, len(grids))
+        ids = checked(row, grids)
+        if len(first) < _COMPARED:
+            first.append((row, ids))
+        longest, slots = max(longest, len(ids)), max(slots, len(grids))
         patches = max([patches, *(h * w for h, w in grids)])
+    _require_told_apart(tokenizer, first, tokens_of)
 
     def encode(rows: Sequence[Row]) -> Encoded:
         prepared = [[] for _ in rows] if seeing is None else prepare_rows(rows, seeing)
@@ -141,6 +163,49 @@ def make_encode(
         return Encoded(tokens, mask, pack_rows(prepared, seeing.vision, slots=slots, patches=patches))
 
     return encode
+
+
+def _require_told_apart(tokenizer: Any, encoded: Sequence[tuple[Row, list[int]]], tokens_of: TokensOf) -> None:
+    """Refuses a tokenizer or a chat template that loses the prompts: a policy would learn from nothing.
+
+    Prompts are lost where different ones all become the same tokens (a template that ignores them, a tokenizer without
+    words), or one the same tokens as no prompt at all (a normaliser that deletes its characters). Prompts that differ
+    in case, spaces or Unicode's forms alone may become the same.
+
+    Args:
+        tokenizer: The policy's.
+        encoded: Rows, and the tokens that their completions start from.
+        tokens_of: Gives these tokens.
+
+    Raises:
+        UserError: Naming prompts.
+    """
+    where = f"the tokenizer in {getattr(tokenizer, 'name_or_path', '') or 'the policy folder'}, or its chat template,"
+    mend = "copy the model's tokenizer files (tokenizer.json, chat_template.jinja) again"
+    different = {_plain(row): row.prompt for row, _ in encoded}
+    if len(different) > 1 and len({tuple(ids) for _, ids in encoded}) == 1:
+        one, other = map(shown, list(different.values())[:2])
+        raise UserError(
+            f"{where} makes the same {len(encoded[0][1])} tokens of all prompts, of {one} as of {other}: {mend}"
+        )
+    plain = [(row, ids) for row, ids in encoded if row.prompt.strip() and not (row.messages or row.pictures)]
+    if not plain:
+        return
+    try:
+        nothing = tokens_of(dataclasses.replace(plain[0][0], prompt=""), [])
+    except UserError:  # no tokens without a prompt: none is lost
+        return
+    for row, ids in plain:
+        if ids == nothing:
+            raise UserError(
+                f"{where} makes no token of the prompt {shown(row.prompt)}: {mend}, or leave the prompt out"
+            )
+
+
+def _plain(row: Row) -> str:
+    """What a row says, without case, spaces and Unicode's forms."""
+    said = [row.prompt, *(message.text for message in row.messages)]
+    return " ".join(unicodedata.normalize("NFKC", " ".join(said)).casefold().split())
 
 
 def _measured(facts: Facts, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -139,12 +140,12 @@ def _fused(completions: Sequence[str], fused_rank: Sequence[float] = (), **_: An
 
 
 def measure(name: str) -> Reward | None:
-    """A measure by its name: hr@K, ndcg@K, mrr@K or mrr; None for other names."""
-    kind, _, k = name.partition("@")
-    known = kind in _MEASURES and (k.isdigit() and int(k) > 0 if k else name == "mrr")
+    """A measure by its name: hr@K, ndcg@K, mrr@K or mrr, K of at most nine digits; None for other names."""
+    kind, at, k = name.partition("@")
+    known = kind in _MEASURES and (re.fullmatch("[1-9][0-9]{0,8}", k) if at else name == "mrr")
     if not known:
         return None
-    cutoff = int(k) if k else None
+    cutoff = int(k) if at else None
 
     def measured(rank: Sequence[float], **_: Any) -> list[float | None]:
         values = _MEASURES[kind](np.asarray(rank, np.float64), k=cutoff)

@@ -313,7 +313,7 @@ def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):
     assert policy_words(task, catalogue, limit=2) == every[:3]
 
 
-@pytest.mark.parametrize("name", ["hr", "ndcg@0", "mrr@x", "recall@5"])
+@pytest.mark.parametrize("name", ["hr", "hr@", "ndcg@0", "mrr@²", "ndcg@" + "9" * 5000, "mrr@x", "recall@5"])
 def test_a_watched_measure_must_be_known(name, data):
     with pytest.raises(UserError, match=f"watch: expected .* hr@10, .*; got '{name}'"):
         find_rewards([RewardSection("ndcg")], [name], data.rewards, ())

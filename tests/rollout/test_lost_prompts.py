@@ -1,0 +1,129 @@
+"""Policy folders that lose the prompts or have no positions for them are refused before their weights are loaded."""
+
+import json
+import shutil
+
+import pytest
+from support.marked_tokenizers import words
+from support.text_task import train_here
+from support.tiny_models import chat_tokenizer
+
+from grpo_jax.config import DataSection
+from grpo_jax.errors import UserError
+from grpo_jax.models.families import read_config
+from grpo_jax.rollout.inputs.encoding import make_encode, plain_rows
+
+IGNORES = "{% for m in messages %}<|im_start|>user\nHello<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=16,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+)
+
+
+def without_vocabulary(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+def with_template_that_ignores(folder):
+    (folder / "chat_template.jinja").write_text(IGNORES)
+
+
+def with_normaliser_that_deletes(folder):
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[a-z ]"}, "content": ""}
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    config = json.loads((folder / "config.json").read_text())  # Qwen2's tokenizer has a normaliser of its own
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+
+
+def with_few_positions(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 30}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_vocabulary, "makes the same"),
+        (with_template_that_ignores, "makes the same"),
+        (with_normaliser_that_deletes, "makes the same"),
+        (with_few_positions, "the policy has 30 (max_position_embeddings in its config.json)"),
+    ],
+)
+def test_a_run_with_such_a_folder_is_refused_in_one_line(place, tmp_path, capsys, damage, message):
+    policy = shutil.copytree(place.policy, tmp_path / "policy")
+    damage(policy)
+    for weights in policy.glob("*.safetensors"):
+        weights.unlink()  # it is told before they are looked for
+    assert train_here(place.config, tmp_path / "run", f"--policy.path={policy}") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error and "tree'" in error
+
+
+def test_a_single_prompt_that_leaves_no_token_is_named():
+    tokenizer = words()  # its normaliser deletes these
+    for prompts in (["a fox", "!?!"], ["!?!"]):
+        with pytest.raises(UserError, match=r"makes no token of the prompt '!\?!'"):
+            make_encode(tokenizer, DataSection(), pad_id=0, rows=plain_rows(prompts))
+
+
+def test_a_template_that_ignores_the_only_prompt_is_refused():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = IGNORES
+    with pytest.raises(UserError, match="makes no token of the prompt 'a fox'"):
+        make_encode(tokenizer, DataSection(), pad_id=0, rows=plain_rows(["a fox"]))
+
+
+@pytest.mark.parametrize("prompts", [["a fox"] * 3, ["A Fox", "a  fox ", "a ｆox"], ["a fox", "red"], [""]])
+def test_prompts_that_are_the_same_may_become_the_same(prompts):
+    make_encode(words(), DataSection(), pad_id=0, rows=plain_rows(prompts))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({}, None),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 2048),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            131072,
+        ),
+    ],
+)
+def test_positions_are_those_that_the_config_scales_to(fields, expected):
+    assert read_config(LLAMA | fields).context_length == expected
+
+
+def test_a_run_that_cannot_fit_into_memory_is_refused_before_the_weights(place, tmp_path, capsys):
+    policy = shutil.copytree(place.policy, tmp_path / "policy")
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**30}))
+    for weights in policy.glob("*.safetensors"):
+        weights.unlink()
+    words = [f"--policy.path={policy}", "--sampling.max_new_tokens=1000000", "--sampling.group_size=4096"]
+    assert train_here(place.config, tmp_path / "run", *words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the run needs at least 3,906.3 GiB") and error.count("\n") == 1
+    assert "lower sampling.max_new_tokens (1,000,000), sampling.group_size (4,096)" in error

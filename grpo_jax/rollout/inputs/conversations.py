@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from grpo_jax.config.reading import read_json, require_text
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models.hf.chat import PICTURE, Fixed, Message, Part
-from grpo_jax.rollout.inputs.pictures import File, Stored, source_of
+from grpo_jax.rollout.inputs.pictures import File, source_of
 
 ROLES = ("system", "user", "assistant")
 MARK = "<image>"
@@ -39,7 +39,7 @@ def take_pictures(record: dict[str, Any], base: Path | None) -> list[Any]:
     if not found:
         return []
     name, value = found[0]
-    several = isinstance(value, list | tuple) and not isinstance(value, File | Stored)
+    several = isinstance(value, list | tuple) and not isinstance(value, File)
     values = list(value) if several else [value]
     if len(values) > _MOST_PICTURES:
         raise ValueError(f'"{name}" holds {len(values)} pictures; a prompt takes {_MOST_PICTURES} at most')

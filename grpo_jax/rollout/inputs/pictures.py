@@ -1,6 +1,6 @@
 """Pictures of a data set: where they are, opened with care, and never sooner than they are needed.
 
-A picture of a row is a `File`, bytes, a `Stored` cell of a table, or in memory: Pillow's, a NumPy or a torch array.
+A picture of a row is a `File`, bytes, or in memory: Pillow's, a NumPy or a torch array.
 """
 
 from __future__ import annotations
@@ -44,18 +44,6 @@ class File(NamedTuple):
     name: str
 
 
-class Stored(NamedTuple):
-    """A picture's bytes in a column of a table, which may lie on disk."""
-
-    column: Any
-    row: int
-
-    @property
-    def data(self) -> Any:
-        """Its bytes, without a copy."""
-        return self.column[self.row].as_buffer()
-
-
 def source_of(value: Any, base: Path | None) -> Any:
     """What a data set holds in the place of a picture, as a source.
 
@@ -69,7 +57,7 @@ def source_of(value: Any, base: Path | None) -> Any:
     """
     if isinstance(value, Mapping):
         return source_of(_inner(value), base)
-    if isinstance(value, File | Stored):
+    if isinstance(value, File):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
         if not len(value):
@@ -158,7 +146,7 @@ def opened(source: Any) -> Any:
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from error
     with _failures_told():
-        picture = _open(_stream(content))
+        picture = _open(io.BytesIO(content))
         upright = ImageOps.exif_transpose(picture) if _orientation(picture) != 1 else picture
         return _in_eight_bits(upright, picture.format)
 
@@ -169,21 +157,13 @@ def size_of(source: Any) -> tuple[int, int]:
         picture = opened(source)
         return picture.height, picture.width
     try:
-        with source.path.open("rb") if isinstance(source, File) else _stream(source) as stream, _failures_told():
+        with source.path.open("rb") if isinstance(source, File) else io.BytesIO(source) as stream, _failures_told():
             picture = _open(stream)
             sideways = _orientation(picture) >= 5
             _in_eight_bits(picture, picture.format)  # refused when a run starts, not when it is drawn from
             return (picture.width, picture.height) if sideways else (picture.height, picture.width)
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from error
-
-
-def _stream(content: Any) -> Any:
-    if isinstance(content, Stored):
-        import pyarrow
-
-        return pyarrow.BufferReader(content.data)
-    return io.BytesIO(content)
 
 
 def _open(stream: Any) -> Any:
@@ -332,7 +312,7 @@ def digest(source: Any) -> str:
     """What tells a picture from others, the same on each machine: a file's name, else what it holds."""
     if isinstance(source, File):
         return source.name
-    content = source.data if isinstance(source, Stored) else source
+    content = source
     if hasattr(content, "convert"):
         content = b"%d %d " % content.size + content.tobytes()
     elif hasattr(content, "shape"):
@@ -344,10 +324,7 @@ def encoded(source: Any) -> str:
     """A picture as text that `source_of` reads: the file's path, else base64 of its bytes."""
     if isinstance(source, File):
         return str(source.path.absolute())
-    if isinstance(source, bytes | Stored):
-        data = bytes(source.data if isinstance(source, Stored) else source)
-    else:
-        data = png(read_rgb(source))
+    data = source if isinstance(source, bytes) else png(read_rgb(source))
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 

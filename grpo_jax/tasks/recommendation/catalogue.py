@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.inputs.scanning import renamed
+from grpo_jax.rollout.prompts import rename_columns
 from grpo_jax.tasks.recommendation.reading import Problems, read_text
 
 BlankTitles = Literal["error", "keep"]
@@ -181,7 +181,7 @@ def _table(
             if len(fields) != len(header):
                 problems.add(reader.line_num, f"expected {len(header)} fields as in the header, got {len(fields)}")
                 continue
-            yield reader.line_num, renamed(dict(zip(header, fields, strict=True)), columns)
+            yield reader.line_num, rename_columns(dict(zip(header, fields, strict=True)), columns)
     except csv.Error as error:
         problems.add(reader.line_num, f"not {kind[1:].upper()} ({error})")
 

@@ -24,7 +24,7 @@ from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, shown
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_rows, row_sizes, size_of_row
-from grpo_jax.rollout.inputs.pictures import File, encoded, size_of, source_of
+from grpo_jax.rollout.inputs.pictures import File, as_text, size_of, source_of
 from grpo_jax.rollout.inputs.records import dataset_records, read_lines
 from grpo_jax.rollout.prompts import split_records
 from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
@@ -142,7 +142,7 @@ def _kept(row: Row, split: str) -> dict[str, Any]:
     """A row as a line holds it; pictures as paths, or as base64 of what is in memory."""
     line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
     if row.pictures:
-        line["pictures"] = [encoded(source) for source in row.pictures]
+        line["pictures"] = [as_text(source) for source in row.pictures]
     if row.messages:
         line["messages"] = [[message.role, list(message.parts)] for message in row.messages]
     return line

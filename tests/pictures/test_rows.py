@@ -19,7 +19,7 @@ from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.episodes import as_uint8
 from grpo_jax.rollout.inputs import pictures as sources
 from grpo_jax.rollout.inputs.encoding import prepare_rows
-from grpo_jax.rollout.inputs.pictures import File, opened, read_rgb, size_of
+from grpo_jax.rollout.inputs.pictures import File, open_picture, read_rgb, size_of
 from grpo_jax.rollout.prompts import load_prompts, make_prompt_set, split_records
 
 SEEN = picture(7)
@@ -301,7 +301,7 @@ def test_cameras_and_transparency():
     tags = Image.Exif()
     tags[0x0112] = 6  # it lies on its side
     lying = bytes_of(SEEN, "JPEG", exif=tags, quality=95)
-    assert size_of(lying) == (20, 12) and opened(lying).size == (12, 20)
+    assert size_of(lying) == (20, 12) and open_picture(lying).size == (12, 20)
     glass = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
     assert pixels(bytes_of(glass)) == [[[255, 255, 255]] * 4] * 4
     assert pixels(bytes_of(Image.new("L", (2, 1), 9))) == [[[9, 9, 9]] * 2]

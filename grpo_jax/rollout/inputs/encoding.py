@@ -25,7 +25,7 @@ from grpo_jax.models.vision.patches import Picture
 from grpo_jax.models.vision.stacking import pack_rows
 from grpo_jax.rollout.data import Row, row_sizes
 from grpo_jax.rollout.inputs.conversations import messages_of, tools_of
-from grpo_jax.rollout.inputs.pictures import read_rgb, refusal, size_of
+from grpo_jax.rollout.inputs.pictures import picture_error, read_rgb, size_of
 from grpo_jax.sampling.sampler import bucket_size
 
 TokensOf = Callable[[Row, Sequence[int]], list[int]]
@@ -268,7 +268,7 @@ def _grids(row: Row, settings: PictureSettings) -> list[tuple[int, int]]:
         try:
             grids.append(settings.grid(*size_of(source)))
         except ValueError as error:
-            raise refusal(row, place, error) from error
+            raise picture_error(row, place, error) from error
     return grids
 
 
@@ -286,7 +286,7 @@ def prepare_rows(rows: Sequence[Row], eyes: Eyes) -> list[list[Picture]]:
             try:
                 opened[id(source)] = read_rgb(source)
             except ValueError as error:
-                raise refusal(row, place, error) from error
+                raise picture_error(row, place, error) from error
     made = dict(zip(opened, eyes.prepare(list(opened.values())), strict=True))
     return [[made[id(source)] for source in row.pictures] for row in rows]
 

@@ -15,6 +15,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     programs = tempfile.mkdtemp(prefix="grpo_jax_programs_")
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
+    os.environ["HF_DATASETS_CACHE"] = os.path.join(programs, "datasets")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     if "XLA_FLAGS" not in os.environ:

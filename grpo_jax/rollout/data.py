@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -56,50 +56,30 @@ class Row:
         """What makes it another prompt than others: its text, with pictures or a conversation these too."""
         if not (self.pictures or self.messages):
             return self.prompt
-        said = [(message.role, message.parts) for message in self.messages]
-        return repr((self.prompt, said, [digest(source) for source in self.pictures]))
+        messages = [(message.role, message.parts) for message in self.messages]
+        return repr((self.prompt, messages, [digest(source) for source in self.pictures]))
 
 
-class Facts(NamedTuple):
-    """What is known of n rows without making them again.
-
-    Attributes:
-        sizes: i64 [n], bytes of their text, messages and all.
-        pictures: i64 [n], how many they show.
-        messages: i64 [n], of their conversations; 0 for a prompt alone.
-        told: bool [n], whether a system message begins them.
-    """
-
-    sizes: np.ndarray
-    pictures: np.ndarray
-    messages: np.ndarray
-    told: np.ndarray
-
-    def of(self, places: np.ndarray) -> Facts:
-        """Those of some of the rows."""
-        return Facts(*(values[places] for values in self))
+ROW_SIZES = np.dtype([(name, np.int64) for name in ("text_bytes", "pictures", "messages", "has_system")])
+"""Of a row: the bytes of its text, messages and all; its pictures; its messages, 0 for a prompt alone; whether a system
+message begins them."""
 
 
-def fact_of(row: Row) -> tuple[int, int, int, bool]:
-    """One row's entries of `Facts`."""
+def size_of_row(row: Row) -> tuple[int, int, int, int]:
+    """Return the entries of `ROW_SIZES` of a row."""
     texts = [message.text for message in row.messages] or [row.prompt]
-    told = bool(row.messages) and row.messages[0].role == "system"
-    return sum(len(text.encode()) for text in texts), len(row.pictures), len(row.messages), told
-
-
-def as_facts(table: np.ndarray) -> Facts:
-    """The entries of several rows, i64 [n, 4] or flat, as `Facts`."""
-    columns = table.reshape(-1, len(Facts._fields)).T
-    sizes, pictures, messages, told = columns
-    return Facts(sizes, pictures, messages, told.astype(bool))
+    has_system = bool(row.messages) and row.messages[0].role == "system"
+    return sum(len(text.encode()) for text in texts), len(row.pictures), len(row.messages), int(has_system)
 
 
 class Rows(Sequence[Row]):
     """Rows that are made each time they are asked for; what they are made of stays where it lies."""
 
-    def __init__(self, make: Callable[[int], Row], places: np.ndarray, facts: Facts):
-        """Rows make(place) for i64 places [n], and their facts."""
-        self.make, self.places, self.facts = make, places, facts
+    def __init__(self, make: Callable[[int], Row], places: np.ndarray, sizes: np.ndarray):
+        """Rows make(place) for i64 places [n], and their `ROW_SIZES` [n]."""
+        self.make = make
+        self.places = places
+        self.sizes = sizes
 
     def __len__(self) -> int:
         """n."""
@@ -123,24 +103,24 @@ class Rows(Sequence[Row]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def chosen(self, which: np.ndarray) -> Rows:
-        """Some of them, by place or by mask."""
-        return Rows(self.make, self.places[which], self.facts.of(which))
+    def take(self, which: np.ndarray) -> Rows:
+        """Return some of them, by place or by mask."""
+        return Rows(self.make, self.places[which], self.sizes[which])
 
     def numbered_from(self, first: int) -> Rows:
-        """They all, with ids that begin so much later."""
+        """Return them all, with ids that begin so much later."""
         make = self.make
 
-        def renamed(place: int) -> Row:
+        def renumbered(place: int) -> Row:
             row = make(place)
             return replace(row, id=row.id + first)
 
-        return Rows(renamed, self.places, self.facts)
+        return Rows(renumbered, self.places, self.sizes)
 
 
-def facts_of(rows: Sequence[Row]) -> Facts:
-    """What is known of rows; of those in memory it is looked up."""
-    return rows.facts if isinstance(rows, Rows) else as_facts(np.array([fact_of(row) for row in rows], np.int64))
+def row_sizes(rows: Sequence[Row]) -> np.ndarray:
+    """Return the `ROW_SIZES` [n] of rows, which those that lie elsewhere have at hand."""
+    return rows.sizes if isinstance(rows, Rows) else np.array([size_of_row(row) for row in rows], ROW_SIZES)
 
 
 class PromptSet(NamedTuple):
@@ -152,15 +132,14 @@ class PromptSet(NamedTuple):
 
 
 def all_rows(prompts: PromptSet) -> Rows:
-    """The rows of its parts, one part behind another."""
+    """Return the rows of its parts, one part behind another."""
     ends = np.cumsum([len(part) for part in prompts]).tolist()
 
     def make(place: int) -> Row:
         which = bisect.bisect_right(ends, place)
         return prompts[which][place - ends[which]]  # from its end
 
-    facts = [facts_of(part) for part in prompts]
-    return Rows(make, np.arange(ends[-1]), Facts(*map(np.concatenate, zip(*facts, strict=True))))
+    return Rows(make, np.arange(ends[-1]), np.concatenate([row_sizes(part) for part in prompts]))
 
 
 # ------------------------------------------------------------------------------------------------- splitting
@@ -190,17 +169,22 @@ def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
         UserError: If nothing would be left to train on.
         ValueError: If ``held_out`` is neither a count nor a share.
     """
-    keys = digests([row.key for row in rows])
-    return PromptSet(*(tuple(rows[place] for place in places) for places in split_places(keys, held_out=held_out)))
+    parts = split_places(row_digests(rows), held_out=held_out)
+    return PromptSet(*(tuple(rows[place] for place in places) for places in parts))
 
 
-def digests(keys: Sequence[str]) -> np.ndarray:
-    """SHA-256 of texts: u64 [n, 4], which compare as the bytes do."""
-    return as_digests(b"".join(hashlib.sha256(key.encode()).digest() for key in keys))
+def row_digest(row: Row) -> bytes:
+    """Return 32 bytes that tell a prompt from others."""
+    return hashlib.sha256(row.key.encode()).digest()
+
+
+def row_digests(rows: Iterable[Row]) -> np.ndarray:
+    """Return the digests of rows, u64 [n, 4], which compare as the bytes do."""
+    return as_digests(b"".join(map(row_digest, rows)))
 
 
 def as_digests(joined: bytes) -> np.ndarray:
-    """Digests of 32 bytes, one behind another, as u64 [n, 4]."""
+    """Return digests of 32 bytes, one behind another, as u64 [n, 4]."""
     return np.frombuffer(joined, ">u8").astype(np.uint64).reshape(-1, 4)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from grpo_jax.rollout.answers import Answering
 from grpo_jax.rollout.data import Row, repeat_rows
 from grpo_jax.rollout.episodes import Episode
-from grpo_jax.rollout.inputs.conversations import as_sent
+from grpo_jax.rollout.inputs.conversations import as_chat_messages
 from grpo_jax.rollout.inputs.encoding import Encoded
-from grpo_jax.rollout.inputs.pictures import opened, refusal
+from grpo_jax.rollout.inputs.pictures import open_picture, picture_error
 from grpo_jax.rollout.rewards import MESSAGES, Reward, asks, collect_rewards
 
 
@@ -98,7 +98,7 @@ def make_score(
                 for ids, text in zip(written, completions, strict=True)
             ]
         if prompts_asked:
-            columns[MESSAGES[0]] = [as_sent(row) for row in rows for _ in range(group)]
+            columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows for _ in range(group)]
         if completions_asked:
             columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
         if columns_of is not None:
@@ -125,7 +125,7 @@ def _shown(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[An
         if not drawn:
             columns |= {"images": seen, "image": [one[0] if one else None for one in seen]}
     if any(row.messages for row in rows) and not any("messages" in row.columns for row in rows):
-        columns["messages"] = [as_sent(row) for row in rows]
+        columns["messages"] = [as_chat_messages(row) for row in rows]
     return {name: [value for value in values for _ in range(group)] for name, values in columns.items()}
 
 
@@ -133,7 +133,7 @@ def _opened(row: Row) -> list[Any]:
     pictures = []
     for place, source in enumerate(row.pictures):
         try:
-            pictures.append(opened(source))
+            pictures.append(open_picture(source))
         except ValueError as error:
-            raise refusal(row, place, error) from error
+            raise picture_error(row, place, error) from error
     return pictures

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from grpo_jax.config.sections import DataSection
-from grpo_jax.errors import UserError, shown
-from grpo_jax.rollout.data import SPLITS, PromptSet, Row, Rows, check_held_out, groups_of, split_places
-from grpo_jax.rollout.inputs.files import read_records
-from grpo_jax.rollout.inputs.records import Records, in_memory
-from grpo_jax.rollout.inputs.scanning import (
-    Line,
-    Problems,
-    Scanned,
-    parse_record,
-    parsing,
-    scan,
-    scanned_rows,
+from grpo_jax.errors import UserError, said, shown
+from grpo_jax.rollout.data import (
+    RESERVED_COLUMNS,
+    ROW_SIZES,
+    SPLITS,
+    PromptSet,
+    Row,
+    Rows,
+    as_digests,
+    check_held_out,
+    groups_of,
+    row_digest,
+    row_digests,
+    row_sizes,
+    size_of_row,
+    split_places,
 )
+from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
+from grpo_jax.rollout.inputs.records import Records, in_memory, read_records
 
 TIERS = ("plain", "attributes", "crowded")
+_SHOWN_CHARACTERS = 140
+_SHOWN_PROBLEMS = 32  # problems that are put into words; the others are counted
+_NO_SPLIT = -1
+_PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text", "messages")
+"""What data sets often call their prompts."""
 
 
 def prompts_of(section: DataSection) -> PromptSet:
-    """The data set that a config names; as `load_prompts`."""
+    """Return the data set that a config names; as `load_prompts`."""
     return load_prompts(
         section.prompts,
         held_out=section.held_out,
@@ -47,7 +59,7 @@ def load_prompts(
     validation: str = "",
     test: str = "",
 ) -> PromptSet:
-    """Reads a data set.
+    """Read a data set.
 
     A ``.jsonl`` file has one object per line: ``prompt`` (text, or chat messages), optionally ``image`` or ``images``
     (docs/pictures.md), ``split`` (train, validation or test, on every line or on none), and any further columns, which
@@ -74,54 +86,23 @@ def load_prompts(
         ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
-    found = _scanned(str(path), columns)
+    train = _scan_place(str(path), columns)
     if not (validation or test):
-        return _parted(found, str(path), held_out)
-    named = {"train": found}
-    named |= {part: _scanned(place, columns) for part, place in (("validation", validation), ("test", test)) if place}
-    return _of_files(named)
-
-
-def _scanned(place: str, columns: Mapping[str, str]) -> Scanned:
-    """A data set, or a built-in list; at least one row."""
-    if place == "builtin" or place.startswith("builtin:"):
-        return scanned_rows(builtin_rows(place))
-    records = read_records(place)
-    found = scan(records, place, parsing(records.base, columns), columns)
-    if not len(found.rows):
-        raise UserError(f"{place} has no prompts: write one per line")
-    return found
-
-
-def _of_files(named: Mapping[str, Scanned]) -> PromptSet:
-    """Parts that are files of their own; ids count through."""
-    parts: dict[str, Rows] = {}
-    first, known = 0, np.empty((0, 4), np.uint64)
-    for part, (rows, keys, splits) in named.items():
-        where = "data.prompts" if part == "train" else f"data.{part}"
-        if (splits >= 0).any():
-            raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
-        ranks, _ = groups_of(np.concatenate([known, keys]))
-        same = np.flatnonzero(np.isin(ranks[len(known) :], ranks[: len(known)]))
-        if same.size:
-            example = shown(rows[int(same[0])].prompt)
-            raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
-        known = np.concatenate([known, keys])
-        parts[part] = rows.numbered_from(first)
-        first = parts[part][-1].id + 1
-    return PromptSet(*(parts.get(name, ()) for name in SPLITS))
+        return _split(train, str(path), held_out)
+    others = (("validation", validation), ("test", test))
+    return _separate_files({"train": train} | {part: _scan_place(place, columns) for part, place in others if place})
 
 
 def split_records(
-    records: Iterable[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Any]] | Records,
     *,
     held_out: int | float = 0.2,
     columns: Mapping[str, str] = MappingProxyType({}),
 ) -> PromptSet:
-    """A data set from records in memory, each what a line of a ``.jsonl`` file holds; ids are places, from 0.
+    """Make a data set from records in memory, each what a line of a ``.jsonl`` file holds; ids are places, from 0.
 
     Args:
-        records: ``{"prompt": text, column: value, …}``, on all or on none "split".
+        records: ``{"prompt": text, column: value, …}``, on all or on none "split"; or `Records` that were opened.
         held_out: As for `load_prompts`.
         columns: Likewise.
 
@@ -130,32 +111,45 @@ def split_records(
         ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
-    return split_given(in_memory([*records]), held_out=held_out, columns=columns)
-
-
-def split_given(records: Records, *, held_out: int | float, columns: Mapping[str, str]) -> PromptSet:
-    """As `split_records`, from records that were opened."""
-    check_held_out(held_out)
-    found = scan(records, "prompts", parsing(None, columns), columns)
-    if not len(found.rows):
+    opened = records if isinstance(records, Records) else in_memory([*records])
+    scanned = _scan(opened, "prompts", columns)
+    if not len(scanned.rows):
         raise UserError("prompts: expected at least one")
-    return _parted(found, "prompts", held_out)
+    return _split(scanned, "prompts", held_out)
 
 
-def _parted(found: Scanned, name: str, held_out: int | float) -> PromptSet:
-    """The parts that the rows name, or, where they name none, that are held out."""
-    if found.splits[0] < 0:
-        places = split_places(found.keys, held_out=held_out)
-    else:
-        places = tuple(np.flatnonzero(found.splits == split) for split in range(len(SPLITS)))
-    parts = PromptSet(*map(found.rows.chosen, places))
-    if not parts.train:
-        raise UserError(f'{name} has no line with "split": "train"')
-    return parts
+def make_prompt_set(
+    train: Iterable[Mapping[str, Any]],
+    validation: Iterable[Mapping[str, Any]] = (),
+    test: Iterable[Mapping[str, Any]] = (),
+) -> PromptSet:
+    """Make a data set from rows in memory, ``{"prompt": text, column: value, …}``; ids count through.
+
+    Raises:
+        UserError: If a row is bad or nothing is there to train on.
+    """
+    parts, problems, first = [], _Problems(), 0
+    for split, records in zip(SPLITS, (train, validation, test), strict=True):
+        rows = []
+        for place, record in enumerate(records):
+            try:
+                row, named = _parse(dict(record), first + place, None)
+                if named not in (None, split):
+                    raise ValueError(f'its "split" is {named}')
+            except ValueError as error:
+                problems.add(f"row {place} of {split}: {error}")
+            else:
+                rows.append(row)
+        first += len(rows)
+        parts.append(tuple(rows))
+    problems.refuse("bad prompts")
+    if not parts[0]:
+        raise UserError("no prompts to train on")
+    return PromptSet(*parts)
 
 
 def builtin_rows(name: str) -> tuple[Row, ...]:
-    """The prompts that come with the package, with their tier as a column.
+    """Return the prompts that come with the package, with their tier as a column.
 
     Args:
         name: "builtin" for all, or "builtin:TIER". A prompt has the same id in both.
@@ -177,30 +171,202 @@ def builtin_rows(name: str) -> tuple[Row, ...]:
     return tuple(row for row in rows if not tier or row.columns["tier"] == tier)
 
 
-def make_prompt_set(
-    train: Iterable[Mapping[str, Any]],
-    validation: Iterable[Mapping[str, Any]] = (),
-    test: Iterable[Mapping[str, Any]] = (),
-) -> PromptSet:
-    """A data set from rows that are already in memory, ``{"prompt": text, column: value, …}``; ids count through.
+# ------------------------------------------------------------------------------------------------------------- a row
+
+
+def rename_columns(record: dict[Any, Any], columns: Mapping[str, str]) -> dict[Any, Any]:
+    """Return a record whose columns have the names that the config gives them."""
+    if not columns:
+        return record
+    others = {name: value for name, value in record.items() if name not in columns.values()}
+    return others | {new: record[old] for new, old in columns.items() if old in record}
+
+
+def _parse(record: dict[Any, Any], number: int, base: Path | None) -> tuple[Row, str | None]:
+    """Return a record's row and split; paths of its pictures are relative to `base`.
 
     Raises:
-        UserError: If a row is bad or nothing is there to train on.
+        ValueError: Saying what is wrong with it.
     """
-    parts, problems, first = [], Problems(), 0
-    for split, rows in zip(SPLITS, (train, validation, test), strict=True):
-        part = []
-        for i, record in enumerate(rows):
-            line = parse_record(dict(record), first + i)
-            if isinstance(line, Line) and line.split not in (None, split):
-                line = f'its "split" is {line.split}'
-            if isinstance(line, Line):
-                part.append(line.row)
-            else:
-                problems.add(lambda i=i, split=split, line=line: f"row {i} of {split}: {line}")
-        first += len(part)
-        parts.append(tuple(part))
-    problems.refuse("bad prompts")
-    if not parts[0]:
-        raise UserError("no prompts to train on")
-    return PromptSet(*parts)
+    nameless = [name for name in record if not isinstance(name, str)]
+    if nameless:
+        raise ValueError(f"a column's name must be text, got {shown(nameless[0])}")
+    split = record.pop("split", None)
+    if split is not None and not (isinstance(split, str) and split in SPLITS):
+        raise ValueError(f'"split" must be one of {", ".join(SPLITS)}, got {shown(split)}')
+    if "prompt" not in record:
+        raise ValueError(f'no "prompt" (it has {", ".join(map(shown, list(record)[:3])) or "nothing"})')
+    pictures = take_pictures(record, base)
+    prompt = read_prompt(record.pop("prompt"), pictures, base)
+    clashes = [name for name in RESERVED_COLUMNS if name in record]
+    if clashes:
+        raise ValueError(f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it")
+    return Row(number, prompt.text, record, prompt.pictures, prompt.messages), split
+
+
+# --------------------------------------------------------------------------------------------------- all of the rows
+
+
+class _Scanned(NamedTuple):
+    """A data set without mistakes.
+
+    Attributes:
+        rows: n rows, made again when they are drawn.
+        digests: u64 [n, 4], of what makes them different prompts.
+        splits: i8 [n], the place of each one's part in `SPLITS`, or `_NO_SPLIT`.
+    """
+
+    rows: Rows
+    digests: np.ndarray
+    splits: np.ndarray
+
+
+class _Problems:
+    """Mistakes, counted, and the first of them in words."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.messages: list[str] = []
+
+    def add(self, message: str) -> None:
+        self.count += 1
+        if len(self.messages) < _SHOWN_PROBLEMS:
+            self.messages.append(message)
+
+    def refuse(self, subject: str) -> None:
+        """Raise UserError where there are any: one line, with as many as fit in."""
+        if not self.count:
+            return
+        listed: list[str] = []
+        for message in self.messages:
+            if listed and sum(map(len, listed)) + len(message) > _SHOWN_CHARACTERS:
+                break
+            listed.append(message if len(message) <= _SHOWN_CHARACTERS else f"{message[:_SHOWN_CHARACTERS]}…")
+        if self.count > len(listed):
+            listed.append(f"and {self.count - len(listed)} more")
+        raise UserError(f"{subject}: {self.count} bad line{'s' if self.count > 1 else ''}: {'; '.join(listed)}")
+
+
+def _scan_place(place: str, columns: Mapping[str, str]) -> _Scanned:
+    """Scan a data set, or a built-in list; it has at least one row."""
+    if place == "builtin" or place.startswith("builtin:"):
+        listed = builtin_rows(place)
+        rows = Rows(listed.__getitem__, np.arange(len(listed)), row_sizes(listed))
+        return _Scanned(rows, row_digests(listed), np.full(len(listed), _NO_SPLIT, np.int8))
+    scanned = _scan(read_records(place), place, columns)
+    if not len(scanned.rows):
+        raise UserError(f"{place} has no prompts: write one per line")
+    return scanned
+
+
+def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanned:
+    """Look at every record once; its row is made again when it is drawn.
+
+    Args:
+        records: As opened.
+        subject: What errors call the data set.
+        columns: As the config names them.
+
+    Raises:
+        UserError: There are bad ones: the first are named, all are counted.
+    """
+
+    def parse(record: dict[Any, Any] | str | None, number: int) -> tuple[Row, str | None]:
+        if not isinstance(record, dict):
+            raise ValueError(record or "gone")
+        return _parse(rename_columns(record, columns), number, records.base)
+
+    places, numbers, sizes = array("q"), array("q"), array("q")
+    digests, splits = bytearray(), array("b")
+    problems, names = _Problems(), dict[str, None]()
+    for place, (number, record) in enumerate(records.all()):
+        if record is None:
+            continue
+        if isinstance(record, dict):
+            names |= dict.fromkeys(map(str, record))
+        try:
+            row, split = parse(record, number)
+        except ValueError as error:
+            problems.add(f"{records.unit} {number}: {error}")
+            continue
+        places.append(place)
+        numbers.append(number)
+        sizes.extend(size_of_row(row))
+        digests += row_digest(row)
+        splits.append(_NO_SPLIT if split is None else SPLITS.index(split))
+    if names:
+        _check_columns(list(names), columns, subject)
+
+    def make(place: int) -> Row:
+        ((number, record),) = records.read(place, place + 1)
+        try:
+            return parse(record, number)[0]
+        except ValueError as error:
+            where = f"{said(subject)}: {records.unit} {number}"
+            raise UserError(f"{where}: {error}; it has changed since it was read") from error
+
+    rows = Rows(make, np.frombuffer(places, np.int64), np.frombuffer(sizes, ROW_SIZES))
+    scanned = _Scanned(rows, as_digests(bytes(digests)), np.frombuffer(splits, np.int8))
+    _check_splits(scanned, numbers, records.unit, problems)
+    problems.refuse(subject)
+    return scanned
+
+
+def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: str) -> None:
+    """Raise UserError where no record at all has a prompt, or a column that the config names."""
+    has = f"{said(subject)} has {shown(', '.join(names), 120)}"
+    for new, old in columns.items():
+        if old not in names:
+            raise UserError(f"data.columns.{new}: no such column, {shown(old)}; {has}")
+    if "prompt" not in columns and "prompt" not in names:
+        prompt = next((name for name in _PROMPT_COLUMNS if name in names), names[0])
+        raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {prompt}')
+
+
+def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: _Problems) -> None:
+    """Add rows without a split among rows that have one, and prompts that stand in two parts."""
+    splits = scanned.splits
+    named = np.flatnonzero(splits != _NO_SPLIT)
+    if not named.size:
+        return
+    ranks, first = groups_of(scanned.digests[named])
+    before = np.arange(len(splits))
+    before[named] = named[first][ranks]  # the first row of the same prompt
+    for place in np.flatnonzero((splits == _NO_SPLIT) | (splits != splits[before])).tolist():
+        if splits[place] == _NO_SPLIT:
+            problems.add(f'{unit} {numbers[place]}: no "split", which other {unit}s have')
+            continue
+        this, other = SPLITS[splits[place]], SPLITS[splits[before[place]]]
+        first_line = f"{unit} {numbers[before[place]]}"
+        problems.add(f"{unit} {numbers[place]}: this {this} prompt is also a {other} prompt ({first_line})")
+
+
+def _split(scanned: _Scanned, subject: str, held_out: int | float) -> PromptSet:
+    """Return the parts that the rows name, or, where they name none, that are held out."""
+    if scanned.splits[0] == _NO_SPLIT:
+        places = split_places(scanned.digests, held_out=held_out)
+    else:
+        places = tuple(np.flatnonzero(scanned.splits == split) for split in range(len(SPLITS)))
+    parts = PromptSet(*map(scanned.rows.take, places))
+    if not parts.train:
+        raise UserError(f'{subject} has no line with "split": "train"')
+    return parts
+
+
+def _separate_files(scanned: Mapping[str, _Scanned]) -> PromptSet:
+    """Return parts that are files of their own; ids count through."""
+    parts: dict[str, Rows] = {}
+    first, before = 0, np.empty((0, 4), np.uint64)
+    for part, (rows, digests, splits) in scanned.items():
+        where = "data.prompts" if part == "train" else f"data.{part}"
+        if (splits != _NO_SPLIT).any():
+            raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
+        ranks, _ = groups_of(np.concatenate([before, digests]))
+        same = np.flatnonzero(np.isin(ranks[len(before) :], ranks[: len(before)]))
+        if same.size:
+            example = shown(rows[int(same[0])].prompt)
+            raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
+        before = np.concatenate([before, digests])
+        parts[part] = rows.numbered_from(first)
+        first = parts[part][-1].id + 1
+    return PromptSet(*(parts.get(name, ()) for name in SPLITS))

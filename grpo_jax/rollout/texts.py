@@ -1,4 +1,4 @@
-"""Texts as a policy writes them: which tokens it may, what they say, and what they look like."""
+"""Completions as texts: which tokens may be written, how they are decoded, and what the texts look like."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _WORDS = re.compile(r"\w+(?:['’-]\w+)*")
 
 
 class Reading(NamedTuple):
-    """What a completion comes to: the text that is judged, and whether the policy wrote it or another stands in."""
+    """The text that is judged of a completion, and whether the policy wrote it or another stands in."""
 
     text: str
     usable: bool
 
 
 def as_written(written: str, prompt: str) -> Reading:
-    """A completion is judged as it is."""
+    """Judge a completion as it is."""
     return Reading(written, True)
 
 
 def continued(written: str, prompt: str) -> Reading:
-    """The prompt with the first line of its continuation; the prompt alone, not usable, where that says nothing."""
+    """Judge the prompt with the first line of its continuation; the prompt alone, not usable, where that is empty."""
     line = written.partition("\n")[0]
     if not any(character.isalnum() for character in line):
         return Reading(prompt, False)
@@ -44,7 +44,7 @@ def continued(written: str, prompt: str) -> Reading:
 
 
 def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray | None:
-    """The tokens a policy may write.
+    """Return the mask of the tokens that a policy may write.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
@@ -67,10 +67,10 @@ def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Seque
         raise ValueError(f"rule must be all, {', '.join(patterns)}, got {rule!r}")
     pattern = re.compile(patterns[rule])
     special = special_ids(tokenizer)
-    known = min(len(tokenizer), vocab_size)
-    texts = tokenizer.batch_decode([[i] for i in range(known)], clean_up_tokenization_spaces=False)
+    count = min(len(tokenizer), vocab_size)
+    texts = tokenizer.batch_decode([[i] for i in range(count)], clean_up_tokenization_spaces=False)
     allowed = np.zeros(vocab_size, bool)
-    allowed[:known] = [i not in special and bool(pattern.fullmatch(text)) for i, text in enumerate(texts)]
+    allowed[:count] = [i not in special and bool(pattern.fullmatch(text)) for i, text in enumerate(texts)]
     if not allowed.any():
         raise UserError(f"data.allowed_tokens = {rule}: no token of this tokenizer is allowed by it")
     allowed[list(eos_ids)] = True
@@ -85,7 +85,7 @@ def without_forbidden(
     vocab_size: int,
     eos_ids: Sequence[int],
 ) -> np.ndarray | None:
-    """The tokens that may be written, without those of data.forbidden_tokens.
+    """Take data.forbidden_tokens out of the tokens that may be written.
 
     Args:
         allowed: bool [V], of `allowed_tokens`, or None for all.
@@ -116,30 +116,24 @@ def without_forbidden(
 
 
 def policy_tokens(config: Config, loaded: Any) -> np.ndarray | None:
-    """The mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
+    """Return the mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
 
     A policy with a vision tower never writes what stands for a picture: there would be none in its place.
     """
-    allowed = allowed_tokens(
-        loaded.tokenizer, config.data.allowed_tokens, vocab_size=loaded.config.vocab_size, eos_ids=loaded.eos_ids
-    )
-    allowed = without_forbidden(
-        allowed,
-        config.data.forbidden_tokens,
-        loaded.tokenizer,
-        vocab_size=loaded.config.vocab_size,
-        eos_ids=loaded.eos_ids,
-    )
+    size = loaded.config.vocab_size
+    ends = loaded.eos_ids
+    allowed = allowed_tokens(loaded.tokenizer, config.data.allowed_tokens, vocab_size=size, eos_ids=ends)
+    forbidden = config.data.forbidden_tokens
+    allowed = without_forbidden(allowed, forbidden, loaded.tokenizer, vocab_size=size, eos_ids=ends)
     vision = getattr(loaded.config, "vision", None)
-    if vision is None:
-        return allowed
-    allowed = np.ones(loaded.config.vocab_size, bool) if allowed is None else allowed
-    allowed[list(picture_tokens(vision))] = False
+    if vision is not None:
+        allowed = np.ones(size, bool) if allowed is None else allowed
+        allowed[list(picture_tokens(vision))] = False
     return allowed
 
 
 def policy_choices(config: Config, texts: Sequence[str] | None, loaded: Any) -> Trie | None:
-    """The tree of the texts that a task lists (`tasks.task.Choices`); None where it lists none and any may be written.
+    """Return the trie of the texts that a task lists; None where it lists none and any may be written.
 
     Raises:
         UserError: A field of the config does not go with it, or a text cannot be written.
@@ -148,26 +142,26 @@ def policy_choices(config: Config, texts: Sequence[str] | None, loaded: Any) -> 
         require(config.sampling.group == "samples", "sampling.group", "samples in this task", config.sampling.group)
         return None
     data, sampling = config.data, config.sampling
-    for name, given in (
+    for name, changed in (
         ("data.allowed_tokens", data.allowed_tokens != "all"),
         ("data.forbidden_tokens", bool(data.forbidden_tokens)),
         ("sampling.stop", bool(sampling.stop)),
         ("sampling.min_new_tokens", sampling.min_new_tokens > 0),
     ):
-        require(not given, name, "its default: the task lists what may be written", "another")
+        require(not changed, name, "its default: the task lists what may be written", "another")
     gap = follows_text(config, loaded.tokenizer)
     return choices_trie(texts, loaded, gap=gap, most=sampling.max_new_tokens)
 
 
 def follows_text(config: Config, tokenizer: Any) -> bool:
-    """Whether completions stand behind plain text, and not behind a chat template's mark."""
+    """Return whether completions stand behind plain text, and not behind a chat template's mark."""
     return not getattr(tokenizer, "chat_template", None) or config.data.form != "rewrite"
 
 
 def make_decode(
     tokenizer: Any, *, form: str, read: Callable[[str, str], Reading]
 ) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, str, bool]]:
-    """decode(token ids, user's prompt) → (as written, text to judge, usable); special tokens say nothing.
+    """Return decode(token ids, user's prompt) → (as written, text to judge, usable); special tokens say nothing.
 
     Args:
         tokenizer: The policy's.
@@ -201,7 +195,7 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 def completion_statistics(
     prompts: Sequence[str], texts: Sequence[Sequence[str]], usable: Sequence[Sequence[bool]]
 ) -> dict[str, float]:
-    """What the texts of one batch look like, beside what they score: a watch on reward hacking.
+    """Measure the texts of one batch, beside what they score: a watch on reward hacking.
 
     Args:
         prompts: P texts.
@@ -228,7 +222,7 @@ def completion_statistics(
 
 
 def most_added_words(prompts: Sequence[str], texts: Sequence[str], *, top: int = 10) -> tuple[tuple[str, float], ...]:
-    """The words that rewrites add to their prompts most often, each with the share of rewrites that add it.
+    """Return the words that rewrites add to their prompts most often, each with the share of rewrites that add it.
 
     Args:
         prompts: One text for each rewrite.

@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
 from grpo_jax.rollout.drawing import Drawn, Judged, draw
-from grpo_jax.rollout.inputs.pictures import kept_column
+from grpo_jax.rollout.inputs.pictures import pictures_column
 from grpo_jax.rollout.pipeline import Place
 from grpo_jax.rollout.rollout import Rollout, collect
 from grpo_jax.runs.loop.learner import Learner, LearningBrief, led_learner
@@ -269,13 +269,13 @@ def completion_columns(parts: Parts, rollout: Rollout, advantages: np.ndarray) -
     group = len(rollout.completions[0])
     if rollout.episodes is not None:
         turns = turn_columns(rollout, environment.reward_names, environment.watch_names, advantages)
-        return turns | kept_column([rollout.rows[episode // group] for episode in turns["episode"]])
+        return turns | pictures_column([rollout.rows[episode // group] for episode in turns["episode"]])
     columns: dict[str, Any] = {
         "prompt": [row.prompt for row in rollout.rows for _ in range(group)],
         "completion": [text for texts in rollout.completions for text in texts],
         "text": [text for texts in rollout.texts for text in texts],
     }
-    columns |= kept_column([row for row in rollout.rows for _ in range(group)])
+    columns |= pictures_column([row for row in rollout.rows for _ in range(group)])
     judgement = rollout.judgement
     judged = (
         ("reward", environment.reward_names, judgement.rewards),

@@ -21,7 +21,7 @@ from grpo_jax.models import hf
 from grpo_jax.models.hf.processor import most_patches
 from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
-from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, facts_of, iterations_in_all
+from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, iterations_in_all, row_sizes
 from grpo_jax.rollout.environment import Environment, make_score
 from grpo_jax.rollout.inputs.encoding import check_tools, make_encode, tell_system_prompt
 from grpo_jax.rollout.rewards import Reward
@@ -152,7 +152,7 @@ def load_parts(
     if not config.judges:
         say("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
-    pictures = data.environment.shows_pictures or bool(facts_of(rows).pictures.any())
+    pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
     blind = config.policy.sampler_devices == "shared" or not pictures
     require(blind, "policy.sampler_devices", "shared for a policy that is shown pictures", "own")
     check_tools(config.data, rows)
@@ -348,7 +348,7 @@ def within_budget(parts: Parts, say: Say) -> Parts:
     config, training = parts.config, parts.config.training
     if training.memory_budget_gib == 0:
         return parts
-    shows = facts_of(parts.prompts.train).pictures
+    shows = row_sizes(parts.prompts.train)["pictures"]
     encoded = parts.environment.encode([parts.prompts.train[int(shows.argmax())]])
     length, shown = encoded.tokens.shape[1], _shown(parts, encoded.pictures)
     data = dataclasses.replace(config.data, max_prompt_tokens=length)

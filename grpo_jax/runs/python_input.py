@@ -23,11 +23,10 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, shown
 from grpo_jax.models.hf.chat import Message
-from grpo_jax.rollout.data import SPLITS, PromptSet, Row, Rows, all_rows, as_facts, fact_of, facts_of
-from grpo_jax.rollout.inputs.lines import read_lines
-from grpo_jax.rollout.inputs.pictures import File, Stored, encoded, size_of, source_of
-from grpo_jax.rollout.inputs.tables import records_of, tables_of
-from grpo_jax.rollout.prompts import split_given, split_records
+from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_rows, row_sizes, size_of_row
+from grpo_jax.rollout.inputs.pictures import File, as_text, size_of, source_of
+from grpo_jax.rollout.inputs.records import dataset_records, read_lines
+from grpo_jax.rollout.prompts import split_records
 from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 
@@ -109,12 +108,12 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
             "run(config, prompts=...) again (with resume=True to go on or to measure)"
         )
     records = read_lines(directory.prompts, _parsed)
-    splits, facts = array("b"), array("q")
+    splits, sizes = array("b"), array("q")
     line: Any
     for number, line in records.all():
         try:
             splits.append(SPLITS.index(line["split"]))
-            facts.extend(fact_of(_row(line)))
+            sizes.extend(size_of_row(_row(line)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = line if isinstance(line, str) else f"no row as a run keeps it, {one_line(error)}"
             raise UserError(f"{directory.prompts}, line {number}: {reason}; call run(config, prompts=...)") from error
@@ -123,8 +122,8 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
         ((_, line),) = records.read(place, place + 1)
         return _row(line)  # type: ignore[arg-type]
 
-    rows = Rows(make, np.arange(len(splits)), as_facts(np.array(facts)))
-    return PromptSet(*(rows.chosen(np.array(splits) == part) for part in range(len(SPLITS))))
+    rows = Rows(make, np.arange(len(splits)), np.frombuffer(sizes, ROW_SIZES))
+    return PromptSet(*(rows.take(np.array(splits) == part) for part in range(len(SPLITS))))
 
 
 def _parsed(text: str) -> dict[str, Any] | str:
@@ -143,7 +142,7 @@ def _kept(row: Row, split: str) -> dict[str, Any]:
     """A row as a line holds it; pictures as paths, or as base64 of what is in memory."""
     line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
     if row.pictures:
-        line["pictures"] = [encoded(source) for source in row.pictures]
+        line["pictures"] = [as_text(source) for source in row.pictures]
     if row.messages:
         line["messages"] = [[message.role, list(message.parts)] for message in row.messages]
     return line
@@ -170,18 +169,18 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
         return prompts
     how: dict[str, Any] = {"held_out": section.held_out, "columns": section.columns}
     expected = "prompts: expected a list of texts or of records {'prompt': text, column: value, …}"
-    tables = tables_of(prompts)
-    if tables is not None:  # pictures stay encoded, and where they are
-        return split_given(records_of(tables, None, "prompts"), **how)
+    records = dataset_records(prompts, "prompts")
+    if records is not None:
+        return split_records(records, **how)
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: it iterates over names of columns
         prompts = prompts.to_dict("records")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
         raise UserError(f"{expected}, got a {type(prompts).__name__}")
-    records = [{"prompt": row} if isinstance(row, str) else row for row in prompts]
-    for place, record in enumerate(records):
+    listed = [{"prompt": row} if isinstance(row, str) else row for row in prompts]
+    for place, record in enumerate(listed):
         if not isinstance(record, Mapping):
             raise UserError(f"{expected}, got a {type(record).__name__} as row {place}")
-    return split_records(records, **how)
+    return split_records(listed, **how)
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:
@@ -239,7 +238,7 @@ def _what_json_would_change(prompts: PromptSet) -> str | None:
     rows = all_rows(prompts)
     held: dict[int, Any] = {}
     size = 0
-    for place in np.flatnonzero(facts_of(rows).pictures).tolist():
+    for place in np.flatnonzero(row_sizes(rows)["pictures"]).tolist():
         new = [one for one in rows[place].pictures if not isinstance(one, File) and id(one) not in held]
         held |= {id(source): source for source in new}  # kept, so that no other gets its id
         size += sum(map(_size, new))
@@ -255,8 +254,6 @@ def _what_json_would_change(prompts: PromptSet) -> str | None:
 
 def _size(source: Any) -> int:
     """About how many bytes a picture in memory takes where it is kept."""
-    if isinstance(source, Stored):
-        return source.data.size
     if isinstance(source, bytes):
         return len(source)
     height, width = size_of(source)

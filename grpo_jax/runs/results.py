@@ -12,7 +12,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.hf.exporting import export_adapters, export_policy
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.episodes import Turn
-from grpo_jax.rollout.inputs.pictures import as_shown, eight_bits
+from grpo_jax.rollout.inputs.pictures import eight_bits, thumbnail
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
 from grpo_jax.runs.evaluation import (
@@ -229,7 +229,7 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
             before[index],
             later[index],
             {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(names)},
-            shown=[as_shown(source, _SHOWN_SIZE) for source in row.pictures],
+            shown=[thumbnail(source, _SHOWN_SIZE) for source in row.pictures],
         )
         for index, row in enumerate(rows)
     ]
@@ -259,7 +259,7 @@ def shown_episodes(parts: Parts, after: Evaluation) -> list[EpisodeEntry]:
         EpisodeEntry(
             row.prompt,
             [shown(turn) for turn in episode.turns],
-            [as_shown(source, _SHOWN_SIZE) for source in row.pictures],
+            [thumbnail(source, _SHOWN_SIZE) for source in row.pictures],
         )
         for row, episode in zip(rows, after.episodes[: len(rows)], strict=True)
     ]

@@ -12,7 +12,7 @@ from grpo_jax.config import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.inputs.conversations import as_sent
+from grpo_jax.rollout.inputs.conversations import as_chat_messages
 from grpo_jax.rollout.inputs.encoding import load_eyes, make_encode
 from grpo_jax.rollout.prompts import make_prompt_set
 
@@ -81,7 +81,7 @@ RECORDS = {
 @pytest.mark.parametrize("name", RECORDS)
 def test_tokens_and_pictures_are_the_processors(name, loaded, processor):
     (row,) = rows_of(RECORDS[name])
-    text = processor.apply_chat_template(as_sent(row), tokenize=False, add_generation_prompt=True)
+    text = processor.apply_chat_template(as_chat_messages(row), tokenize=False, add_generation_prompt=True)
     theirs = processor(text=[text], images=list(row.pictures) or None, return_tensors="pt")
     (ids,), pictures = tokens_of(loaded, RECORDS[name])
     assert ids == theirs["input_ids"][0].tolist()

@@ -10,7 +10,7 @@ from support.vision.folders import TEMPLATE, picture, seeing_folder
 from grpo_jax.config import DataSection
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import make_policy
-from grpo_jax.rollout.inputs.conversations import as_sent
+from grpo_jax.rollout.inputs.conversations import as_chat_messages
 from grpo_jax.rollout.inputs.encoding import load_eyes, make_encode
 from grpo_jax.rollout.prompts import make_prompt_set
 
@@ -52,7 +52,7 @@ def test_logits_of_rows_are_transformers(family, size, tmp_path):
         chat_template=TEMPLATE,
     )
     for row, mine in zip(rows, own, strict=True):
-        text = processor.apply_chat_template(as_sent(row), tokenize=False, add_generation_prompt=True)
+        text = processor.apply_chat_template(as_chat_messages(row), tokenize=False, add_generation_prompt=True)
         shown = [_squared(one, size) if size else one for one in row.pictures]
         batch = processor(text=[text], images=shown or None, return_tensors="pt")
         with torch.no_grad():

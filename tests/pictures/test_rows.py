@@ -19,7 +19,7 @@ from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.episodes import as_uint8
 from grpo_jax.rollout.inputs import pictures as sources
 from grpo_jax.rollout.inputs.encoding import prepare_rows
-from grpo_jax.rollout.inputs.pictures import File, Stored, opened, read_rgb, size_of
+from grpo_jax.rollout.inputs.pictures import File, open_picture, read_rgb, size_of
 from grpo_jax.rollout.prompts import load_prompts, make_prompt_set, split_records
 
 SEEN = picture(7)
@@ -112,12 +112,13 @@ def test_parquet_files(stored, tmp_path):
     assert [row.columns for row in rows] == [{"n": 1}, {"n": 2}, {"n": 3}]
     assert all(pixels(source) == pixels(SEEN) for row in rows for source in row.pictures)
     if stored == "records":
-        assert [type(row.pictures[0]) for row in (rows[0], rows[2])] == [Stored, File]
+        assert [type(row.pictures[0]) for row in (rows[0], rows[2])] == [bytes, File]
 
 
 def test_data_sets_of_hugging_face(tmp_path):
     """In memory, saved and by split; pictures stay as they are stored until they are looked at."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     from grpo_jax.runs.python_input import from_python
 
     conversation = [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "what?"}]}]
@@ -150,7 +151,7 @@ def test_data_sets_of_hugging_face(tmp_path):
         assert [[row.columns["answer"] for row in part] for part in read] == [["y", "w"], [], ["x"]]
         for part, numbers in zip(read, ([2, 0], [], [1]), strict=True):
             for row, number in zip(part, numbers, strict=True):
-                assert isinstance(row.pictures[0], Stored) and pixels(row.pictures[0]) == pixels(picture(number))
+                assert isinstance(row.pictures[0], bytes) and pixels(row.pictures[0]) == pixels(picture(number))
                 assert row.messages == (Message("user", (None, "what?", str(number))),)
     whole = load_prompts(tmp_path / "whole", held_out=0).train
     assert [row.id for row in whole] == [0, 1, 2, 3] and pixels(whole[3].pictures[0]) == pixels(picture(3))
@@ -300,7 +301,7 @@ def test_cameras_and_transparency():
     tags = Image.Exif()
     tags[0x0112] = 6  # it lies on its side
     lying = bytes_of(SEEN, "JPEG", exif=tags, quality=95)
-    assert size_of(lying) == (20, 12) and opened(lying).size == (12, 20)
+    assert size_of(lying) == (20, 12) and open_picture(lying).size == (12, 20)
     glass = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
     assert pixels(bytes_of(glass)) == [[[255, 255, 255]] * 4] * 4
     assert pixels(bytes_of(Image.new("L", (2, 1), 9))) == [[[9, 9, 9]] * 2]

@@ -10,7 +10,7 @@ from PIL import Image
 
 from grpo_jax.reports.completions import read_completions, spread
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.inputs.pictures import File, kept_column
+from grpo_jax.rollout.inputs.pictures import File, pictures_column
 from grpo_jax.runs.directory import RunDirectory
 
 
@@ -113,7 +113,7 @@ def test_pictures_of_prompts_stand_there_once(tmp_path):
     (tmp_path / "broken.png").write_bytes(b"nothing")
     files = [File(tmp_path / name, name) for name in ("large.png", "broken.png")]
     rows = [Row(0, "a", {}, (small,)), Row(1, "b", {}, tuple(files)), Row(2, "c", {})]
-    write(tmp_path, 1, ["a", "b", "c"], **kept_column([row for row in rows for _ in range(2)]))
+    write(tmp_path, 1, ["a", "b", "c"], **pictures_column([row for row in rows for _ in range(2)]))
     data = read_completions(tmp_path / "completions").data
     assert data["pictures"] == [[0], [0], [1, 2], [1, 2], [], []] and data["images"][2] == "broken.png"
     sizes = [Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))).size for image in data["images"][:2]]
@@ -124,7 +124,7 @@ def test_groups_of_one_prompt_are_told_apart_by_their_pictures(tmp_path):
     pictures = [Image.new("RGB", (8, 8), (place * 9, 0, 0)) for place in range(20)]
     rows = [Row(place, "draw it", {}, (picture,)) for place, picture in enumerate(pictures) for _ in range(3)]
     for step in (1, 2):
-        write(tmp_path, step, ["draw it"] * 20, group=3, length=300, **kept_column(rows))
+        write(tmp_path, step, ["draw it"] * 20, group=3, length=300, **pictures_column(rows))
     data = read_completions(tmp_path / "completions", megabytes=0.03).data
     shown = [place for (place,) in data["pictures"]]
     assert 3 < len(shown) < 60 and all(shown.count(place) % 3 == 0 for place in shown)

@@ -45,7 +45,8 @@ def written(folder, kind):
     elif kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
     else:
-        datasets = pytest.importorskip("datasets")
+        import datasets
+
         if kind == "hub":
             written(folder, "jsonl").rename(folder / "train.jsonl")
             return f"hub:{folder}"
@@ -55,15 +56,34 @@ def written(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet", "saved", "hub"])
-def test_every_kind_of_data_gives_the_same_rows(kind, tmp_path, monkeypatch):
-    if kind == "hub":
-        config = pytest.importorskip("datasets").config
-        monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_every_kind_of_data_gives_the_same_rows(kind, tmp_path):
     rows = load_prompts(written(tmp_path, kind), held_out=0, columns=COLUMNS).train
     assert [(row.prompt, row.columns) for row in rows] == [
         (record["question"], {"answer": record["solution"]}) for record in RECORDS
     ]
     assert len({row.id for row in rows}) == len(rows)
+
+
+def test_values_without_a_type_of_their_own_are_values_again(tmp_path):
+    import datasets
+
+    parts = [{"type": "text", "text": "b"}]
+    records = [{"prompt": [{"role": "user", "content": text}], "wish": text} for text in ("a", parts)]
+    datasets.Dataset.from_list(records, on_mixed_types="use_json").save_to_disk(tmp_path / "saved")
+    rows = load_prompts(tmp_path / "saved", held_out=0).train
+    assert [(row.prompt, row.columns["wish"]) for row in rows] == [("a", "a"), ("b", parts)]
+
+
+def test_a_parquet_file_of_any_name_that_changes_or_is_broken(tmp_path):
+    path = tmp_path / "odd [a] *x.parquet"
+    for number in range(2):
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": [f"p{number}"]}), path)
+        assert load_prompts(path, held_out=0).train[0].prompt == f"p{number}"
+    path.write_bytes(b"PAR1 nonsense")
+    for name, reason in (("odd [a] *x.parquet", "Parquet magic bytes"), ("none.parquet", "Unable to find")):
+        with pytest.raises(UserError, match=f"cannot be loaded: {reason}") as error:
+            load_prompts(tmp_path / name)
+        assert "\n" not in str(error.value)
 
 
 def test_empty_cells_are_no_values_and_blank_lines_no_rows(tmp_path):
@@ -95,15 +115,12 @@ def test_what_the_data_calls_otherwise_is_named_by_the_config(tmp_path):
     ],
 )
 def test_names_of_the_hub_that_lead_nowhere(place, message):
-    pytest.importorskip("datasets")
     with pytest.raises(UserError, match=message) as raised:
         load_prompts(place)
     assert "\n" not in str(raised.value)
 
 
-def test_no_code_of_a_data_set_runs(tmp_path, monkeypatch):
-    config = pytest.importorskip("datasets").config
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_no_code_of_a_data_set_runs(tmp_path):
     folder = tmp_path / "sums"
     folder.mkdir()
     (folder / "sums.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

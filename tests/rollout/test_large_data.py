@@ -16,8 +16,8 @@ from support.tiny_models import chat_tokenizer
 
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import SPLITS, Row, Rows, all_rows, epoch_order, facts_of, further_batch_at
-from grpo_jax.rollout.inputs import encoding, lines
+from grpo_jax.rollout.data import SPLITS, Row, Rows, all_rows, epoch_order, further_batch_at, row_sizes
+from grpo_jax.rollout.inputs import encoding, records
 from grpo_jax.rollout.inputs.encoding import make_encode, plain_rows
 from grpo_jax.rollout.prompts import load_prompts, split_records
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
@@ -41,7 +41,8 @@ def test_rows_are_made_when_they_are_drawn(kind, tmp_path):
 
 
 def test_a_data_set_given_in_python_is_drawn_from_its_table(tmp_path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     from grpo_jax.runs.directory import RunDirectory
 
     table = datasets.Dataset.from_dict({"prompt": [f"{i} trees" for i in range(40)], "answer": [*range(40)]})
@@ -73,21 +74,20 @@ def test_parts_are_those_of_a_slow_loop_over_lists(held_out):
     assert all([row.id for row in part] == sorted(row.id for row in part) for part in parts)
 
 
-@given(st.lists(st.sampled_from([b"a", b"bc", b" ", b"\n", b"\r", b"\r\n"]), max_size=30), st.integers(1, 7))
-def test_lines_are_those_of_python(tmp_path_factory, pieces, window):
+@given(st.lists(st.sampled_from([b"a", b"bc", b" ", b"\n", b"\r", b"\r\n"]), max_size=30), st.booleans())
+def test_lines_are_those_of_python(tmp_path_factory, pieces, mapped):
     content = b"".join(pieces)
     path = tmp_path_factory.mktemp("lines") / "p.txt"
     path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "_WINDOW", window)
-        patch.setattr(lines, "_MAPPED", max(len(content) - 1, 0) if window % 2 else 2**26)  # mapped, and copied
-        found = [(number, record) for number, record in lines.read_text(path).all() if record is not None]
+        patch.setattr(records, "_MAPPED", max(len(content) - 1, 0) if mapped else 2**26)
+        found = [(number, record) for number, record in records.read_records(str(path)).all() if record is not None]
     expected = [(n, line.strip().decode()) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
     assert found == [(number, {"prompt": text}) for number, text in expected]
 
 
 def test_a_mapped_file_that_changes_names_the_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "_MAPPED", 0)
+    monkeypatch.setattr(records, "_MAPPED", 0)
     path = written(tmp_path, "jsonl")
     rows = load_prompts(path, held_out=0, columns=COLUMNS).train
     text = path.read_bytes()
@@ -166,13 +166,12 @@ def word_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_facts_of_rows_in_memory_and_of_those_that_lie_elsewhere():
+def test_sizes_of_rows_in_memory_and_of_those_that_lie_elsewhere():
     talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "été"}]
-    records = [{"prompt": "ab"}, {"prompt": talk}, {"prompt": talk[1:]}]
-    parts = split_records(records, held_out=0)
+    parts = split_records([{"prompt": "ab"}, {"prompt": talk}, {"prompt": talk[1:]}], held_out=0)
     assert isinstance(parts.train, Rows)
-    for facts in (parts.train.facts, facts_of([*parts.train]), all_rows(parts).facts):
-        assert [column.tolist() for column in facts] == [[2, 10, 5], [0, 0, 0], [0, 2, 1], [False, True, False]]
+    for sizes in (parts.train.sizes, row_sizes([*parts.train]), all_rows(parts).sizes):
+        assert sizes.tolist() == [(2, 0, 0, 0), (10, 0, 2, 1), (5, 0, 1, 0)]
     assert [*all_rows(parts._replace(test=parts.train))] == [*parts.train, *parts.train]
 
 

@@ -25,9 +25,9 @@ from grpo_jax.models.hf.chat import (
 from grpo_jax.models.hf.processor import PictureSettings, make_prepare, read_settings
 from grpo_jax.models.vision.patches import Picture
 from grpo_jax.models.vision.stacking import pack_rows
-from grpo_jax.rollout.data import Facts, Row, facts_of
+from grpo_jax.rollout.data import Row, row_sizes
 from grpo_jax.rollout.inputs.conversations import messages_of, tools_of
-from grpo_jax.rollout.inputs.pictures import read_rgb, refusal, size_of
+from grpo_jax.rollout.inputs.pictures import picture_error, read_rgb, size_of
 from grpo_jax.sampling.sampler import bucket_size
 
 TokensOf = Callable[[Row, Sequence[int]], list[int]]
@@ -112,8 +112,8 @@ def make_encode(
         UserError: A prompt is longer than data.max_prompt_tokens, or than the context leaves room for; the prompts
             leave no tokens, or all the same; a picture cannot be used, or as `conversation_encoder`.
     """
-    facts = facts_of(rows)
-    some = bool(facts.pictures.any())
+    sizes = row_sizes(rows)
+    some = bool(sizes["pictures"].any())
     if some and eyes is None:
         raise UserError(_BLIND)
     seeing = eyes() if some and eyes is not None else None
@@ -144,7 +144,7 @@ def make_encode(
 
     longest, slots, patches = 1, 0, 0
     first: list[tuple[Row, list[int]]] = []
-    for place in _measured(facts, tokens_of, section):
+    for place in _measured(sizes, tokens_of, section):
         row = rows[place]
         grids = [] if seeing is None else _grids(row, seeing.settings)
         ids = checked(row, grids)
@@ -208,9 +208,9 @@ def _plain(row: Row) -> str:
     return " ".join(unicodedata.normalize("NFKC", " ".join(said)).casefold().split())
 
 
-def _measured(facts: Facts, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
+def _measured(sizes: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
     """The places of rows that are encoded beforehand: no tokenizer makes more tokens of a text than it has bytes."""
-    count = len(facts.sizes)
+    count = len(sizes)
     if count <= _LONGEST or isinstance(section.tools, str):  # a column's tools are no part of the text
         return range(count)
     try:
@@ -218,9 +218,9 @@ def _measured(facts: Facts, tokens_of: TokensOf, section: DataSection) -> Sequen
     except UserError:  # a template that takes no prompt by itself
         frame = section.max_prompt_tokens
     repeats = max(1, section.instruction.count("{prompt}"))
-    most = facts.sizes * repeats + frame * np.maximum(facts.messages, 1)
-    looked_at = (most > section.max_prompt_tokens) | (facts.pictures > 0)
-    looked_at[np.argsort(-facts.sizes, kind="stable")[:_LONGEST]] = True
+    most = sizes["text_bytes"] * repeats + frame * np.maximum(sizes["messages"], 1)
+    looked_at = (most > section.max_prompt_tokens) | (sizes["pictures"] > 0)
+    looked_at[np.argsort(-sizes["text_bytes"], kind="stable")[:_LONGEST]] = True
     return np.flatnonzero(looked_at).tolist()
 
 
@@ -294,7 +294,7 @@ def tell_system_prompt(
         return
     if section.enable_thinking and not knows_option(tokenizer, "enable_thinking"):
         say("template", "has no switch for thinking: data.enable_thinking changes nothing")
-    if section.system_prompt or facts_of(rows).told.all():
+    if section.system_prompt or row_sizes(rows)["has_system"].all():
         return
     told = default_system_prompt(tokenizer, **section.template_options)
     if told:
@@ -333,7 +333,7 @@ def _grids(row: Row, settings: PictureSettings) -> list[tuple[int, int]]:
         try:
             grids.append(settings.grid(*size_of(source)))
         except ValueError as error:
-            raise refusal(row, place, error) from error
+            raise picture_error(row, place, error) from error
     return grids
 
 
@@ -351,7 +351,7 @@ def prepare_rows(rows: Sequence[Row], eyes: Eyes) -> list[list[Picture]]:
             try:
                 opened[id(source)] = read_rgb(source)
             except ValueError as error:
-                raise refusal(row, place, error) from error
+                raise picture_error(row, place, error) from error
     made = dict(zip(opened, eyes.prepare(list(opened.values())), strict=True))
     return [[made[id(source)] for source in row.pictures] for row in rows]
 

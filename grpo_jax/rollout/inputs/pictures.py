@@ -1,7 +1,4 @@
-"""Pictures of a data set: where they are, opened with care, and never sooner than they are needed.
-
-A picture of a row is a `File`, bytes, a `Stored` cell of a table, or in memory: Pillow's, a NumPy or a torch array.
-"""
+"""Pictures of a data set: where they are, opened with care, and never sooner than they are needed."""
 
 from __future__ import annotations
 
@@ -16,11 +13,17 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from grpo_jax.errors import UserError, one_line, said, shown
+
+if TYPE_CHECKING:
+    import pyarrow
+    from PIL.Image import Image
+
+    from grpo_jax.rollout.data import Row
 
 MOST_PIXELS = 89_478_485
 """Pixels of a picture that is read at most, as Pillow has it: files beyond are mistakes, or made to fill memory."""
@@ -30,8 +33,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MARGIN = 0.25
 """How far the floats of a picture may lie outside [0, 1], where filters overshoot; what lies outside is cut off."""
 
-_NAMED = 80  # characters of a file's name in an error
-_SMALL = 128  # pixels of a side of a picture that is kept beside a run's completions
+_NAME_CHARACTERS = 80  # of a file's name in an error
+_STORED_PIXELS = 128  # along the longer side of a picture that is kept beside a run's completions
 
 _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk|SUkq|TU0A)[A-Za-z0-9+/=\s]{40,}")
 _WEB = re.compile(r"^(?:https?|ftp|s3|gs|hf)://", re.IGNORECASE)
@@ -44,20 +47,12 @@ class File(NamedTuple):
     name: str
 
 
-class Stored(NamedTuple):
-    """A picture's bytes in a column of a table, which may lie on disk."""
-
-    column: Any
-    row: int
-
-    @property
-    def data(self) -> Any:
-        """Its bytes, without a copy."""
-        return self.column[self.row].as_buffer()
+Source = Any
+"""A picture of a row: a `File`, bytes of one, or in memory: Pillow's, a NumPy or a torch array."""
 
 
-def source_of(value: Any, base: Path | None) -> Any:
-    """What a data set holds in the place of a picture, as a source.
+def source_of(value: Any, base: Path | None) -> Source:
+    """Read what a data set holds in the place of a picture.
 
     Args:
         value: A path; base64 text or a data URL; bytes; {"bytes": …, "path": …} as Hugging Face datasets have it;
@@ -68,8 +63,13 @@ def source_of(value: Any, base: Path | None) -> Any:
         ValueError: It is no picture, or its file does not exist.
     """
     if isinstance(value, Mapping):
-        return source_of(_inner(value), base)
-    if isinstance(value, File | Stored):
+        # The bytes before the path, which may name a file of another machine.
+        held = (value.get(name) for name in ("bytes", "base64", "image", "url", "path"))
+        inner = next((one for one in held if one is not None), None)
+        if inner is None:
+            raise ValueError(f'a picture as {{…}} needs "bytes" or "path", got {shown(dict(value), 40)}')
+        return source_of(inner, base)
+    if isinstance(value, File):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
         if not len(value):
@@ -87,15 +87,7 @@ def source_of(value: Any, base: Path | None) -> Any:
     raise ValueError(f"a picture is given as a path, as base64 text or as {{'bytes': …}}, got {shown(value, 40)}")
 
 
-def _inner(value: Mapping[str, Any]) -> Any:
-    """The picture of a mapping: its bytes before its path, which may name a file of another machine."""
-    for name in ("bytes", "base64", "image", "url", "path"):
-        if value.get(name) is not None:
-            return value[name]
-    raise ValueError(f'a picture as {{…}} needs "bytes" or "path", got {shown(dict(value), 40)}')
-
-
-def _from_text(text: str, base: Path | None) -> Any:
+def _from_text(text: str, base: Path | None) -> File | bytes:
     if text.startswith("data:"):
         head, _, data = text.partition(",")
         if not head.endswith(";base64"):
@@ -140,8 +132,8 @@ def _check_array(value: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------- opening
 
 
-def opened(source: Any) -> Any:
-    """A picture of Pillow, the right way up; its pixels are read when they are first looked at, where it is a file.
+def open_picture(source: Source) -> Image:
+    """Open a picture with Pillow, the right way up; pixels of a file are read when they are first looked at.
 
     Raises:
         ValueError: It is broken, moving, of several pages, too large, or no picture.
@@ -157,19 +149,19 @@ def opened(source: Any) -> Any:
         content = source.path.read_bytes() if isinstance(source, File) else source
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from error
-    with _failures_told():
-        picture = _open(_stream(content))
+    with _pillow_errors():
+        picture = _open(io.BytesIO(content))
         upright = ImageOps.exif_transpose(picture) if _orientation(picture) != 1 else picture
         return _in_eight_bits(upright, picture.format)
 
 
-def size_of(source: Any) -> tuple[int, int]:
-    """Height and width of a picture, from the beginning of its file where it is one; raises as `opened`."""
+def size_of(source: Source) -> tuple[int, int]:
+    """Return height and width of a picture, of a file from its beginning; raises as `open_picture`."""
     if hasattr(source, "shape") or hasattr(source, "convert"):
-        picture = opened(source)
+        picture = open_picture(source)
         return picture.height, picture.width
     try:
-        with source.path.open("rb") if isinstance(source, File) else _stream(source) as stream, _failures_told():
+        with source.path.open("rb") if isinstance(source, File) else io.BytesIO(source) as stream, _pillow_errors():
             picture = _open(stream)
             sideways = _orientation(picture) >= 5
             _in_eight_bits(picture, picture.format)  # refused when a run starts, not when it is drawn from
@@ -178,15 +170,7 @@ def size_of(source: Any) -> tuple[int, int]:
         raise ValueError(f"it cannot be read ({error.strerror})") from error
 
 
-def _stream(content: Any) -> Any:
-    if isinstance(content, Stored):
-        import pyarrow
-
-        return pyarrow.BufferReader(content.data)
-    return io.BytesIO(content)
-
-
-def _open(stream: Any) -> Any:
+def _open(stream: BinaryIO) -> Image:
     from PIL import Image
 
     picture = Image.open(stream, formats=FORMATS)
@@ -195,8 +179,8 @@ def _open(stream: Any) -> Any:
 
 
 @contextmanager
-def _failures_told() -> Iterator[None]:
-    """Makes what Pillow raises, and warns of, a ValueError that says what is wrong with a picture."""
+def _pillow_errors() -> Iterator[None]:
+    """Turn what Pillow raises, and warns of, into a ValueError that says what is wrong with a picture."""
     from PIL import Image, UnidentifiedImageError
 
     logger = logging.getLogger("PIL")  # it also tells of them, line by line
@@ -225,26 +209,27 @@ class _RefusedError(ValueError):
 _TOO_LARGE = f"it has more than {MOST_PIXELS:,} pixels, the most that are read: make it smaller"
 
 
-def _check_opened(picture: Any) -> None:
+def _check_opened(picture: Image) -> None:
     if picture.width * picture.height > MOST_PIXELS:
         raise _RefusedError(_TOO_LARGE)
     kind = getattr(picture, "format", None)
     if getattr(picture, "is_animated", False) and kind != "MPO":  # a camera's: the first is the picture
         what = "pages" if kind == "TIFF" else "frames"
-        raise _RefusedError(f"it has {picture.n_frames} {what}, and a prompt takes still pictures: keep one of them")
+        count = getattr(picture, "n_frames", "several")
+        raise _RefusedError(f"it has {count} {what}, and a prompt takes still pictures: keep one of them")
 
 
-def _orientation(picture: Any) -> int:
-    """A camera's note on how a picture lies, 1 upright; asking a PNG that begins without one would read it all."""
+def _orientation(picture: Image) -> int:
+    """Return a camera's note on how a picture lies, 1 upright."""
     from PIL import ExifTags
 
-    if picture.format == "PNG" and "exif" not in picture.info:
+    if picture.format == "PNG" and "exif" not in picture.info:  # asking would read all of it
         return 1
     noted = picture.getexif().get(ExifTags.Base.Orientation, 1)
     return noted if noted in range(1, 9) else 1
 
 
-def _from_array(array: Any) -> Any:
+def _from_array(array: Any) -> Image:
     from PIL import Image
 
     if hasattr(array, "detach"):
@@ -259,7 +244,7 @@ _VALUES = "uint8, uint16 (to 65535) or floats in [0, 1]"
 
 
 def eight_bits(values: np.ndarray) -> np.ndarray:
-    """The values of a picture as uint8, by the range of their type: of uint16 all of it, of floats [0, 1].
+    """Return the values of a picture as uint8, by the range of their type: of uint16 all of it, of floats [0, 1].
 
     Raises:
         ValueError: They are of another type, floats of another range, or no numbers.
@@ -279,8 +264,8 @@ def eight_bits(values: np.ndarray) -> np.ndarray:
     return np.round(np.clip(values, 0, 1) * 255).astype(np.uint8)
 
 
-def _in_eight_bits(picture: Any, kind: str | None = None) -> Any:
-    """A picture of Pillow with 8 bits for each channel; `kind` is its file's format.
+def _in_eight_bits(picture: Image, kind: str | None = None) -> Image:
+    """Return a picture with 8 bits for each channel; `kind` is its file's format.
 
     Pillow itself cuts 16-bit, 32-bit and float values off at 255, which makes them white or black.
     """
@@ -294,16 +279,16 @@ def _in_eight_bits(picture: Any, kind: str | None = None) -> Any:
     return Image.fromarray(eight_bits(values))
 
 
-def read_rgb(source: Any) -> Any:
-    """A picture of Pillow in RGB, all pixels read; what is transparent is on white, as the processor has it.
+def read_rgb(source: Source) -> Image:
+    """Return a picture in RGB, all pixels read; what is transparent is on white, as the processor has it.
 
     Raises:
-        ValueError: As `opened`.
+        ValueError: As `open_picture`.
     """
     from PIL import Image
 
-    picture = opened(source)
-    with _failures_told():
+    picture = open_picture(source)
+    with _pillow_errors():
         if "A" in picture.getbands() or picture.info.get("transparency") is not None:
             picture = picture.convert("RGBA")
             white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
@@ -311,62 +296,54 @@ def read_rgb(source: Any) -> Any:
         return picture.convert("RGB")
 
 
-def named(source: Any) -> str:
-    """What an error calls a picture: its file, of a long name the end; or nothing."""
-    if not isinstance(source, File):
-        return ""
-    return said(source.name if len(source.name) <= _NAMED else f"…{source.name[1 - _NAMED :]}", _NAMED)
-
-
-def refusal(row: Any, place: int, reason: object) -> UserError:
-    """The line for a picture of a row that cannot be used."""
-    name = named(row.pictures[place])
+def picture_error(row: Row, place: int, reason: object) -> UserError:
+    """Return the error for a picture of a row that cannot be used: its file by name, of a long one the end."""
+    source = row.pictures[place]
     which = f"picture {place + 1}" if len(row.pictures) > 1 else "picture"
-    return UserError(f"row {row.id}, {which}{f' {name}' if name else ''}: {reason}")
+    if isinstance(source, File):
+        name = source.name if len(source.name) <= _NAME_CHARACTERS else f"…{source.name[1 - _NAME_CHARACTERS :]}"
+        which = f"{which} {said(name, _NAME_CHARACTERS)}"
+    return UserError(f"row {row.id}, {which}: {reason}")
 
 
-# --------------------------------------------------------------------------------------------------- what they are
+# ----------------------------------------------------------------------------------------------------- in other forms
 
 
-def digest(source: Any) -> str:
-    """What tells a picture from others, the same on each machine: a file's name, else what it holds."""
+def digest(source: Source) -> str:
+    """Return what tells a picture from others, the same on each machine: a file's name, else a hash of its content."""
     if isinstance(source, File):
         return source.name
-    content = source.data if isinstance(source, Stored) else source
-    if hasattr(content, "convert"):
-        content = b"%d %d " % content.size + content.tobytes()
-    elif hasattr(content, "shape"):
-        content = opened(content).tobytes() + repr(tuple(content.shape)).encode()
-    return hashlib.sha256(content).hexdigest()
+    if hasattr(source, "convert"):
+        source = b"%d %d " % source.size + source.tobytes()
+    elif hasattr(source, "shape"):
+        source = open_picture(source).tobytes() + repr(tuple(source.shape)).encode()
+    return hashlib.sha256(source).hexdigest()
 
 
-def encoded(source: Any) -> str:
-    """A picture as text that `source_of` reads: the file's path, else base64 of its bytes."""
+def as_text(source: Source) -> str:
+    """Return a picture as text that `source_of` reads: the file's path, else base64 of its bytes."""
     if isinstance(source, File):
         return str(source.path.absolute())
-    if isinstance(source, bytes | Stored):
-        data = bytes(source.data if isinstance(source, Stored) else source)
-    else:
-        data = png(read_rgb(source))
+    data = source if isinstance(source, bytes) else png(read_rgb(source))
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def png(picture: Any) -> bytes:
-    """PNG bytes of a Pillow picture."""
+def png(picture: Image) -> bytes:
+    """Return the PNG bytes of a picture."""
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
-def as_shown(source: Any, most: int) -> np.ndarray:
-    """A picture as reports show it: uint8 [H, W, 3], no side above `most` pixels."""
+def thumbnail(source: Source, size: int) -> np.ndarray:
+    """Return a picture as reports show it: uint8 [H, W, 3], no side above `size` pixels."""
     picture = read_rgb(source)
-    picture.thumbnail((most, most))
+    picture.thumbnail((size, size))
     return np.asarray(picture)
 
 
-def kept_column(rows: Sequence[Any]) -> dict[str, Any]:
-    """The pictures of rows as {"pictures": a column of an Arrow table}; nothing where there are none.
+def pictures_column(rows: Sequence[Row]) -> dict[str, pyarrow.Array]:
+    """Return the pictures of rows as {"pictures": a column of an Arrow table}; nothing where there are none.
 
     As Hugging Face's data sets have them, {bytes, path}: a file by its path, any other picture as a small PNG.
 
@@ -377,14 +354,14 @@ def kept_column(rows: Sequence[Any]) -> dict[str, Any]:
 
     if not any(row.pictures for row in rows):
         return {}
+
+    def stored(source: Source) -> dict[str, Any]:
+        if isinstance(source, File):
+            return {"bytes": None, "path": str(source.path)}
+        picture = read_rgb(source)
+        picture.thumbnail((_STORED_PIXELS, _STORED_PIXELS))
+        return {"bytes": png(picture), "path": None}
+
     kind = pyarrow.list_(pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
-    kept = {id(row): [_reference(source) for source in row.pictures] for row in {id(row): row for row in rows}.values()}
-    return {"pictures": pyarrow.array([kept[id(row)] for row in rows], kind)}
-
-
-def _reference(source: Any) -> dict[str, Any]:
-    if isinstance(source, File):
-        return {"bytes": None, "path": str(source.path)}
-    picture = read_rgb(source)
-    picture.thumbnail((_SMALL, _SMALL))
-    return {"bytes": png(picture), "path": None}
+    columns = {id(row): [stored(source) for source in row.pictures] for row in {id(row): row for row in rows}.values()}
+    return {"pictures": pyarrow.array([columns[id(row)] for row in rows], kind)}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from grpo_jax.config.files import read_bytes
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.inputs.scanning import renamed
+from grpo_jax.rollout.prompts import rename_columns
 
 _SHOWN = 6
 _MOST_BYTES = 2**32  # of a table of events, which is read whole
@@ -241,7 +241,7 @@ def _table(
             if len(fields) != len(header):
                 problems.add(reader.line_num, f"expected {len(header)} fields as in the header, got {len(fields)}")
                 continue
-            yield reader.line_num, renamed(dict(zip(header, fields, strict=True)), columns)
+            yield reader.line_num, rename_columns(dict(zip(header, fields, strict=True)), columns)
     except csv.Error as error:
         problems.add(reader.line_num, f"not {kind[1:].upper()} ({error})")
 

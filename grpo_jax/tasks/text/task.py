@@ -11,7 +11,7 @@ from grpo_jax.config.fields import may_change, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import all_rows, facts_of
+from grpo_jax.rollout.data import all_rows, row_sizes
 from grpo_jax.rollout.episodes import Respond
 from grpo_jax.rollout.isolated import ENVIRONMENT, isolate_environment
 from grpo_jax.rollout.prompts import prompts_of
@@ -54,7 +54,7 @@ class Text(Task):
         section = config.data
         if not os.path.exists(section.prompts):
             return 0, 0
-        return int(facts_of(all_rows(prompts_of(section))).pictures.max()), 0
+        return int(row_sizes(all_rows(prompts_of(section)))["pictures"].max()), 0
 
     def load(self, setup: TaskSetup) -> TaskData:
         """The prompts."""

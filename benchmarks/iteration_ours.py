@@ -9,10 +9,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
-from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
-from grpo_jax.models.vision.patches import Picture, pack_pictures
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.policy import make_policy
+from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.vision.pictures import Picture, pack_pictures
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import Objectives

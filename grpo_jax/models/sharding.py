@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_jax.models.families import FAMILIES
 from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.tower import TOWERS
 
 FSDP, TENSOR = "fsdp", "tensor"

@@ -17,8 +17,7 @@ import numpy as np
 from grpo_jax.config.run import Config
 from grpo_jax.models.quantised import count_weights
 from grpo_jax.models.sharding import gather
-from grpo_jax.models.value_head import VALUE
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.variables import VALUE, VISUAL
 from grpo_jax.rollout.turns import IN_FLIGHT
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.sampler import bucket_size, make_sampler

@@ -18,7 +18,7 @@ from grpo_jax.config.run import POLICY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.hf.processor import most_patches
+from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
 from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, facts_of, iterations_in_all

@@ -17,14 +17,11 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, said
 from grpo_jax.models import hf
-from grpo_jax.models.adapters import first_adapters, lora_config, needs_tower
-from grpo_jax.models.decoder import make_policy, precision_of
 from grpo_jax.models.new import write_policy
+from grpo_jax.models.policy import first_adapters, lora_config, make_policy, needs_tower, precision_of
 from grpo_jax.models.quantised import count_weights, quantise
 from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
-from grpo_jax.models.value_head import VALUE, init_value_head
-from grpo_jax.models.vision.pictures import VISUAL
-from grpo_jax.models.vision.tower import with_tower
+from grpo_jax.models.variables import VALUE, VISUAL, init_value_head, with_tower
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.training.state import trained_collections
@@ -37,7 +34,7 @@ class Policy(NamedTuple):
     """A policy as a run uses it.
 
     Attributes:
-        functions: Its pure functions (`models.decoder.Policy`).
+        functions: Its pure functions (`models.policy.Policy`).
         loaded: Its folder as read, without the weights: decoder config, tokenizer, special ids.
         lora: Adapters' config, or None.
         variables: The start, on the devices.

@@ -12,8 +12,8 @@ from grpo_jax.config import Config
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError
 from grpo_jax.models.sharding import gather
-from grpo_jax.models.vision.patches import pack_pictures, same_size
-from grpo_jax.models.vision.pictures import VISUAL, Pictures
+from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.vision.pictures import Pictures, pack_pictures, same_size
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.inputs.encoding import Eyes, load_eyes, prepare_rows
 from grpo_jax.rollout.inputs.pictures import source_of

@@ -13,7 +13,7 @@ import numpy as np
 from grpo_jax.config import Config
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
-from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.rollout.answers import prepared
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at

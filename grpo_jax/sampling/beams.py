@@ -29,7 +29,7 @@ from grpo_jax.core.trie import (
     widest_below,
 )
 from grpo_jax.models.cache import Cache
-from grpo_jax.models.decoder import Policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.sampling.writing import Samples
@@ -62,7 +62,7 @@ def make_beam_sampler(
 
     Args:
         policy: Has `prefill`, `unstack`, `decode`, `init_cache`, `head` and `logits`, as of
-            `grpo_jax.models.decoder.Policy`.
+            `grpo_jax.models.policy.Policy`.
         params: G is the group size, T at least the longest text's tokens. Of the rest only the temperature counts: it
             divides the logits (0 counts as 1).
         pad_id: Token that fills up.

@@ -113,7 +113,7 @@ def make_sampler(
     fold_in(fold_in(keys[p], g), t): they do not depend on the other prompts of the batch.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode`, `init_cache` and `head`; see `grpo_jax.models.decoder.Policy`.
+        policy: Has `prefill`, `unstack`, `decode`, `init_cache` and `head`; see `grpo_jax.models.policy.Policy`.
         params: Group size, length and distribution.
         eos_ids: Tokens that end a completion; may be empty.
         pad_id: Token that fills prompts on the left and completions after their end.

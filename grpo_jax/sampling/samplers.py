@@ -12,8 +12,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
 from grpo_jax.core.trie import Trie, text_count
 from grpo_jax.errors import UserError, one_line
-from grpo_jax.models.hf.pieces import token_pieces
-from grpo_jax.models.hf.tokens import special_ids
+from grpo_jax.models.hf.tokens import special_ids, token_pieces
 from grpo_jax.models.sharding import gather
 from grpo_jax.sampling.beams import make_beam_sampler
 from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler

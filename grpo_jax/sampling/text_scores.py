@@ -18,7 +18,7 @@ from jax import lax
 
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.cache import Cache
-from grpo_jax.models.decoder import Policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.writing import Array, move
 
 
@@ -142,7 +142,7 @@ def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0
 
     Args:
         policy: Has `prefill`, `unstack`, `decode`, `init_cache`, `head` and `logits`, as of
-            `grpo_jax.models.decoder.Policy`.
+            `grpo_jax.models.policy.Policy`.
         levels: The tree of the texts.
         temperature: Divides the logits; 0 counts as 1.
 

@@ -17,17 +17,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config.run import Config
-from grpo_jax.models.adapters import lora_config, needs_tower
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import init_adapters
-from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.policy import lora_config, make_loss_scale, make_policy, needs_tower
 from grpo_jax.models.quantised import quantise
 from grpo_jax.models.sharding import FSDP, over_prompts, shard_optimizer, shard_policy, shardings
-from grpo_jax.models.value_head import VALUE, init_value_head
+from grpo_jax.models.variables import VALUE, VISUAL, init_value_head, with_tower
 from grpo_jax.models.vision.config import VisionConfig
-from grpo_jax.models.vision.patches import pack_windows
-from grpo_jax.models.vision.pictures import VISUAL, Pictures
-from grpo_jax.models.vision.tower import init_tower, with_tower
+from grpo_jax.models.vision.pictures import Pictures, pack_windows
+from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.sampling.writing import Samples
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_objectives, make_turn_objectives

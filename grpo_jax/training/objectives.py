@@ -17,7 +17,7 @@ from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.masking import count, select
 from grpo_jax.core.trie import Trie, walk
-from grpo_jax.models.value_head import VALUE, token_values
+from grpo_jax.models.variables import VALUE, token_values
 from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.training.batch import Batch, required
 from grpo_jax.training.packing import packed, unpacked

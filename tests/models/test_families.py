@@ -9,11 +9,12 @@ import pytest
 from support.tiny_decoders import LLAMA as TINY
 from support.tiny_decoders import compiled
 
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import FAMILIES, family_of, llama, read_config
-from grpo_jax.models.hf.names import name_table
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
+from grpo_jax.models.hf.weights import name_table
 from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.policy import make_policy
 from grpo_jax.models.sharding import make_mesh, shardings
 
 LLAMA = dict(

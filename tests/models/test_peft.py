@@ -15,10 +15,10 @@ from support import torch_reference as reference  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
-from grpo_jax.models.decoder import make_policy  # noqa: E402
 from grpo_jax.models.hf.exporting import export_policy  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
+from grpo_jax.models.policy import make_policy  # noqa: E402
 
 # PEFT's own calls of what transformers and PEFT are about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

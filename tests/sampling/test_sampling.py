@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_jax.models.decoder import Policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling import writing
 from grpo_jax.sampling.sampler import bucket_size, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens

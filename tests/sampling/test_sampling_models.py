@@ -7,8 +7,8 @@ import torch
 from support import tiny_models
 
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
+from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.sampling.writing import cache_sizes

@@ -8,11 +8,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.models.families import fields as kinds
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, typed_windows
-from grpo_jax.models.families.rope_fields import read_rope
-from grpo_jax.models.rope import RopeConfig
+from grpo_jax.models.rope import RopeConfig, read_rope
 
 GEMMA2, GEMMA3 = "gemma2", "gemma3_text"
 _DEFAULTS = {

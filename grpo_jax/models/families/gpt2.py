@@ -1,8 +1,4 @@
-"""GPT-2: learned positions, layer norms, one fused projection for queries, keys and values (Radford et al. 2019).
-
-Adapters go on ``c_attn`` (fused queries, keys and values), ``attn_c_proj``, ``c_fc`` and ``mlp_c_proj``: Hugging
-Face calls both of the latter kind ``c_proj``.
-"""
+"""GPT-2: learned positions, layer norms, one fused projection for queries, keys and values (Radford et al. 2019)."""
 
 import dataclasses
 import math
@@ -15,13 +11,19 @@ import numpy as np
 from flax import linen as nn
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import fields as kinds
-from grpo_jax.models.families.family import COLUMNS, FUSED, NEUTRAL, ROWS, Family, Naming, refuse_changed
-from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, attend_streams
+from grpo_jax.models import fields as kinds
+from grpo_jax.models.attention import Context, LayerInput, attend_streams
+from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS, Family, Naming
+from grpo_jax.models.fields import NEUTRAL, refuse_changed
+from grpo_jax.models.layers import ACTIVATIONS, LayerNorm, Projection
 from grpo_jax.models.lora import LoraConfig
 
 MODEL_TYPE = "gpt2"
+
+
 _REQUIRED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+
+
 # Names that transformers takes for the same fields.
 _ALIASES = {
     "max_position_embeddings": "n_positions",
@@ -29,13 +31,19 @@ _ALIASES = {
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
 }
+
+
 _FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings")
+
+
 _KINDS = {
     **{"vocab_size": kinds.VOCABULARY, "n_embd": kinds.WIDTH, "n_inner": kinds.WIDTH, "n_layer": kinds.LAYERS},
     **{"n_head": kinds.HEADS, "n_positions": kinds.TABLE_POSITIONS, "activation_function": kinds.NAME},
     **dict.fromkeys(_FLAGS, kinds.FLAG),
     **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), kinds.NOT_NEGATIVE),
 }
+
+
 _NEUTRAL = {**NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({},)}
 
 
@@ -135,24 +143,6 @@ class GPT2Config:
         )
 
 
-class LayerNorm(nn.Module):
-    """Zero mean and unit variance over the last axis, in float32 (Ba et al. 2016, arXiv:1607.06450)."""
-
-    epsilon: float
-    param_dtype: jax.typing.DTypeLike
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] to the same shape and dtype."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
-        scale, bias = (part.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,)) for part in (scale, bias))
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * scale + bias).astype(x.dtype)
-
-
 class Block(nn.Module):
     """One layer over prompts and completions at once (see ``attend_streams``)."""
 
@@ -212,6 +202,7 @@ def _initial_stddev(config: GPT2Config, name: str) -> float:
 
 
 PROJECTIONS = {"c_attn": FUSED, "attn_c_proj": ROWS, "c_fc": COLUMNS, "mlp_c_proj": ROWS}
+
 
 FAMILY = Family(
     model_types=(MODEL_TYPE,),

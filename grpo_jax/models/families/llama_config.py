@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import fields as kinds
-from grpo_jax.models.families.family import NEUTRAL, refuse_changed
-from grpo_jax.models.families.rope_fields import read_rope
-from grpo_jax.models.families.vision_fields import read_vision
+from grpo_jax.models import fields as kinds
+from grpo_jax.models.fields import NEUTRAL, refuse_changed
 from grpo_jax.models.layers import ACTIVATIONS
-from grpo_jax.models.rope import RopeConfig
-from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.rope import RopeConfig, read_rope
+from grpo_jax.models.vision.config import VisionConfig, read_vision
 
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -47,7 +45,7 @@ _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts in the place of each layer's MLP (`models.experts`).
+    """A mixture of experts in the place of each layer's MLP (`layers.Router`).
 
     Attributes:
         experts: X, how many there are.

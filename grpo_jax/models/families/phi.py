@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import fields as kinds
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.family import FUSED, ROWS
 from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, same_window

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import fields as kinds
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, typed_windows
-from grpo_jax.models.families.rope_fields import read_rope
+from grpo_jax.models.rope import read_rope
 
 MODEL_TYPE = "smollm3"
 _DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}

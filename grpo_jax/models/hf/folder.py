@@ -15,23 +15,31 @@ from safetensors import SafetensorError
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models.families import ModelConfig, read_config
 from grpo_jax.models.hf import templates
-from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
-from grpo_jax.models.hf.names import flatten, name_table, shapes, tower_table
 from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import (
     INDEX,
     TensorFiles,
+    flatten,
+    name_table,
+    new_folder,
     read_json,
     read_params,
     read_tower,
+    refuse_foreign,
+    shapes,
+    tower_table,
     weight_files,
     write_shard,
 )
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.tower import tower_shapes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+
+
 _DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -21,11 +21,9 @@ from safetensors.numpy import save_file
 
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import ModelConfig, family_of
-from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
-from grpo_jax.models.hf.names import shapes
-from grpo_jax.models.hf.weights import TensorFiles, listed, read_json
+from grpo_jax.models.hf.weights import TensorFiles, listed, new_folder, read_json, refuse_foreign, shapes
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

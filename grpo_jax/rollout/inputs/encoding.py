@@ -20,9 +20,8 @@ from grpo_jax.models.hf.chat import (
     knows_option,
     picture_tokens,
 )
-from grpo_jax.models.hf.processor import PictureSettings, make_prepare, read_settings
-from grpo_jax.models.vision.patches import Picture
-from grpo_jax.models.vision.stacking import pack_rows
+from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, read_settings
+from grpo_jax.models.vision.pictures import Picture, pack_rows
 from grpo_jax.rollout.data import Facts, Row, facts_of
 from grpo_jax.rollout.inputs.conversations import messages_of, tools_of
 from grpo_jax.rollout.inputs.pictures import read_rgb, refusal, size_of

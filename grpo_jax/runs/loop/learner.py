@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_jax.config import Config
 from grpo_jax.core.trie import Trie
-from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_batch, shard_optimizer
 from grpo_jax.runs.policy import Policy
 from grpo_jax.runs.several.company import Company

@@ -11,10 +11,11 @@ from support.vision import tiny_pictures as tiny  # noqa: E402
 
 from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
-from grpo_jax.models.decoder import make_policy  # noqa: E402
+from grpo_jax.models.contexts import find_places  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
-from grpo_jax.models.vision.positions import find_places  # noqa: E402
-from grpo_jax.models.vision.tower import TOWERS, with_tower  # noqa: E402
+from grpo_jax.models.policy import make_policy  # noqa: E402
+from grpo_jax.models.variables import with_tower  # noqa: E402
+from grpo_jax.models.vision.tower import TOWERS  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Two pictures with text between them, one that is long, none.

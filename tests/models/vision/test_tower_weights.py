@@ -16,8 +16,8 @@ from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.exporting import export_policy  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
-from grpo_jax.models.loading import load_policy  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
+from grpo_jax.models.policy import load_policy  # noqa: E402
 from grpo_jax.models.sharding import shardings  # noqa: E402
 from grpo_jax.models.vision.tower import TOWERS, init_tower, make_tower, tower_shapes  # noqa: E402
 from grpo_jax.training.state import TrainState, reference_variables  # noqa: E402

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.errors import UserError, one_line
-from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
 from grpo_jax.models.hf.folder import load_tokenizer, resolve_folder
+from grpo_jax.models.hf.weights import new_folder, refuse_foreign
 
 
 def add_words(folder: str | Path, names: Sequence[str], titles: Sequence[str], out: str | Path) -> int:

@@ -38,7 +38,7 @@ def make_phases(case: work.Case, loaded, remat: str):
     variables = {"params": loaded.params} | ({VISUAL: loaded.visual} if case.picture else {})
     # On its device from the start, as in a run: the first update would put it there, and all compile again.
     state = jax.device_put(init_state(variables, optimizer, keep_reference=True), jax.devices()[0])
-    return sample, jax.jit(policy.see) if case.picture else None, prepare, step, state
+    return sample, jax.jit(policy.encode_images) if case.picture else None, prepare, step, state
 
 
 def encode(case: work.Case, loaded, processor, iteration: int):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models.attention import Context, LayerInput, see
+from grpo_jax.models.attention import Context, LayerInput, embed_pictures
 from grpo_jax.models.contexts import prompt_context
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.lora import LoraConfig, init_adapters
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         family = family_of(self.config)
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
         scale = getattr(self.config, "embedding_scale", 1.0)
-        x = see(x if scale == 1 else x * jnp.asarray(scale, self.dtype), context.sight)
+        x = embed_pictures(x if scale == 1 else x * jnp.asarray(scale, self.dtype), context.vision)
         if family.learned_positions:
             # Past the table's end comes NaN, never another token's position.
             places = jnp.take(self.embed_positions, context.positions, axis=0, mode="fill", fill_value=jnp.nan)

@@ -1,12 +1,13 @@
-"""A language policy as pure functions of its variables, and how it is loaded."""
+"""A language policy: pure functions of its variables, the folder that they come from, and how both are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,37 +19,38 @@ from grpo_jax.core.logprobs import capped, token_logprobs, wide
 from grpo_jax.core.tree_logprobs import tree_logprobs
 from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.errors import UserError
-from grpo_jax.models import cache as caches
+from grpo_jax.models import hf
 from grpo_jax.models.attention import Context, LayerInput
-from grpo_jax.models.cache import Cache, Prefix
+from grpo_jax.models.cache import Cache, Prefix, init_cache
 from grpo_jax.models.contexts import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.decoder import REMAT, Decoder, as_dtype
 from grpo_jax.models.families import ModelConfig, family_of
-from grpo_jax.models.hf import load_folder
+from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.hf.tokens import chat_renderer, prompt_encoder
-from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters
-from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merging
+from grpo_jax.models.quantised import quantise
+from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
+from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, unstack, with_tower
 from grpo_jax.models.vision.pictures import PictureStates
-from grpo_jax.models.vision.tower import make_tower
-
-Variables = Mapping[str, Any]
-
+from grpo_jax.models.vision.tower import TOWERS, make_tower
 
 PRECISIONS = ("default", "high", "highest")
 
 
-class Policy(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Policy:
     """A language model to sample from and to train, as pure functions of its variables.
 
-    ``variables`` is ``{"params": tree}``, or ``{"params": tree, "lora": tree}`` where adapters are in use; the same
-    functions without the ``lora`` collection are the base model. Masks may be integers, as tokenizers give them.
+    Variables are ``{"params": tree}``, with ``"lora"`` where adapters are in use: without that collection the same
+    functions are the base model. Masks may be integers, as tokenizers give them. `make_policy` makes the functions
+    alone, `load_policy` all of it.
 
     Attributes:
         prefill: (variables, tokens i32 [P, L], mask bool [P, L], pictures=None) -> Prefix. Prompts are padded on the
             left; pictures (`PictureStates` [P, I, ..]) take the places of their placeholder tokens.
-        unstack: (variables) -> the same with each layer's weights apart, as ``decode`` takes them: a copy made
+        unstack: (variables) -> the same with each layer's weights apart, as ``decode_step`` takes them: a copy made
             once, where stacked weights would be copied layer by layer for every token.
-        decode: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
+        decode_step: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
             token of each completion; the state predicts the next.
         extend: (unstacked variables, prefix, tokens i32 [P, G, A], mask bool [P, G, A], cache with rows,
             pictures=None) -> (hidden [P, G, D], cache): several more tokens of each completion, the first ones of each
@@ -59,27 +61,69 @@ class Policy(NamedTuple):
             predict each completion token (the first is the prompt's last state). The prompt is computed once for its
             group. Where rows hold several completions one after the other, steps i32 [P, G, T] count the tokens of
             each from 0. Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
-        head: (variables) -> unembedding [V, D] in the type it is stored in, so that its gradient is too; logits are
-            those of ``logits``.
-        max_positions: how many tokens prompt and completion may have together, where positions end (learned ones,
-            and LongRoPE's); None where they go on (other rotations).
-        see: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..], what the tower makes of pictures; None
-            for a model without one.
-        softcap: the cap of the logits, which ``logits`` and ``token_logprobs`` apply; None for none.
-        matmul_precision: of products of matrices, in all of these functions and their gradients; None for JAX's own.
+        head: (variables) -> unembedding [V, D] in its stored type, so that its gradient has that type too.
+        max_positions: The most tokens of prompt and completion together, where positions end (learned ones, and
+            LongRoPE's); None where they go on (other rotations).
+        encode_images: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..]; None without a vision tower.
+        softcap: The cap of the logits, which ``logits`` and ``token_logprobs`` apply; None for none.
+        matmul_precision: Of products of matrices, in all of these functions and their gradients; None for JAX's own.
+        lora: Configuration of the adapters; None without.
+        folder: The Hugging Face folder as read, without weights: config, tokenizer, special ids. None for functions
+            alone.
+        variables: The weights as loaded, on their devices.
+        mesh: The devices where they are several, else None.
     """
 
     prefill: Callable[..., Prefix]
     unstack: Callable[[Variables], Variables]
-    decode: Callable[..., tuple[jax.Array, Cache]]
+    decode_step: Callable[..., tuple[jax.Array, Cache]]
     extend: Callable[..., tuple[jax.Array, Cache]]
     init_cache: Callable[..., Cache]
     forward_group: Callable[..., jax.Array]
     head: Callable[[Variables], jax.Array]
     max_positions: int | None = None
-    see: Callable[..., PictureStates] | None = None
+    encode_images: Callable[..., PictureStates] | None = None
     softcap: float | None = None
     matmul_precision: str | None = None
+    lora: LoraConfig | None = None
+    folder: hf.PolicyFolder | None = None
+    variables: Variables = dataclasses.field(default_factory=dict)
+    mesh: jax.sharding.Mesh | None = None
+
+    def replace(self, **fields: Any) -> Policy:
+        """The policy with other values of these fields."""
+        return dataclasses.replace(self, **fields)
+
+    @property
+    def _folder(self) -> hf.PolicyFolder:
+        if self.folder is None:
+            raise ValueError("this policy has functions alone (make_policy); load_policy gives it a folder")
+        return self.folder
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape and choices of the decoder."""
+        return self._folder.config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The folder's Hugging Face tokenizer."""
+        return self._folder.tokenizer
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion."""
+        return self._folder.eos_ids
+
+    @property
+    def pad_id(self) -> int:
+        """The token that pads."""
+        return self._folder.pad_id
+
+    @property
+    def params(self) -> PyTree:
+        """The weights as loaded, without adapters."""
+        return self.variables["params"]
 
     def logits(self, subscripts: str, *operands: jax.Array) -> jax.Array:
         """Logits, at least float32, of the einsum of states and (rows of) the head, both of the states' type."""
@@ -101,10 +145,10 @@ class Policy(NamedTuple):
         """Log-probability of each token and entropy of the distribution it was drawn from, under this policy.
 
         Args:
-            variables: they hold the head.
+            variables: They hold the head.
             hidden: [P, G, T, D] of ``forward_group``.
             tokens: i32 [P, G, T].
-            trie: the texts of which each completion is one; it must not be traced.
+            trie: The texts of which each completion is one; it must not be traced.
             nodes: i32 [P, G, T] with a trie, the node before each token; by default completions begin at its root.
             **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
 
@@ -119,24 +163,95 @@ class Policy(NamedTuple):
             options |= {"below": widest_below(trie), "softcap": self.softcap}
             return tree_logprobs(hidden, head, tokens, trie, **options)
 
+    def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one.
 
-def _precision(name: str | None) -> Any:
+        Marks such as ``<|im_end|>`` come from the template alone; in a prompt they are text.
+
+        Raises:
+            UserError: The chat template or the tokenizer fails, or a prompt cannot be encoded.
+        """
+        chat = bool(getattr(self.tokenizer, "chat_template", None))
+        encode = prompt_encoder(
+            self.tokenizer,
+            chat_renderer(self.tokenizer) if chat else str,
+            add_special_tokens=not chat,
+            vocab_size=self.config.vocab_size,
+        )
+        ids = [encode(prompt) for prompt in prompts]
+        width = max(map(len, ids))
+        tokens = np.full((len(ids), width), self.pad_id, np.int32)
+        mask = np.arange(width) >= width - np.array([[len(row)] for row in ids])
+        for row, entry in zip(tokens, ids, strict=True):
+            row[width - len(entry) :] = entry
+        return tokens, mask
+
+    def decode(self, samples: Any) -> list[list[str]]:
+        """Completions of a sampler as texts `[P][G]`, special tokens left out."""
+        tokens, mask = jax.device_get((samples.tokens, samples.mask))
+        return [
+            [self.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(*group, strict=True)]
+            for group in zip(tokens, mask, strict=True)
+        ]
+
+    def save(self, folder: str | Path, variables: Variables, *, dtype: str = "float32") -> None:
+        """Write a folder that `AutoModelForCausalLM.from_pretrained` loads (Qwen-VL: `AutoModelForImageTextToText`).
+
+        Args:
+            folder: Where to write; it appears at once, when complete.
+            variables: Adapters are merged into the weights, in float32 and a layer at a time.
+            dtype: Type of the language model's weights. In float32 nothing that was trained is rounded away; bfloat16
+                keeps little of what small adapters changed. Tensors that are not the policy's (a frozen vision tower)
+                are copied as they are.
+
+        Raises:
+            UserError: The folder cannot be written.
+        """
+        hf.save_folder(folder, self._folder.path, self.config, merging(variables, self.lora), dtype=dtype)
+
+    def save_adapters(self, folder: str | Path, variables: Variables) -> None:
+        """Write a folder that `peft.PeftModel.from_pretrained` loads onto the base model; it appears when complete.
+
+        Raises:
+            UserError: There are no adapters, or the folder cannot be written.
+        """
+        if self.lora is None:
+            raise UserError("--adapters: this run trained all weights and has none (policy.lora.rank 0)")
+        save_adapters(folder, variables["lora"], self.lora, self.config, base=self._folder.name)
+
+
+def _precision(name: str | None) -> AbstractContextManager[Any]:
     """The context in which products of matrices have this precision; None leaves JAX's own."""
     return nullcontext() if name is None else jax.default_matmul_precision(name)
 
 
-def precision_of(compute_dtype: str, given: str | None) -> str | None:
-    """The precision of products of matrices: the given one, or what the type of the activations needs.
+def precision_of(compute_dtype: str, precision: str | None) -> str | None:
+    """The precision of products of matrices: the configured one, or what the type of the activations needs.
 
     That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's own
     setting, None, for other types.
 
     Raises:
-        ValueError: if it is not ``default``, ``high`` or ``highest``, as of `jax.default_matmul_precision`.
+        ValueError: It is not ``default``, ``high`` or ``highest``, as of `jax.default_matmul_precision`.
     """
-    if given not in (None, *PRECISIONS):
-        raise ValueError(f"matmul_precision must be one of {PRECISIONS} or None, got {given!r}")
-    return "highest" if given is None and compute_dtype == "float32" else given
+    if precision not in (None, *PRECISIONS):
+        raise ValueError(f"matmul_precision must be one of {PRECISIONS} or None, got {precision!r}")
+    return "highest" if precision is None and compute_dtype == "float32" else precision
+
+
+def make_loss_scale(compute_dtype: str) -> DynamicScale | None:
+    """Flax's dynamic loss scale for float16, whose smallest numbers gradients would fall below; None for other types.
+
+    It starts at 2¹⁶, is halved by an update whose gradients overflow (which is left out), and doubled after 2,000
+    updates in a row that did not. It does not fall below 1: what overflows there is not the scale's doing.
+    """
+    if compute_dtype != "float16":
+        return None
+    start = jnp.full((), 2.0**16, jnp.float32)
+    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=start, minimum_scale=1.0)
+
+
+# --------------------------------------------------------------------------------------------------- pure functions
 
 
 def make_policy(
@@ -148,20 +263,20 @@ def make_policy(
     spread: Callable[[jax.Array], jax.Array] | None = None,
     matmul_precision: str | None = None,
 ) -> Policy:
-    """The functions of a decoder.
+    """Make the functions of a decoder.
 
     Args:
-        config: its shape and choices.
+        config: Shape and choices.
         compute_dtype: ``float32``, ``bfloat16`` or ``float16``; norms, rotations and softmax are float32 either way.
-        remat: what the backward pass of ``forward_group`` computes again: ``none``; ``products``, all but the products
+        remat: What the backward pass of ``forward_group`` computes again: ``none``; ``products``, all but the products
             with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only the input
             is kept.
-        lora: configuration of the adapters, if variables will hold any.
-        spread: see `Decoder`; ``sharding.over_prompts`` makes it.
-        matmul_precision: see `precision_of`.
+        lora: Configuration of the adapters, if variables will hold any.
+        spread: See `Decoder`; ``sharding.over_prompts`` makes it.
+        matmul_precision: See `precision_of`.
 
     Raises:
-        ValueError: if dtype, remat or precision is another one, or an adapter's target is no projection of this
+        ValueError: The dtype, remat or precision is another one, or an adapter's target is no projection of this
             architecture.
     """
     dtype = as_dtype(compute_dtype, "compute_dtype")
@@ -172,7 +287,6 @@ def make_policy(
     if lora is not None:
         check_targets(lora, family.projections, config.model_type)
     limit = config.max_positions if family.learned_positions else family.longest(config)
-    vision = getattr(config, "vision", None)
     decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
     unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
 
@@ -202,15 +316,17 @@ def make_policy(
     def run_unstacked(
         variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache, context: Context
     ) -> tuple[jax.Array, Cache]:
-        remembered = [
-            LayerInput(prefix=(keys, values), cache=own)
-            for keys, values, *own in zip(prefix.keys, prefix.values, cache.keys, cache.values, strict=True)
+        layer_inputs = [
+            LayerInput(prefix=(prefix_keys, prefix_values), cache=(keys, values))
+            for prefix_keys, prefix_values, keys, values in zip(
+                prefix.keys, prefix.values, cache.keys, cache.values, strict=True
+            )
         ]
-        hidden, written = unstacked.apply(variables, tokens, context, remembered)
+        hidden, written = unstacked.apply(variables, tokens, context, layer_inputs)
         keys, values = zip(*written, strict=True)
         return hidden, cache._replace(keys=keys, values=values)
 
-    def decode(variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def decode_step(variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         if cache.rows is not None:
             return extend(variables, prefix, tokens[..., None], jnp.ones((*tokens.shape, 1), bool), cache)
         context = decode_context(config, prefix, cache, tokens.shape[1])
@@ -267,42 +383,28 @@ def make_policy(
             rest = jnp.where(steps[:, :, 1:, None] == 0, first, rest)
         return jnp.concatenate([first, rest], axis=2)
 
+    def empty_cache(prompts: int, group: int, length: int, cache_dtype: jax.typing.DTypeLike | None = None) -> Cache:
+        shape = (prompts, config.num_kv_heads, group, length, config.head_dim)
+        return init_cache(config.num_layers, shape, cache_dtype or dtype)
+
+    def head(variables: Variables) -> jax.Array:
+        return variables["params"]["embed_tokens" if config.tie_word_embeddings else "lm_head"]
+
+    vision = config.vision
     return Policy(
-        precise(prefill),
-        _unstack,
-        precise(decode),
-        precise(extend),
-        partial(_init_cache, config, dtype),
-        precise(forward_group),
-        partial(_head, config),
-        limit,
-        vision and precise(make_tower(vision, dtype, remat, lora, spread)),
-        getattr(config, "logit_softcap", None),
-        matmul_precision,
+        prefill=precise(prefill),
+        unstack=unstack,
+        decode_step=precise(decode_step),
+        extend=precise(extend),
+        init_cache=empty_cache,
+        forward_group=precise(forward_group),
+        head=head,
+        max_positions=limit,
+        encode_images=vision and precise(make_tower(vision, dtype, remat, lora, spread)),
+        softcap=getattr(config, "logit_softcap", None),
+        matmul_precision=matmul_precision,
+        lora=lora,
     )
-
-
-def _init_cache(
-    config: ModelConfig, compute_dtype: Any, prompts: int, group: int, length: int, dtype: Any = None
-) -> Cache:
-    shape = (prompts, config.num_kv_heads, group, length, config.head_dim)
-    return caches.init_cache(config.num_layers, shape, dtype or compute_dtype)
-
-
-def _unstack(variables: Variables) -> Variables:
-    """Stacked ``layers`` of every collection as ``layers_0``, ``layers_1``, ...; a tower as it is."""
-
-    def split(tree: Mapping[str, Any]) -> dict[str, Any]:
-        stacked = tree.get("layers", {})
-        count = len(next(iter(jax.tree.leaves(stacked)), ()))
-        apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}
-        return {name: part for name, part in tree.items() if name != "layers"} | apart
-
-    return {name: tree if name == VISUAL else split(tree) for name, tree in variables.items()}
-
-
-def _head(config: ModelConfig, variables: Variables) -> jax.Array:
-    return variables["params"]["embed_tokens" if config.tie_word_embeddings else "lm_head"]
 
 
 def _as_mask(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> jax.Array:
@@ -319,7 +421,7 @@ def _as_mask(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> jax.Ar
 
 
 def _check_room(name: str, mask: jax.Array, steps: int, limit: int | None) -> None:
-    """Some positions end; under jit only the completions' length is known here."""
+    """Refuse more tokens than there are positions; under jit only the completions' length is known here."""
     if limit is None:
         return
     longest = 1 if isinstance(mask, jax.core.Tracer) else int(mask.sum(axis=1).max())
@@ -330,17 +432,94 @@ def _check_room(name: str, mask: jax.Array, steps: int, limit: int | None) -> No
         )
 
 
-def lora_config(section: LoraSection, model: Any) -> Any:
-    """The `LoraConfig` for a model's config, or None where all weights are trained.
+# ---------------------------------------------------------------------------------------------------------- loading
+
+
+def load_policy(
+    folder: str | Path | hf.PolicyFolder,
+    section: PolicySection | None = None,
+    *,
+    devices: Sequence[jax.Device] = (),
+    vision: bool | None = False,
+    value_head: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> Policy:
+    """Load a folder of one of the architectures in docs/policies.md.
+
+    Args:
+        folder: A local folder, a hub id, or what `hf.read_folder` read of one.
+        section: How the policy is trained: types, adapters, quantisation, mesh; by default all weights, in float32.
+        devices: As many as the mesh takes; the first ones by default.
+        vision: Whether the vision tower is loaded; None loads it where there is one. A trained one, or one with
+            adapters, always is.
+        value_head: Whether the variables get a value head, for PPO.
+        seed: Of fresh adapters.
+        **options: Fields of the section to replace, such as compute_dtype="bfloat16".
+
+    Raises:
+        UserError: Something is missing, truncated or unsupported, or does not fit mesh, adapters or pictures.
+    """
+    section = dataclasses.replace(section or PolicySection(), **options)
+    mesh_shape = section.mesh
+    devices = devices or jax.devices()[: mesh_shape.size]
+    mesh = make_mesh(mesh_shape.fsdp, mesh_shape.tensor, devices) if mesh_shape.size > 1 else None
+
+    def put(tree: PyTree) -> PyTree:
+        return jax.device_put(tree, devices[0]) if mesh is None else shard(tree, mesh)
+
+    store = None if mesh is None else put
+    if section.quantised != "none":
+        store = partial(quantise, kind=section.quantised, device=devices[0])
+    read = folder if isinstance(folder, hf.PolicyFolder) else hf.read_folder(folder)
+    dtype = section.frozen_dtype if section.lora.used else "float32"
+    try:
+        weights = hf.load_weights(read, param_dtype=dtype, put=store).params
+    except ValueError as error:  # a weight that the mesh does not divide
+        raise UserError(f"policy.mesh: {error}") from error
+    config = read.config
+    policy = configured_functions(section, config, mesh)
+    lora = policy.lora
+    variables: dict[str, Any] = {"params": put(weights)}
+    tower = None
+    if (config.vision is not None if vision is None else vision) or needs_tower(section, lora):
+        _check_tower(section, read)
+        tower_dtype = "float32" if section.vision == "train" else section.frozen_dtype
+        tower = hf.load_tower(read, param_dtype=tower_dtype, put=None if mesh is None else put)
+        if mesh is None:
+            tower = jax.device_put(tower, devices[0])
+        variables = with_tower(variables, tower, trained=section.vision == "train")
+    if lora is not None:
+        if section.lora.path is None:
+            key = jax.random.fold_in(jax.random.key(seed), 2**30)
+            adapters = init_adapters(variables["params"], key, lora, tower)
+        else:
+            adapters = load_adapters(section.lora.path, config)[1]
+        variables["lora"] = put(adapters)
+    if value_head:
+        variables[VALUE] = put({VALUE: init_value_head(config.hidden_size)})[VALUE]
+    return policy.replace(folder=read, variables=variables, mesh=mesh)
+
+
+def configured_functions(section: PolicySection, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Policy:
+    """The functions of `make_policy` as a section asks for them, over the mesh if there is one."""
+    policy = make_policy(
+        config,
+        compute_dtype=section.compute_dtype,
+        remat=section.remat,
+        lora=lora_config(section.lora, config),
+        spread=over_prompts(mesh),
+        matmul_precision=section.matmul_precision,
+    )
+    return shard_policy(policy, mesh)
+
+
+def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
+    """The adapters' configuration for a model, or None where all weights are trained.
 
     Raises:
         UserError: A target is no projection of this architecture, or the folder that the section names does not fit it.
     """
-    from grpo_jax.models.families import family_of
-    from grpo_jax.models.hf.peft import load_adapters
-    from grpo_jax.models.lora import LoraConfig, check_targets
-    from grpo_jax.models.vision.tower import TOWERS
-
     if section.path is not None:
         return load_adapters(section.path, model)[0]
     if section.rank == 0:
@@ -348,7 +527,7 @@ def lora_config(section: LoraSection, model: Any) -> Any:
     projections = tuple(family_of(model).projections)
     tower = ()
     if section.vision:
-        if getattr(model, "vision", None) is None:
+        if model.vision is None:
             raise UserError(f"policy.lora.vision: this {model.model_type} has no vision tower; leave it out")
         tower = tuple(TOWERS[model.vision.family].projections)
     try:
@@ -359,114 +538,21 @@ def lora_config(section: LoraSection, model: Any) -> Any:
         raise UserError(f"policy.lora: {error}") from error
 
 
-def first_adapters(
-    section: LoraSection, lora: Any, model: Any, params: Any, seed: int, visual: Any = None
-) -> dict[str, Any]:
-    """The `lora` collection that training begins with: the folder's that the section names, else fresh ones."""
-    from grpo_jax.models.hf.peft import load_adapters
-
-    if section.path is not None:
-        return load_adapters(section.path, model)[1]
-    return init_adapters(params, jax.random.fold_in(jax.random.key(seed), 2**30), lora, visual)
-
-
-def needs_tower(section: PolicySection, lora: Any) -> bool:
+def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:
     """Whether the vision tower takes part in training, whatever the prompts are."""
     return section.vision == "train" or (lora is not None and bool(lora.vision))
 
 
-def make_loss_scale(compute_dtype: str) -> DynamicScale | None:
-    """Flax's dynamic scale for float16, None for types with float32's range.
-
-    It starts at 2¹⁶, is halved by an update whose gradients overflow (which is left out), and doubled after 2,000
-    updates in a row that did not. It does not fall below 1: what overflows there is not the scale's doing.
-
-    Args:
-        compute_dtype: Type of the activations.
-    """
-    if compute_dtype != "float16":
-        return None
-    start = jnp.full((), 2.0**16, jnp.float32)
-    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=start, minimum_scale=1.0)
-
-
-class LanguagePolicy(NamedTuple):
-    """A loaded language policy.
-
-    Attributes:
-        functions: Its pure functions: prefill, decode, forward_group, head, …
-        params: Its weights, float32.
-        config: The decoder's shape and choices.
-        tokenizer: The folder's.
-        eos_ids: Tokens that end a completion.
-        pad_id: Token that fills up.
-        visual: The weights of its vision tower, or None if it was not asked for.
-    """
-
-    functions: Policy
-    params: dict[str, Any]
-    config: Any
-    tokenizer: Any
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    visual: dict[str, Any] | None = None
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """What its functions take: the weights, and the vision tower's where it is loaded."""
-        return {"params": self.params} | ({} if self.visual is None else {VISUAL: self.visual})
-
-    def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one.
-
-        Marks such as ``<|im_end|>`` come from the template alone; in a prompt they are text.
-
-        Raises:
-            UserError: The chat template or the tokenizer fails, or a prompt cannot be encoded.
-        """
-        chat = bool(getattr(self.tokenizer, "chat_template", None))
-        render = chat_renderer(self.tokenizer) if chat else str
-        vocabulary = self.config.vocab_size
-        encode = prompt_encoder(self.tokenizer, render, add_special_tokens=not chat, vocab_size=vocabulary)
-        ids = [encode(prompt) for prompt in prompts]
-        width = max(map(len, ids))
-        tokens = np.full((len(ids), width), self.pad_id, np.int32)
-        mask = np.arange(width) >= width - np.array([[len(row)] for row in ids])
-        for row, entry in zip(tokens, ids, strict=True):
-            row[width - len(entry) :] = entry
-        return tokens, mask
-
-    def decode(self, samples: Any) -> list[list[str]]:
-        """Completions of a sampler as texts `[P][G]`, special tokens left out."""
-        tokens, mask = jax.device_get((samples.tokens, samples.mask))
-        return [
-            [self.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(*group, strict=True)]
-            for group in zip(tokens, mask, strict=True)
-        ]
-
-
-def load_policy(
-    folder: str | Path,
-    *,
-    compute_dtype: str = "float32",
-    remat: str = "products",
-    vision: bool = False,
-    matmul_precision: str | None = None,
-) -> LanguagePolicy:
-    """Loads a folder of one of the architectures in docs/policies.md.
-
-    Args:
-        folder: A local folder, or a hub id.
-        compute_dtype: Type of the activations; the weights are float32.
-        remat: What the backward pass computes again (`make_policy`).
-        vision: Whether to load the vision tower too, where there is one.
-        matmul_precision: Of products of matrices (`precision_of`).
-
-    Raises:
-        UserError: Something is missing, truncated, or of an unsupported kind; says how to mend it.
-    """
-    loaded = load_folder(folder, param_dtype="float32", vision=vision)
-    functions = make_policy(loaded.config, compute_dtype=compute_dtype, remat=remat, matmul_precision=matmul_precision)
-    return LanguagePolicy(
-        functions, loaded.params, loaded.config, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, loaded.visual
-    )
+def _check_tower(section: PolicySection, read: hf.PolicyFolder) -> None:
+    name = section.path or read.name
+    if read.config.vision is None:
+        field = "policy.vision" if section.vision == "train" else "policy.path"
+        raise UserError(
+            f"{field}: {name} has no vision tower, and pictures need one: give a Qwen2-VL, Qwen2.5-VL or "
+            "Qwen3-VL folder"
+        )
+    if not read.config.rope.sections:
+        raise UserError(
+            f"policy.path: {name} does not say how positions have rows and columns (mrope_section in "
+            "config.json), which pictures need"
+        )

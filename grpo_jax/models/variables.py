@@ -8,6 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+PyTree = Any
+"""A tree of arrays."""
+Variables = Mapping[str, PyTree]
+"""The collections of a policy: "params", and where there are any "lora", "visual" and "value"."""
+
 VISUAL = "visual"
 """A tower's weights: the collection of a frozen one, the part of "params" where it is trained, its part of "lora"."""
 
@@ -46,3 +51,15 @@ def with_tower(variables: Mapping[str, Any], visual: Any, *, trained: bool) -> d
     if trained:
         return {**variables, "params": {**variables["params"], VISUAL: visual}}
     return {**variables, VISUAL: visual}
+
+
+def unstack(variables: Variables) -> Variables:
+    """Stacked ``layers`` of every collection as ``layers_0``, ``layers_1``, ...; a tower as it is."""
+
+    def split(tree: Mapping[str, Any]) -> dict[str, Any]:
+        stacked = tree.get("layers", {})
+        count = len(next(iter(jax.tree.leaves(stacked)), ()))
+        apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}
+        return {name: part for name, part in tree.items() if name != "layers"} | apart
+
+    return {name: tree if name == VISUAL else split(tree) for name, tree in variables.items()}

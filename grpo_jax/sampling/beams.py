@@ -61,7 +61,7 @@ def make_beam_sampler(
     """Make the function that writes the G best texts of a tree, in falling order, or draws G distinct ones.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode`, `init_cache`, `head` and `logits`, as of
+        policy: Has `prefill`, `unstack`, `decode_step`, `init_cache`, `head` and `logits`, as of
             `grpo_jax.models.policy.Policy`.
         params: G is the group size, T at least the longest text's tokens. Of the rest only the temperature counts: it
             divides the logits (0 counts as 1).
@@ -155,7 +155,7 @@ def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> C
         def step(carry):
             index, beams, cache = carry
             last = lax.dynamic_index_in_dim(beams.tokens, index - 1, axis=2, keepdims=False)
-            hidden, cache = policy.decode(unstacked, prefix, last, cache)
+            hidden, cache = policy.decode_step(unstacked, prefix, last, cache)
             beams, parents = extend(index, beams, hidden, wide)
             return index + 1, beams, _reordered(cache, parents)
 

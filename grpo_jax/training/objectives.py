@@ -57,7 +57,7 @@ def make_forward(
         for name in ("pictures", "answers"):
             pictures = getattr(batch, name)
             if pictures is not None:
-                seen = policy.see(variables, pictures) if isinstance(pictures, Pictures) else pictures
+                seen = policy.encode_images(variables, pictures) if isinstance(pictures, Pictures) else pictures
                 shown[name] = seen
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **shown)

@@ -53,7 +53,7 @@ def test_cached_decoding_equals_the_full_forward(model):
     cache = jax.tree.map(lambda x: x + 7 if x.ndim else x, policy.init_cache(PROMPTS, GROUP, STEPS + 1))
     np.testing.assert_allclose(full[:, :, 0], np.repeat(prefix.hidden[:, None], GROUP, 1), atol=1e-4)
     for step in range(STEPS - 1):
-        hidden, cache = policy.decode(unstacked, prefix, jnp.asarray(tokens[:, :, step]), cache)
+        hidden, cache = policy.decode_step(unstacked, prefix, jnp.asarray(tokens[:, :, step]), cache)
         np.testing.assert_allclose(hidden, full[:, :, step + 1], atol=1e-4)
     assert int(cache.length) == STEPS - 1
 
@@ -68,7 +68,7 @@ def test_a_token_is_written_into_the_cache_in_place(heads):
         unstacked = policy.unstack(variables)
 
         def step(_, state):
-            hidden, cache = policy.decode(unstacked, prefix, *state)
+            hidden, cache = policy.decode_step(unstacked, prefix, *state)
             return hidden.argmax(-1), cache
 
         return jax.lax.fori_loop(0, 70, step, (tokens, cache))
@@ -301,7 +301,7 @@ def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeyp
     known = attention.Tokens(np.tile(np.arange(length), (prompts, 1)), rng.random((prompts, length)) < 0.8)
 
     def weighted(query, keys, values, prefix):
-        memories = [attention.Memory(*prefix, known), attention.Memory(keys, values, queries, own=True)]
+        memories = [attention.KeyValues(*prefix, known), attention.KeyValues(keys, values, queries, own=True)]
         mixed = attention.attend(query, queries, memories, window=100, scale=0.7, softcap=3.0, by_row=by_row)
         return jnp.sum(jnp.sin(mixed)), mixed
 
@@ -334,7 +334,7 @@ def _attention_gradient(rows, steps, by_row):
 
     def total(query, keys, values, segment):
         tokens = attention.Tokens(jnp.arange(steps)[None], jnp.ones((1, steps), bool), segment)
-        memory = attention.Memory(keys, values, tokens, own=True)
+        memory = attention.KeyValues(keys, values, tokens, own=True)
         return jnp.sum(attention.attend(query, tokens, [memory], by_row=by_row) ** 2)
 
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

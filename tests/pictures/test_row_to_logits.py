@@ -39,7 +39,7 @@ def test_logits_of_rows_are_transformers(family, size, tmp_path):
 
     @jax.jit
     def last_logits(variables):
-        hidden = policy.prefill(variables, tokens, mask, policy.see(variables, pictures)).hidden
+        hidden = policy.prefill(variables, tokens, mask, policy.encode_images(variables, pictures)).hidden
         return hidden @ policy.head(variables).T
 
     own = np.asarray(last_logits({"params": loaded.params, "visual": loaded.visual}))

@@ -82,8 +82,10 @@ def tiny(family: str) -> Tiny:
 
 
 def compiled(policy: Policy) -> Policy:
-    return policy._replace(
-        prefill=jax.jit(policy.prefill), decode=jax.jit(policy.decode), forward_group=jax.jit(policy.forward_group)
+    return policy.replace(
+        prefill=jax.jit(policy.prefill),
+        decode_step=jax.jit(policy.decode_step),
+        forward_group=jax.jit(policy.forward_group),
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,7 @@ class GPT2Config:
     scale_attn_by_inverse_layer_idx: bool = False
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
+    vision: ClassVar[None] = None
 
     def __post_init__(self):
         """Refuse shapes that cannot be."""

@@ -165,7 +165,7 @@ class _Part(NamedTuple):
 
 def _parts(config: ModelConfig) -> tuple[_Part, ...]:
     """The decoder, and the vision tower where there is one."""
-    family, vision = family_of(config), getattr(config, "vision", None)
+    family, vision = family_of(config), config.vision
     naming = family.naming
     modules = {name: f"{naming.layers}.{{}}.{naming.modules[name]}" for name in family.projections}
     decoder = _Part((), naming.prefixes, modules, config.num_layers)
@@ -237,7 +237,7 @@ def _targets(raw: Mapping[str, Any], part: _Part, prefix: str) -> tuple[str, ...
 def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: Sequence[str]) -> dict[str, Any]:
     """The ``lora`` collection; what does not fit is named before anything is read."""
     parts, kernels = _parts(config), shapes(config)
-    if config_vision := getattr(config, "vision", None):
+    if config_vision := config.vision:
         kernels = {**kernels, VISUAL: tower_shapes(config_vision)}
     expected = {}
     for part, prefix in zip(parts, prefixes, strict=True):

@@ -139,7 +139,7 @@ def _in_layer(path: tuple[str, ...], module: str, transpose: bool, leaf: Any) ->
 
 def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     """The same for the vision tower, whose places are below ``visual``; empty where the model has none."""
-    vision = getattr(config, "vision", None)
+    vision = config.vision
     if vision is None:
         return {}
     names, family, table = set(names), TOWERS[vision.family], {}

@@ -10,7 +10,7 @@ from flax import linen as nn
 from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS
 from grpo_jax.models.layers import LayerNorm, Projection, RMSNorm
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.variables import VISUAL, tower_params
+from grpo_jax.models.variables import VISUAL, Variables, tower_params
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.layers import (
     Block,
@@ -103,9 +103,6 @@ TOWERS: dict[str, TowerFamily] = {
 }
 
 
-See = Callable[[Mapping[str, Any], Pictures], PictureStates]
-
-
 class Tower(nn.Module):
     """From patches to merged states.
 
@@ -196,7 +193,7 @@ def make_tower(
     remat: str = "products",
     lora: LoraConfig | None = None,
     spread: Callable[[jax.Array], jax.Array] | None = None,
-) -> See:
+) -> Callable[[Variables, Pictures], PictureStates]:
     """The function of a tower.
 
     Args:
@@ -208,7 +205,7 @@ def make_tower(
         spread: lays states [N, S, D] over a mesh; None for one device.
 
     Returns:
-        see(variables, Pictures) -> PictureStates. The tower's parameters are ``variables["visual"]``, or
+        encode_images(variables, Pictures) -> PictureStates. The tower's parameters are ``variables["visual"]``, or
         ``variables["params"]["visual"]`` where it is trained; adapters ``variables["lora"]["visual"]``, if any.
 
     Raises:
@@ -220,7 +217,7 @@ def make_tower(
         raise ValueError(f"vision must be some of {projections} for the tower of {config.family!r}, got {unknown}")
     tower = Tower(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
 
-    def see(variables: Mapping[str, Any], pictures: Pictures) -> PictureStates:
+    def encode_images(variables: Variables, pictures: Pictures) -> PictureStates:
         _check(config, pictures)
         own = {"params": tower_params(variables)}
         adapters = variables.get("lora", {}).get(VISUAL)
@@ -238,7 +235,7 @@ def make_tower(
 
         return PictureStates(apart(states), jnp.asarray(pictures.grid) // config.merge, tuple(map(apart, deepstack)))
 
-    return see
+    return encode_images
 
 
 def _check(config: VisionConfig, pictures: Pictures) -> None:

@@ -78,7 +78,7 @@ def led_learner(
     schedule = make_schedule(section, iterations * per_iteration)
     optimizer = shard_optimizer(make_optimizer(section, schedule, value_rate=config.ppo.value_rate), policy.mesh)
     update = make_update(
-        policy.functions,
+        policy,
         optimizer,
         config.algorithm,
         training,

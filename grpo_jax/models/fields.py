@@ -5,11 +5,16 @@ from typing import Any, NamedTuple
 
 from grpo_jax.errors import shown
 
+Fields = Mapping[str, Any]
+"""The contents of a ``config.json``, or of a table in it."""
+
+_LARGEST = 3.4e38  # of float32, in which models compute
+
 
 class Kind(NamedTuple):
-    """What a field holds: in words, and as a test."""
+    """A kind of value: in words, and as a test."""
 
-    said: str
+    words: str
     holds: Callable[[Any], bool]
 
 
@@ -21,8 +26,9 @@ def whole(least: int, most: int) -> Kind:
     )
 
 
-def _positive(value: Any) -> bool:
-    return _finite(value) and value > 0
+def list_of(kind: Kind, words: str) -> Kind:
+    """Lists whose entries are all of a kind."""
+    return Kind(words, lambda value: isinstance(value, list | tuple) and all(map(kind.holds, value)))
 
 
 def _finite(value: Any) -> bool:
@@ -31,67 +37,21 @@ def _finite(value: Any) -> bool:
     return abs(value) <= _LARGEST  # NaN is not
 
 
-_LARGEST = 3.4e38  # of float32, in which models compute
-
-
 WIDTH = whole(1, 2**20)
-
-
 LAYERS = whole(1, 2**12)
-
-
 HEADS = whole(1, 2**14)
-
-
 VOCABULARY = whole(1, 2**24)
-
-
 POSITIONS = whole(1, 2**31 - 1)
-
-
 TABLE_POSITIONS = whole(1, 2**24)  # of a table of positions, which is allocated
-
-
-POSITIVE = Kind("a finite number > 0", _positive)
-
-
+POSITIVE = Kind("a finite number > 0", lambda value: _finite(value) and value > 0)
 NOT_NEGATIVE = Kind("a finite number >= 0", lambda value: _finite(value) and value >= 0)
-
-
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-
-
 NAME = Kind("a name", lambda value: isinstance(value, str))
-
-
-NAMES = Kind(
-    "a list of names", lambda value: isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
-)
-
-
-WIDTHS = Kind(
-    "a list of whole numbers",
-    lambda value: isinstance(value, list | tuple) and all(whole(0, 2**20).holds(one) for one in value),
-)
-
-
 TABLE = Kind("a table of fields", lambda value: isinstance(value, Mapping))
+NAMES = list_of(NAME, "a list of names")
+WIDTHS = list_of(whole(0, 2**20), "a list of whole numbers")
+LAYER_NUMBERS = list_of(whole(0, 2**24), "a list of layers")
 
-
-def check_kinds(fields: Mapping[str, Any], kinds: Mapping[str, Kind], where: str = "") -> None:
-    """Refuse fields of another kind; absent ones and None pass.
-
-    Raises:
-        ValueError: naming the field, what was expected and what came.
-    """
-    for name, kind in kinds.items():
-        value = fields.get(name)
-        if value is not None and not kind.holds(value):
-            raise ValueError(f"{where}{name}: expected {kind.said}, got {shown(value)}")
-
-
-# Fields other models use to change what is computed, and the values at which they change nothing.
-# A folder that sets one of them to something else would be computed wrongly, so it is refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0,),
     "attention_multiplier": (),
@@ -118,15 +78,27 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
 }
+"""Fields by which other models change what is computed, and the values at which they change nothing.
+
+A folder that sets one of them to something else would be computed wrongly, so it is refused."""
 
 
-def refuse_changed(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
-    """Refuse fields with a value other than those at which they change nothing; absent ones and None pass.
+def check_kinds(fields: Fields, kinds: Mapping[str, Kind], where: str = "") -> None:
+    """Raise ValueError naming the first field of another kind and its value; absent ones and None pass."""
+    for name, kind in kinds.items():
+        value = fields.get(name)
+        if value is not None and not kind.holds(value):
+            raise ValueError(f"{where}{name}: expected {kind.words}, got {shown(value)}")
 
-    Raises:
-        ValueError: naming the field and its value.
-    """
+
+def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
+    """Raise ValueError naming the first field that is not at one of its neutral values; absent ones and None pass."""
     for name, values in neutral.items():
         value = fields.get(name)
         if value is not None and value not in values:
             raise ValueError(f"{name}={shown(value)} is not supported for model_type {model_type!r}")
+
+
+def not_null(fields: Fields) -> dict[str, Any]:
+    """The fields that say something: null is as absent."""
+    return {name: value for name, value in fields.items() if value is not None}

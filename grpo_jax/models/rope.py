@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +65,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     (Ding et al. 2024, arXiv:2402.13753).
 
     Raises:
-        ValueError: if the scaling is unknown.
+        ValueError: The scaling is unknown.
     """
     head_dim = int(head_dim * rope.share)
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -108,33 +107,29 @@ def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Which axis of a position (0 time, 1 row, 2 column) each frequency turns with, i32 [head_dim / 2].
-
-    Raises:
-        ValueError: the sections do not add up.
-    """
+    """The axis of a position (0 time, 1 row, 2 column) that each frequency turns with, i32 [head_dim / 2]."""
     if len(rope.sections) != 3 or sum(rope.sections) != head_dim // 2:
         raise ValueError(f"rope sections must be three that add up to {head_dim // 2}, got {rope.sections}")
     if not rope.interleaved:
         return np.repeat(np.arange(3, dtype=np.int32), rope.sections)
-    found = np.zeros(head_dim // 2, np.int32)
+    interleaved = np.zeros(head_dim // 2, np.int32)
     for axis in (1, 2):
-        found[axis : 3 * rope.sections[axis] : 3] = axis
-    return found
+        interleaved[axis : 3 * rope.sections[axis] : 3] = axis
+    return interleaved
 
 
 def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of each position, float32 [..., head_dim / 2], for integer positions [...]."""
-    return turned_by(rope, head_dim, positions[..., None])
+    return _cos_sin(rope, head_dim, positions[..., None])
 
 
 def rotation_of_pictures(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As `rotation`, for positions [..., 3] of time, row and column."""
-    return turned_by(rope, head_dim, jnp.take(positions, axes(rope, head_dim), axis=-1))
+    return _cos_sin(rope, head_dim, jnp.take(positions, axes(rope, head_dim), axis=-1))
 
 
-def turned_by(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine for the position of each frequency, [..., head_dim / 2], or of all alike, [..., 1]."""
+def _cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For the position of each frequency, [..., head_dim / 2], or of all alike, [..., 1]."""
     table = jnp.asarray(frequencies(rope, head_dim))
     table = table.reshape((1,) * (positions.ndim - 1) + table.shape)
     angles = positions.astype(jnp.float32) * table
@@ -166,16 +161,16 @@ _ROPE_KINDS = {
 }
 
 
-def read_rope(fields: Mapping[str, Any], *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
-    """From rope_parameters (transformers 5), or rope_theta with rope_scaling (before).
+def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
+    """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before).
 
     Args:
-        fields: the contents of a ``config.json``.
-        theta: what transformers takes where a folder does not say.
-        plain: further rope types that scale nothing.
+        fields: The contents of a ``config.json``.
+        theta: transformers' default where a folder does not say.
+        plain: Further rope types that scale nothing.
 
     Raises:
-        ValueError: naming the field that is missing or not supported, with its value.
+        ValueError: Naming the field that is missing or not supported, with its value.
     """
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
@@ -200,7 +195,9 @@ def read_rope(fields: Mapping[str, Any], *, theta: float = 10_000.0, plain: tupl
     if factor is None and kind == "yarn" and original:
         factor = (fields.get("max_position_embeddings") or original) / original
     needed = {"llama3": ("low_freq_factor", "high_freq_factor")}.get(kind, ())
-    missing = [name for name in needed if scaling.get(name) is None] + (["factor"] if factor is None else [])
+    missing = [name for name in needed if scaling.get(name) is None]
+    if factor is None:
+        missing.append("factor")
     if missing:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}")
     if kind in ("llama3", "yarn") and not original:
@@ -224,7 +221,7 @@ def read_rope(fields: Mapping[str, Any], *, theta: float = 10_000.0, plain: tupl
     )
 
 
-def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+def _attention_factor(scaling: kinds.Fields, factor: float) -> float:
     """YaRN's attention temperature, 0.1 ln(factor) + 1 unless the folder says otherwise."""
 
     def temperature(scale: float) -> float:

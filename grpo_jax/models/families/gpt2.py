@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,10 @@ from grpo_jax.errors import shown
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.attention import Context, LayerInput, attend_streams
 from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS, Family, Naming
-from grpo_jax.models.fields import NEUTRAL, refuse_changed
 from grpo_jax.models.layers import ACTIVATIONS, LayerNorm, Projection
 from grpo_jax.models.lora import LoraConfig
 
 MODEL_TYPE = "gpt2"
-
-
 _REQUIRED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
 
@@ -32,19 +29,21 @@ _ALIASES = {
     "num_attention_heads": "n_head",
 }
 
-
 _FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings")
 
-
 _KINDS = {
-    **{"vocab_size": kinds.VOCABULARY, "n_embd": kinds.WIDTH, "n_inner": kinds.WIDTH, "n_layer": kinds.LAYERS},
-    **{"n_head": kinds.HEADS, "n_positions": kinds.TABLE_POSITIONS, "activation_function": kinds.NAME},
+    "vocab_size": kinds.VOCABULARY,
+    "n_embd": kinds.WIDTH,
+    "n_inner": kinds.WIDTH,
+    "n_layer": kinds.LAYERS,
+    "n_head": kinds.HEADS,
+    "n_positions": kinds.TABLE_POSITIONS,
+    "activation_function": kinds.NAME,
     **dict.fromkeys(_FLAGS, kinds.FLAG),
     **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), kinds.NOT_NEGATIVE),
 }
 
-
-_NEUTRAL = {**NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({},)}
+_NEUTRAL = {**kinds.NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({},)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +106,7 @@ class GPT2Config:
         return self.num_heads
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "GPT2Config":
+    def from_hf(cls, config: kinds.Fields) -> "GPT2Config":
         """Read the contents of a ``config.json``.
 
         Every field that changes what the decoder computes is honoured or refused by name. Dropouts
@@ -125,13 +124,12 @@ class GPT2Config:
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         kinds.check_kinds(fields, _KINDS)
-        refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
-        fields = {name: value for name, value in fields.items() if value is not None}
-        inner = fields.get("n_inner")
+        kinds.refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
+        fields = kinds.not_null(fields)
         return cls(
             vocab_size=fields["vocab_size"],
             hidden_size=fields["n_embd"],
-            intermediate_size=4 * fields["n_embd"] if inner is None else inner,
+            intermediate_size=fields.get("n_inner", 4 * fields["n_embd"]),
             num_layers=fields["n_layer"],
             num_heads=fields["n_head"],
             max_positions=fields["n_positions"],
@@ -203,7 +201,6 @@ def _initial_stddev(config: GPT2Config, name: str) -> float:
 
 
 PROJECTIONS = {"c_attn": FUSED, "attn_c_proj": ROWS, "c_fc": COLUMNS, "mlp_c_proj": ROWS}
-
 
 FAMILY = Family(
     model_types=(MODEL_TYPE,),

@@ -165,7 +165,6 @@ PROJECTIONS = {
     "down_proj": ROWS,
 }
 
-
 NAMING = Naming(
     prefixes=("model.", "model.language_model.", "language_model.model.", "language_model.", ""),
     heads=("lm_head.weight", "language_model.lm_head.weight"),
@@ -180,7 +179,6 @@ NAMING = Naming(
     transposed=True,
     constants=r"(^|\.)rotary_emb\.inv_freq$",
 )
-
 
 FAMILY = Family(
     model_types=TEXT_TYPES,
@@ -199,7 +197,6 @@ FAMILY = Family(
 
 # Hub folders name the language model's tensors as a model of text would; the rest is what newer ones use.
 _PREFIXES = ("model.language_model.", "model.", "language_model.model.", "language_model.", "")
-
 
 QWEN_VL_FAMILY = FAMILY._replace(
     model_types=VISION_TYPES,

@@ -35,11 +35,7 @@ from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.tower import tower_shapes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
-
-
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-
-
 _DTYPES = ("float32", "bfloat16", "float16")
 
 

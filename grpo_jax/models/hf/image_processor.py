@@ -21,8 +21,6 @@ FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-
-
 EDGES = {"qwen2_vl": 448, "qwen2_5_vl": 448, "qwen3_vl": 512}
 """Pixels along the sides of a picture by default: 256 tokens, and whole windows."""
 
@@ -33,14 +31,12 @@ LONGEST_SHAPE = 200
 
 _PIXELS = kinds.whole(1, 2**31 - 1)
 
-
 _THREE_NUMBERS = kinds.Kind(
     "three finite numbers",
     lambda value: (
         isinstance(value, list | tuple) and len(value) == 3 and all(kinds.NOT_NEGATIVE.holds(v) for v in value)
     ),
 )
-
 
 _KINDS = {
     **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), kinds.whole(1, 2**10)),

@@ -27,7 +27,6 @@ from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
 _ROOT = "base_model.model."
 _FACTORS = {"a": "lora_A", "b": "lora_B"}
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "init_lora_weights")

@@ -264,8 +264,6 @@ def _line(error: BaseException) -> str:
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte by itself, in SentencePiece's way
-
-
 _CHECKS, _CHECKED = 16, 24  # texts that must come out as their tokens say, and tokens of each
 
 

@@ -170,11 +170,7 @@ def beside(config: ModelConfig, name: str) -> bool:
 
 
 INDEX = "model.safetensors.index.json"
-
-
 SINGLE = "model.safetensors"
-
-
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 

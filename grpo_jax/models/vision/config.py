@@ -2,14 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from grpo_jax.errors import shown
 from grpo_jax.models import fields as kinds
-from grpo_jax.models.fields import NEUTRAL, refuse_changed
 from grpo_jax.models.layers import ACTIVATIONS as TEXT_ACTIVATIONS
 
 ACTIVATIONS = {**TEXT_ACTIVATIONS, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
@@ -109,50 +107,37 @@ class VisionConfig:
         return math.isqrt(self.positions)
 
 
-_SIDE = kinds.whole(1, 2**12)  # of patches, windows and what a patch is made of
-
-
-_INDEX = kinds.whole(0, 2**24)
-
-
-_LAYERS = kinds.Kind(
-    "a list of layers", lambda value: isinstance(value, list | tuple) and all(map(_INDEX.holds, value))
-)
-
-
 # Other names that transformers or the hub's folders have for the same fields.
 _ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
-
-
 _REPEATED = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}
-
-
-_COMMON = {"depth": 32, "num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
-
-
-_COMMON |= {"initializer_range": 0.02}
-
-
-# What each family has, with what transformers takes where a folder does not say.
+# The fields of each family, with transformers' values where a folder does not say.
+_COMMON = {
+    "depth": 32,
+    "num_heads": 16,
+    "hidden_size": 3584,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.02,
+}
 _FIELDS: dict[str, dict[str, Any]] = {
-    "qwen2_vl": _COMMON
-    | {"embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "patch_size": 14, "hidden_act": "quick_gelu"},
+    "qwen2_vl": _COMMON | {"embed_dim": 1280, "mlp_ratio": 4, "hidden_act": "quick_gelu"},
     "qwen2_5_vl": _COMMON
-    | {"hidden_size": 3584, "out_hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14, "hidden_act": "silu"}
+    | {"out_hidden_size": 3584, "intermediate_size": 3420, "hidden_act": "silu"}
     | {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
     "qwen3_vl": _COMMON
     | {"depth": 27, "hidden_size": 1152, "out_hidden_size": 3584, "intermediate_size": 4304, "patch_size": 16}
     | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24)},
 }
-
-
+_SIDE = kinds.whole(1, 2**12)  # of patches, windows and what a patch is made of
+_INDEX = kinds.whole(0, 2**24)
 _KINDS = {
-    **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size"), kinds.WIDTH),
+    **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size", "window_size"), kinds.WIDTH),
     **dict.fromkeys(("patch_size", "spatial_patch_size", "spatial_merge_size", "temporal_patch_size"), _SIDE),
     **dict.fromkeys(("in_channels", "in_chans"), _SIDE),
-    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes"), _LAYERS),
+    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes"), kinds.LAYER_NUMBERS),
     **dict.fromkeys(("mlp_ratio", "rope_theta"), kinds.POSITIVE),
-    "window_size": kinds.WIDTH,
     "num_position_embeddings": kinds.TABLE_POSITIONS,
     "depth": kinds.LAYERS,
     "num_heads": kinds.HEADS,
@@ -160,21 +145,15 @@ _KINDS = {
     "initializer_range": kinds.NOT_NEGATIVE,
     "rope_parameters": kinds.TABLE,
 }
-
-
 # Fields at whose other values transformers' towers, or those of other families, compute something else.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **NEUTRAL,
+    **kinds.NEUTRAL,
     **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias"), (True,)),
     **dict.fromkeys(("layer_norm_eps", "rms_norm_eps"), (1e-6,)),
     "drop_path_rate": (0,),
     "rope_scaling": (),
 }
-
-
 _ROPE = ("axial", "default")
-
-
 _TOKENS = {
     "image_token_id": 151655,
     "video_token_id": 151656,
@@ -183,80 +162,85 @@ _TOKENS = {
 }
 
 
-def read_vision(config: Mapping[str, Any], vocab_size: int, hidden_size: int) -> VisionConfig | None:
-    """The tower of a ``config.json``; None where it describes none.
+def read_vision(config: kinds.Fields, vocab_size: int, hidden_size: int) -> VisionConfig | None:
+    """The tower of a Qwen-VL folder's ``config.json``, every field honoured or refused; None where it describes none.
 
     Args:
-        config: the contents of a Qwen-VL folder's file.
+        config: The contents of the file.
         vocab_size: V of its language model.
         hidden_size: D of its language model.
 
     Raises:
-        ValueError: naming the field that is not supported or does not fit, with its value.
+        ValueError: Naming the field that is not supported or does not fit, with its value.
     """
     raw, family = config.get("vision_config"), config["model_type"]
     kinds.check_kinds(config, {"vision_config": kinds.TABLE} | dict.fromkeys(_TOKENS, _INDEX))
     if raw is None:
         return None
     try:
-        fields = _read_fields(raw, family)
-        window = fields.get("window_size")
-        config_fields = {
-            "depth": fields["depth"],
-            "width": fields.get("embed_dim", fields["hidden_size"]),
-            "inner": fields.get("intermediate_size") or int(fields["embed_dim"] * fields["mlp_ratio"]),
-            "heads": fields["num_heads"],
-            "out": fields.get("out_hidden_size", fields["hidden_size"]),
-            "patch": fields["patch_size"],
-            "activation": fields["hidden_act"],
-            "frames": fields["temporal_patch_size"],
-            "channels": fields["in_channels"],
-            "merge": fields["spatial_merge_size"],
-            "window": window and _window(window, fields),
-            "full_attention_layers": _layers(fields.get("fullatt_block_indexes", ()), fields["depth"]),
-            "deepstack_layers": tuple(fields.get("deepstack_visual_indexes", ())),
-            "positions": fields.get("num_position_embeddings", 0),
-            "theta": _theta(fields),
-            "initializer_range": float(fields["initializer_range"]),
-        }
+        shape = _read_shape(raw, family)
     except ValueError as error:
         raise ValueError(f"vision_config: {error}") from error
-    if config_fields["out"] != hidden_size:
+    if shape["out"] != hidden_size:
         name = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
         raise ValueError(
-            f"vision_config.{name}={config_fields['out']} does not fit the language model's hidden_size={hidden_size}"
+            f"vision_config.{name}={shape['out']} does not fit the language model's hidden_size={hidden_size}"
         )
-    tokens = {
-        name: config.get(name) if config.get(name) is not None else fallback for name, fallback in _TOKENS.items()
-    }
+    tokens = _TOKENS | {name: config[name] for name in _TOKENS if config.get(name) is not None}
     for name, token in tokens.items():
         if token >= vocab_size:
             raise ValueError(f"{name}={token} is beyond the vocabulary of {vocab_size}: say which token it is")
-    return VisionConfig(family, **config_fields, **{name.removesuffix("_id"): token for name, token in tokens.items()})
+    return VisionConfig(family, **shape, **{name.removesuffix("_id"): token for name, token in tokens.items()})
 
 
-def _read_fields(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
+def _read_shape(raw: kinds.Fields, family: str) -> dict[str, Any]:
+    fields = _read_fields(raw, family)
+    window = fields.get("window_size")
+    return {
+        "depth": fields["depth"],
+        "width": fields.get("embed_dim", fields["hidden_size"]),
+        "inner": fields.get("intermediate_size") or int(fields["embed_dim"] * fields["mlp_ratio"]),
+        "heads": fields["num_heads"],
+        "out": fields.get("out_hidden_size", fields["hidden_size"]),
+        "patch": fields["patch_size"],
+        "activation": fields["hidden_act"],
+        "frames": fields["temporal_patch_size"],
+        "channels": fields["in_channels"],
+        "merge": fields["spatial_merge_size"],
+        "window": window and _window(window, fields),
+        # Those that there are; transformers' list is of 32 layers where a folder gives none.
+        "full_attention_layers": tuple(
+            layer for layer in range(fields["depth"]) if layer in fields.get("fullatt_block_indexes", ())
+        ),
+        "deepstack_layers": tuple(fields.get("deepstack_visual_indexes", ())),
+        "positions": fields.get("num_position_embeddings", 0),
+        "theta": _theta(fields),
+        "initializer_range": float(fields["initializer_range"]),
+    }
+
+
+def _read_fields(raw: kinds.Fields, family: str) -> dict[str, Any]:
     """The fields that this family has, by one name each."""
-    given = {_ALIASES.get(name, name): value for name, value in raw.items() if value is not None}
-    kinds.check_kinds(given, _KINDS)
-    refuse_changed(given, _NEUTRAL, family)
-    known = _FIELDS[family]
-    fields = known | {name: value for name, value in given.items() if name in known}
-    foreign = sorted(name for name in given if name not in known and any(name in other for other in _FIELDS.values()))
-    if foreign:
-        raise ValueError(f"{foreign[0]}={shown(given[foreign[0]])} is not supported for model_type {family!r}")
-    for name, meant in _REPEATED.items():
-        if given.get(name, fields[meant]) != fields[meant]:
-            raise ValueError(f"{name}={given[name]} differs from {meant}={fields[meant]}")
-    if given.get("model_type", family) not in (family, f"{family}_vision"):
-        raise ValueError(f"model_type={shown(given['model_type'])} is not supported in a {family!r}")
-    width, heads = fields.get("embed_dim", fields["hidden_size"]), fields["num_heads"]
-    if given.get("head_dim", width // heads) != width // heads:
-        raise ValueError(f"head_dim={given['head_dim']} is not supported: it is {width // heads}")
-    return fields | {name: given[name] for name in ("rope_parameters", "rope_theta") if name in given}
+    present = {_ALIASES.get(name, name): value for name, value in kinds.not_null(raw).items()}
+    kinds.check_kinds(present, _KINDS)
+    kinds.refuse_changed(present, _NEUTRAL, family)
+    defaults = _FIELDS[family]
+    fields = defaults | {name: value for name, value in present.items() if name in defaults}
+    for name in sorted(present.keys() - defaults.keys()):
+        if any(name in other for other in _FIELDS.values()):
+            raise ValueError(f"{name}={shown(present[name])} is not supported for model_type {family!r}")
+    for name, meaning in _REPEATED.items():
+        if present.get(name, fields[meaning]) != fields[meaning]:
+            raise ValueError(f"{name}={present[name]} differs from {meaning}={fields[meaning]}")
+    if present.get("model_type", family) not in (family, f"{family}_vision"):
+        raise ValueError(f"model_type={shown(present['model_type'])} is not supported in a {family!r}")
+    head_dim = fields.get("embed_dim", fields["hidden_size"]) // fields["num_heads"]
+    if present.get("head_dim", head_dim) != head_dim:
+        raise ValueError(f"head_dim={present['head_dim']} is not supported: it is {head_dim}")
+    return fields | {name: present[name] for name in ("rope_parameters", "rope_theta") if name in present}
 
 
-def _window(size: int, fields: Mapping[str, Any]) -> int:
+def _window(size: int, fields: kinds.Fields) -> int:
     """Merged tokens along the side of a window of `size` pixels."""
     tokens = size // fields["spatial_merge_size"] // fields["patch_size"]
     if tokens < 1:
@@ -264,16 +248,11 @@ def _window(size: int, fields: Mapping[str, Any]) -> int:
     return tokens
 
 
-def _layers(chosen: Sequence[int], depth: int) -> tuple[int, ...]:
-    """Those that there are; transformers' list is of 32 layers where a folder gives none."""
-    return tuple(layer for layer in range(depth) if layer in chosen)
-
-
-def _theta(fields: Mapping[str, Any]) -> float:
+def _theta(fields: kinds.Fields) -> float:
     rope = fields.get("rope_parameters") or {}
     kinds.check_kinds(rope, {"rope_theta": kinds.POSITIVE}, "rope_parameters.")
     kind = rope.get("rope_type") or rope.get("type") or "axial"
     if kind not in _ROPE:
         raise ValueError(f"rope type {shown(kind)} is not supported; supported: {', '.join(_ROPE)}")
-    refuse_changed(rope, {"partial_rotary_factor": (1,), "factor": (1,)}, "rope_parameters")
+    kinds.refuse_changed(rope, {"partial_rotary_factor": (1,), "factor": (1,)}, "rope_parameters")
     return float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)

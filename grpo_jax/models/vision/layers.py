@@ -13,8 +13,6 @@ from grpo_jax.models.rope import rotate
 from grpo_jax.models.vision.config import ACTIVATIONS, VisionConfig
 
 _MOST_SCORES = 2**28  # that are there at once, 1 GiB in float32; where there would be more, heads take turns
-
-
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 

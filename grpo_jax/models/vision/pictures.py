@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class Pictures(NamedTuple):
 
 
 class PictureStates(NamedTuple):
-    """What a tower made of `Pictures`: one state for each placeholder token of a text.
+    """A tower's states of `Pictures`: one for each placeholder token of a text.
 
     Attributes:
         states: [.., I, M, D], M = S / merge²; row by row of merged tokens.
@@ -64,12 +64,7 @@ def windows_of(grid: tuple[int, int], config: VisionConfig) -> np.ndarray:
 
 
 class Picture(NamedTuple):
-    """One picture as a processor prepares it.
-
-    Attributes:
-        patches: f32 [h·w, C], in the processor's order (see `Pictures`).
-        grid: (h, w), rows and columns of patches.
-    """
+    """One prepared picture: patches f32 [h·w, C] in the processor's order, and its grid (h, w) of patches."""
 
     patches: np.ndarray
     grid: tuple[int, int]
@@ -87,7 +82,7 @@ def bucket_patches(patches: int, config: VisionConfig) -> int:
 
 
 def placeholders(grid: tuple[int, int], config: VisionConfig) -> int:
-    """How many placeholder tokens stand for a picture of this grid."""
+    """The number of placeholder tokens that stand for a picture of this grid."""
     return grid[0] // config.merge * (grid[1] // config.merge)
 
 
@@ -98,11 +93,11 @@ def pack_pictures(
     slots: int | None = None,
     patches: int | None = None,
 ) -> Pictures | None:
-    """Pictures of several rows, up to I in each, as host arrays [rows, I, ..] of a bucket's shape.
+    """Pack pictures of several rows, up to I in each, into host arrays [rows, I, ..] of a bucket's shape.
 
     Args:
-        rows: each row's pictures, in the order of its text.
-        config: of the tower that will see them.
+        rows: Each row's pictures, in the order of its text.
+        config: Of the tower.
         slots: I; None for a bucket of the largest number in a row.
         patches: S; None for a bucket of the largest picture.
 
@@ -110,19 +105,43 @@ def pack_pictures(
         None where no row has a picture.
 
     Raises:
-        ValueError: a picture's patches do not fit its grid or the tower, or there are more than the shape holds.
+        ValueError: A picture's patches do not fit its grid or the tower, or there are more than the shape holds.
     """
-    everything = [picture for row in rows for picture in row]
-    if not everything:
+    pictures = [picture for row in rows for picture in row]
+    if not pictures:
         return None
-    for picture in everything:
-        _check(picture, config)
-    slots = slots or bucketed(max(map(len, rows)))
-    patches = patches or bucket_patches(max(len(picture.patches) for picture in everything), config)
+    for picture in pictures:
+        _check(picture.patches.shape, picture.grid, config)
+    most_slots, most_patches = max(map(len, rows)), max(len(picture.patches) for picture in pictures)
+    slots = slots or bucketed(most_slots)
+    patches = patches or bucket_patches(most_patches, config)
+    if most_slots > slots or most_patches > patches:
+        raise ValueError(f"pictures: {slots} of {patches} patches in a row were asked for, and there are more")
+    return _packed(rows, config, slots, patches)
+
+
+def pack_rows(rows: Sequence[Sequence[Picture]], config: VisionConfig, *, slots: int, patches: int) -> Pictures:
+    """Pack some of a data set's rows as `pack_pictures`: few shapes, none larger than the data set's largest.
+
+    Rows without any get slots without a picture, so that each part of a data set is of one kind.
+
+    Args:
+        rows: Each row's pictures, in the order of its text.
+        config: Of the tower.
+        slots: The most pictures of a row of the data set.
+        patches: The most patches of a picture of the data set.
+    """
+    most_slots = max(1, *(len(row) for row in rows))
+    most_patches = max([config.merged, *(len(picture.patches) for row in rows for picture in row)])
+    slots = max(most_slots, min(bucketed(most_slots), slots))
+    patches = max(most_patches, min(bucket_patches(most_patches, config), patches))
+    packed = pack_pictures(rows, config, slots=slots, patches=patches)
+    return _packed(rows, config, slots, patches) if packed is None else packed
+
+
+def _packed(rows: Sequence[Sequence[Picture]], config: VisionConfig, slots: int, patches: int) -> Pictures:
     packed = np.zeros((len(rows), slots, patches, config.pixels), np.float32)
     grids = np.zeros((len(rows), slots, 2), np.int32)
-    if max(map(len, rows)) > slots or max(len(picture.patches) for picture in everything) > patches:
-        raise ValueError(f"pictures: {slots} of {patches} patches in a row were asked for, and there are more")
     for i, row in enumerate(rows):
         for j, picture in enumerate(row):
             packed[i, j, : len(picture.patches)] = np.asarray(picture.patches)
@@ -131,13 +150,13 @@ def pack_pictures(
 
 
 def same_size(patches: jax.Array, grid: tuple[int, int], config: VisionConfig) -> Pictures:
-    """Pictures [.., I, h·w, C] of one grid, on the device where they are, filled up to their bucket.
+    """Pictures [.., I, h·w, C] of one grid, on the device where they are, padded to their bucket.
 
     Raises:
-        ValueError: as `pack_pictures`.
+        ValueError: As `pack_pictures`.
     """
     lead, count = patches.shape[:-2], patches.shape[-2]
-    _check(Picture(jax.ShapeDtypeStruct(patches.shape[-2:], patches.dtype), grid), config)
+    _check(patches.shape[-2:], grid, config)
     size = bucket_patches(count, config)
     if size > count:
         patches = jnp.pad(patches, [(0, 0)] * len(lead) + [(0, size - count), (0, 0)])
@@ -149,142 +168,115 @@ def pack_windows(grids: np.ndarray, patches: int, config: VisionConfig) -> np.nd
     """The attention windows of pictures with grids [.., I, 2] in a bucket of S patches: i32 [.., I, W, B], or None."""
     if config.window is None:
         return None
-    flat = np.asarray(grids).reshape(-1, 2)
-    known = {grid: windows_of(grid, config) for grid in {tuple(map(int, grid)) for grid in flat}}
+    flat = [tuple(map(int, grid)) for grid in np.asarray(grids).reshape(-1, 2)]
+    windows = {grid: windows_of(grid, config) for grid in set(flat)}
     size = config.window**2
     whole = -(-patches // config.merged // size)
-    count = bucketed(max(whole, *(len(windows) for windows in known.values())))
+    count = bucketed(max(whole, *map(len, windows.values())))
     packed = np.full((len(flat), count, size), -1, np.int32)
     for row, grid in zip(packed, flat, strict=True):
-        windows = known[tuple(map(int, grid))]
-        row[: len(windows)] = windows
+        row[: len(windows[grid])] = windows[grid]
     return packed.reshape(*np.shape(grids)[:-1], count, size)
 
 
-def _check(picture: Picture, config: VisionConfig) -> None:
-    height, width = picture.grid
+def _check(shape: tuple[int, ...], grid: tuple[int, int], config: VisionConfig) -> None:
+    height, width = grid
     if min(height, width) < 1 or height % config.merge or width % config.merge:
-        raise ValueError(f"grid: expected multiples of {config.merge} patches, got {tuple(picture.grid)}")
-    if tuple(picture.patches.shape) != (height * width, config.pixels):
+        raise ValueError(f"grid: expected multiples of {config.merge} patches, got {tuple(grid)}")
+    if tuple(shape) != (height * width, config.pixels):
         raise ValueError(
-            f"patches: expected [{height * width}, {config.pixels}] for a grid of {height} x {width}, "
-            f"got {list(picture.patches.shape)}"
+            f"patches: expected [{height * width}, {config.pixels}] for a grid of {height} x {width}, got {list(shape)}"
         )
 
 
-def pack_rows(rows: Sequence[Sequence[Picture]], config: VisionConfig, *, slots: int, patches: int) -> Pictures:
-    """Pictures of some of a data set's rows, as `pack_pictures`: of few shapes, none larger than the largest there is.
+# ------------------------------------------------------------------------------------------- rows that come and go
 
-    Rows without any get places without a picture, so that each part of a data set is of one kind.
-
-    Args:
-        rows: each row's pictures, in the order of its text.
-        config: of the tower that will see them.
-        slots: the most pictures of a row.
-        patches: the most patches of a picture.
-    """
-    own_slots = max(1, *(len(row) for row in rows))
-    own_patches = max([config.merged, *(len(picture.patches) for row in rows for picture in row)])
-    slots = max(own_slots, min(bucketed(own_slots), slots))
-    patches = max(own_patches, min(bucket_patches(own_patches, config), patches))
-    packed = pack_pictures(rows, config, slots=slots, patches=patches)
-    if packed is not None:
-        return packed
-    grid = np.zeros((len(rows), slots, 2), np.int32)
-    nothing = np.zeros((len(rows), slots, patches, config.pixels), np.float32)
-    return Pictures(nothing, grid, pack_windows(grid, patches, config))  # pyright: ignore[reportArgumentType]
+Shown = TypeVar("Shown", Pictures, PictureStates)
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[Shown | None]) -> Shown | None:
     """`Pictures` or `PictureStates` of several chunks of rows as those of all; None where none has any.
 
-    The chunks may differ in their sizes: what is missing is filled up as `pack_pictures` does.
+    The chunks may differ in their sizes: the smaller ones are padded as `pack_pictures` does.
 
     Raises:
-        ValueError: some have pictures and some have none.
+        ValueError: Some have pictures and some have none.
     """
-    if all(part is None for part in parts):
-        return None
-    if any(part is None for part in parts):
+    some = [part for part in parts if part is not None]
+    if some and len(some) < len(parts):
         raise ValueError("parts: expected pictures in all or in none")
-    if len(parts) == 1:
-        return parts[0]
-    return _along(parts, 0)
+    return _concatenate(some, 0) if some else None
 
 
-def joined_some(parts: Sequence[Any], counts: Sequence[int]) -> Any:
-    """As `joined`, where some chunks may have none: their rows get places without a picture.
+def joined_some(parts: Sequence[Shown | None], counts: Sequence[int]) -> Shown | None:
+    """As `joined`, where some chunks may have none: their rows get slots without a picture.
 
     Args:
-        parts: of each chunk, [p, ..] or None.
+        parts: Of each chunk, [p, ..] or None.
         counts: p of each.
     """
     some = next((part for part in parts if part is not None), None)
     if some is None:
         return None
 
-    def nothing(count: int) -> Any:
-        empty = jax.tree.map(lambda array: np.zeros((count, *array.shape[1:]), array.dtype), some)
-        windows = getattr(empty, "windows", None)
-        return empty if windows is None else empty._replace(windows=np.full_like(windows, -1))
+    def empty(count: int) -> Shown:
+        return jax.tree.map(
+            lambda array, fill: np.full((count, *array.shape[1:]), fill, array.dtype), some, _fills(some)
+        )
 
-    return joined([nothing(count) if part is None else part for part, count in zip(parts, counts, strict=True)])
+    return joined([empty(count) if part is None else part for part, count in zip(parts, counts, strict=True)])
 
 
-def chained(parts: Sequence[Any]) -> Any:
+def chained(parts: Sequence[Shown | None]) -> Shown | None:
     """Pictures [P, G, I, ..] of the same completions one behind the other; None where there are none."""
     some = [part for part in parts if part is not None]
-    return _along(some, 2) if len(some) > 1 else next(iter(some), None)
+    return _concatenate(some, 2) if some else None
 
 
-def _along(parts: Sequence[Any], axis: int) -> Any:
-    if isinstance(parts[0], Pictures):
-        windows = None if parts[0].windows is None else _together([part.windows for part in parts], axis, -1)
-        patches, grid = (_together([part[i] for part in parts], axis) for i in (0, 1))
-        return Pictures(patches, grid, windows)
-    return PictureStates(
-        _together([part.states for part in parts], axis),
-        _together([part.grid for part in parts], axis),
-        tuple(_together(list(layers), axis) for layers in zip(*(part.deepstack for part in parts), strict=True)),
-    )
-
-
-def _together(arrays: Sequence[Any], axis: int, fill: int = 0) -> Any:
-    """Arrays as one along an axis, the smaller ones filled up along the others."""
-    library = np if all(isinstance(array, np.ndarray) for array in arrays) else jnp
-    room = np.max([array.shape for array in arrays], axis=0)
-
-    def padded(array: Any) -> Any:
-        missing = [(0, int(whole - own)) for whole, own in zip(room, array.shape, strict=True)]
-        missing[axis] = (0, 0)
-        return library.pad(array, missing, constant_values=fill) if any(after for _, after in missing) else array
-
-    return library.concatenate([padded(array) for array in arrays], axis=axis)
+def taken(pictures: Shown | None, places: slice | np.ndarray) -> Shown | None:
+    """Some rows of `Pictures` or `PictureStates`, by a slice or by indices; None stays None."""
+    return None if pictures is None else jax.tree.map(lambda array: array[places], pictures)
 
 
 def placed(pictures: Pictures, owners: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Pictures:
     """Pictures [N, 1, ..] as those of completions, [P, G, I, ..]; no picture where a completion has fewer than others.
 
     Args:
-        pictures: as they were prepared.
+        pictures: As they were prepared.
         owners: (p, g) of each, in the order in which a completion sees its own.
         shape: (P, G).
     """
     index = np.full((*shape, max(Counter(owners).values())), len(owners))
-    seen: Counter[tuple[int, int]] = Counter()
+    slots: Counter[tuple[int, int]] = Counter()
     for number, owner in enumerate(owners):
-        index[(*owner, seen[owner])] = number
-        seen[owner] += 1
+        index[(*owner, slots[owner])] = number
+        slots[owner] += 1
 
-    def spread(array: Any, fill: int = 0) -> Any:
+    def spread(array: jax.Array | np.ndarray, fill: int) -> jax.Array | np.ndarray:
         library = np if isinstance(array, np.ndarray) else jnp
         rows = library.concatenate([array[:, 0], library.full((1, *array.shape[2:]), fill, array.dtype)])
         return rows[index]
 
-    windows = None if pictures.windows is None else spread(pictures.windows, -1)
-    return Pictures(spread(pictures.patches), spread(pictures.grid), windows)
+    return jax.tree.map(spread, pictures, _fills(pictures))
 
 
-def taken(pictures: Any, places: Any) -> Any:
-    """Some rows of `Pictures` or `PictureStates`, by a slice or by indices; None stays None."""
-    return None if pictures is None else jax.tree.map(lambda array: array[places], pictures)
+def _fills(pictures: Shown) -> Shown:
+    """What stands in each array where there is no picture: -1 in windows, else 0."""
+    fills = jax.tree.map(lambda _: 0, pictures)
+    return fills if getattr(fills, "windows", None) is None else fills._replace(windows=-1)
+
+
+def _concatenate(parts: Sequence[Shown], axis: int) -> Shown:
+    """Arrays as one along an axis, the smaller ones padded along the others."""
+
+    def concatenate(fill: int, *arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+        library = np if all(isinstance(array, np.ndarray) for array in arrays) else jnp
+        shape = np.max([array.shape for array in arrays], axis=0)
+        padded = []
+        for array in arrays:
+            missing = [(0, int(whole - size)) for whole, size in zip(shape, array.shape, strict=True)]
+            missing[axis] = (0, 0)
+            padded.append(library.pad(array, missing, constant_values=fill))
+        return library.concatenate(padded, axis=axis)
+
+    return parts[0] if len(parts) == 1 else jax.tree.map(concatenate, _fills(parts[0]), *parts)

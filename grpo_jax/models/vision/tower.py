@@ -56,10 +56,7 @@ def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str,
 
 
 PROJECTIONS = {"qkv": FUSED, "proj": ROWS, "fc1": COLUMNS, "fc2": ROWS}
-
-
 MERGER = {"norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"}
-
 
 _QWEN2_VL = TowerFamily(
     block=PlainBlock,
@@ -69,9 +66,7 @@ _QWEN2_VL = TowerFamily(
     names=names_of({"fc1": "fc1", "fc2": "fc2"}, MERGER),
 )
 
-
 _MLP = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}
-
 
 _QWEN2_5_VL = TowerFamily(
     block=GatedBlock,
@@ -81,9 +76,7 @@ _QWEN2_5_VL = TowerFamily(
     names=names_of({name: name for name in _MLP}, MERGER),
 )
 
-
 _MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
-
 
 _QWEN3_VL = TowerFamily(
     block=PlainBlock,
@@ -94,7 +87,6 @@ _QWEN3_VL = TowerFamily(
     | {"pos_embed": "pos_embed"}
     | {f"deepstack/{name}": f"deepstack_merger_list.{{}}.{theirs}" for name, theirs in _MERGER.items()},
 )
-
 
 TOWERS: dict[str, TowerFamily] = {
     "qwen2_vl": _QWEN2_VL,

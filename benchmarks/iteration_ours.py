@@ -9,10 +9,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
-from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
-from grpo_jax.models.vision.patches import Picture, pack_pictures
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.policy import make_policy
+from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.vision.pictures import Picture, pack_pictures
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import Objectives
@@ -38,7 +38,7 @@ def make_phases(case: work.Case, loaded, remat: str):
     variables = {"params": loaded.params} | ({VISUAL: loaded.visual} if case.picture else {})
     # On its device from the start, as in a run: the first update would put it there, and all compile again.
     state = jax.device_put(init_state(variables, optimizer, keep_reference=True), jax.devices()[0])
-    return sample, jax.jit(policy.see) if case.picture else None, prepare, step, state
+    return sample, jax.jit(policy.encode_images) if case.picture else None, prepare, step, state
 
 
 def encode(case: work.Case, loaded, processor, iteration: int):

@@ -14,7 +14,7 @@ MARGIN = 0.25
 
 
 class Settings(Protocol):
-    """What is read of `grpo_jax.models.hf.processor.PictureSettings`."""
+    """What is read of `grpo_jax.models.hf.image_processor.PictureSettings`."""
 
     patch: int
     merge: int

@@ -27,7 +27,7 @@ def train(folder: str, *, steps: int = 20, group_size: int = 8, max_new_tokens: 
     """Yields (loss, mean reward) of each step."""
     policy = load_policy(folder)
     sample = make_sampler(
-        policy.functions, SamplingParams(group_size, max_new_tokens), eos_ids=policy.eos_ids, pad_id=policy.pad_id
+        policy, SamplingParams(group_size, max_new_tokens), eos_ids=policy.eos_ids, pad_id=policy.pad_id
     )
     optimizer = optax.adamw(rate)
     params, opt_state = policy.params, optimizer.init(policy.params)
@@ -35,8 +35,8 @@ def train(folder: str, *, steps: int = 20, group_size: int = 8, max_new_tokens: 
 
     def loss(params, samples, advantages):
         variables = {"params": params}
-        hidden = policy.functions.forward_group(variables, prompts, mask, samples.tokens, samples.mask)
-        logprobs, _ = policy.functions.token_logprobs(variables, hidden, samples.tokens)
+        hidden = policy.forward_group(variables, prompts, mask, samples.tokens, samples.mask)
+        logprobs, _ = policy.token_logprobs(variables, hidden, samples.tokens)
         return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, samples.mask)
 
     @jax.jit

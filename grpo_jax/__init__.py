@@ -30,7 +30,7 @@ _PUBLIC = {
     "core.shaping": ("kl_penalised_rewards",),
     "core.surrogates": ("CappedWeight", "Clip", "SoftGate"),
     "errors": ("UserError",),
-    "models.loading": ("LanguagePolicy", "load_policy"),
+    "models.policy": ("Policy", "load_policy"),
     "predict": ("load_rewriter",),
     "rollout.data": ("PromptSet",),
     "rollout.binding": ("TaskRewards",),

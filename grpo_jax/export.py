@@ -44,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export_run(options: argparse.Namespace) -> None:
-    from grpo_jax.models.hf.exporting import export_adapters, export_policy
     from grpo_jax.models.hf.hub import push_folder, require_hub
     from grpo_jax.reports.model_card import write_card
     from grpo_jax.runs.policy import restore_policy
@@ -57,9 +56,9 @@ def _export_run(options: argparse.Namespace) -> None:
         require_hub(options.push_to_hub)
     config, policy, meta = restore_policy(options.run, options.checkpoint)
     if options.adapters:
-        export_adapters(options.out, policy.loaded, policy.variables, policy.lora)
+        policy.save_adapters(options.out, policy.variables)
     else:
-        export_policy(options.out, policy.loaded, policy.variables, policy.lora, dtype=options.dtype or "float32")
+        policy.save(options.out, policy.variables, dtype=options.dtype or "float32")
     write_card(options.out, config, options.run, checkpoint=options.checkpoint, adapters=options.adapters)
     what = "adapters" if options.adapters else "policy"
     print(f"{options.out}: the {what} of {options.run}, checkpoint {options.checkpoint} (step {meta.get('step')})")

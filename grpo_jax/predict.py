@@ -68,7 +68,7 @@ def make_rewriter(config: Any, policy: Any, rows: Sequence[Any] = ()) -> Callabl
     from grpo_jax.sampling.sampler import make_sampler
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
-    loaded = policy.loaded
+    loaded = policy.folder
     ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
     eyes = eyes_of(config, loaded)
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
@@ -83,7 +83,7 @@ def make_rewriter(config: Any, policy: Any, rows: Sequence[Any] = ()) -> Callabl
     @functools.cache  # what may be written is read when it is asked for first
     def sampler() -> Callable[..., Any]:
         trie = policy_choices(config, config.task.listed_texts(config), loaded)
-        return make_sampler(policy.functions, sampling_params(config.sampling, 1, 0.0), **ends, trie=trie)
+        return make_sampler(policy, sampling_params(config.sampling, 1, 0.0), **ends, trie=trie)
 
     def rewrite(prompt: str, pictures: Sequence[Any] = ()) -> str:
         try:

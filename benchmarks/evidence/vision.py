@@ -83,9 +83,9 @@ def best_of_two(parts: Any, environment: Any, place: int) -> dict[str, list[floa
     """Two samples of the first turn: as many drawings as two turns take."""
     from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
-    section, loaded = parts.config.sampling, parts.policy.loaded
+    section, loaded = parts.config.sampling, parts.policy.folder
     sample = make_sampler(
-        parts.policy.functions,
+        parts.policy,
         SamplingParams(2, section.max_new_tokens, section.temperature),
         eos_ids=loaded.eos_ids,
         pad_id=loaded.pad_id,

@@ -20,7 +20,7 @@ from outcome import Figures, Measurements, compared, needs
 from support import tiny_decoders, tiny_update
 
 from grpo_jax.config import AlgorithmSection
-from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.policy import make_policy
 from grpo_jax.models.quantised import as_array, quantise
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams

@@ -20,7 +20,7 @@ import shapes
 import timing
 from outcome import Figures, Measurements, needs, needs_torch_beside_jax
 
-from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 

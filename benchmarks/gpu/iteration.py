@@ -23,14 +23,14 @@ from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
 
 from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
-from grpo_jax.models.adapters import lora_config
+from grpo_jax.models.policy import configured_functions, lora_config
 from grpo_jax.planning.policy import policy_memory
 from grpo_jax.planning.shapes import read_shape
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import make_objectives
-from grpo_jax.training.memory import policy_functions, weight_dtype
+from grpo_jax.training.memory import weight_dtype
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state, needs_reference, settled
 from grpo_jax.training.update import make_update
@@ -64,7 +64,7 @@ def shipped(tiny: bool) -> tuple[Any, Any]:
 
 def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:
     """The sampler, the update and the state, by the constructors that a run calls."""
-    policy, section = policy_functions(config, model, None), config.sampling
+    policy, section = configured_functions(config.policy, model, None), config.sampling
     params = sampling_params(section, section.written_completions, section.temperature)
     sample = make_sampler(policy, params, eos_ids=(), pad_id=0)
     rate = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)

@@ -23,7 +23,7 @@ from outcome import Figures, Measurements, needs, needs_torch_beside_jax
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, TrainingSection
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.policy import make_policy
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule

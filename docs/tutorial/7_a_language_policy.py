@@ -67,7 +67,7 @@ for text in ("red", "red cup", "cup", ""):
 
 # %%
 sample = make_sampler(
-    policy.functions,
+    policy,
     SamplingParams(group_size=16, max_new_tokens=6),
     eos_ids=policy.eos_ids,
     pad_id=policy.pad_id,
@@ -77,8 +77,8 @@ optimizer = optax.adam(1e-2)
 
 def loss(params, samples, advantages):
     variables = {"params": params}
-    hidden = policy.functions.forward_group(variables, prompts, prompt_mask, samples.tokens, samples.mask)
-    logprobs, entropy = policy.functions.token_logprobs(variables, hidden, samples.tokens)
+    hidden = policy.forward_group(variables, prompts, prompt_mask, samples.tokens, samples.mask)
+    logprobs, entropy = policy.token_logprobs(variables, hidden, samples.tokens)
     return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, samples.mask, entropy=entropy)
 
 

@@ -1,15 +1,61 @@
-"""What the layers are told of the tokens that run: where they stand, what they may read, which of them are pictures."""
+"""Positions, masks and pictures of the tokens that run, as attention takes them."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.models.attention import Context, Tokens, VisionInput
 from grpo_jax.models.cache import Cache, Prefix, Rows
 from grpo_jax.models.families import ModelConfig, family_of
-from grpo_jax.models.layers import Context, Sight, Tokens
 from grpo_jax.models.vision.pictures import PictureStates
-from grpo_jax.models.vision.positions import Places, find_places
+
+
+class Places(NamedTuple):
+    """Tokens [.., S] of rows with pictures.
+
+    Attributes:
+        index: i32 [.., S], which of a row's I·M picture states a token stands for; -1 for text.
+        positions: i32 [.., S, 3], of time, row and column, counted from the row's first token.
+        advance: i32 [..], the position behind the row's last token.
+    """
+
+    index: jax.Array
+    positions: jax.Array
+    advance: jax.Array
+
+
+def find_places(tokens: jax.Array, mask: jax.Array, grid: jax.Array, *, image_token: int, capacity: int) -> Places:
+    """Finds the pictures of each row by their placeholder tokens, in order.
+
+    Args:
+        tokens: i32 [.., S].
+        mask: bool [.., S], False on padding.
+        grid: i32 [.., I, 2], rows and columns of merged tokens of each picture; (0, 0) where there is none. A row has
+            as many placeholders as its pictures have merged tokens.
+        image_token: the placeholder.
+        capacity: M, states that are kept for each picture.
+    """
+    pictured = (tokens == image_token) & mask
+    number = jnp.cumsum(pictured, axis=-1, dtype=jnp.int32) - 1
+    sizes = grid[..., 0] * grid[..., 1]
+    ends = jnp.cumsum(sizes, axis=-1)
+    picture = jnp.sum(number[..., None] >= ends[..., None, :], axis=-1)
+    picture = jnp.clip(picture, 0, grid.shape[-2] - 1)
+
+    def of_picture(values: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(values, picture, axis=-1)
+
+    offset = number - of_picture(ends - sizes)
+    height, width = (jnp.maximum(of_picture(grid[..., axis]), 1) for axis in (0, 1))
+    row, column = offset // width, offset % width
+    last = offset == height * width - 1
+    steps = jnp.where(pictured, jnp.where(last, jnp.maximum(height, width), 0), 1) * mask
+    passed = jnp.cumsum(steps, axis=-1, dtype=jnp.int32)
+    start = passed - steps
+    inside = jnp.stack([jnp.zeros_like(row), row, column], axis=-1)
+    positions = start[..., None] + jnp.where(pictured[..., None], inside, 0)
+    return Places(jnp.where(pictured, picture * capacity + offset, -1), positions, passed[..., -1])
 
 
 class Prompts(NamedTuple):
@@ -35,7 +81,9 @@ def prompt_context(
     if pictures is None:
         return Prompts(Context(prompt.positions, prompt), lengths, lengths)
     places = _places(config, tokens, mask, pictures)
-    return Prompts(Context(places.positions, prompt, sight=_sight(pictures, places.index)), lengths, places.advance)
+    return Prompts(
+        Context(places.positions, prompt, vision=_vision_input(pictures, places.index)), lengths, places.advance
+    )
 
 
 def group_context(
@@ -126,19 +174,21 @@ def extend_context(
     completion = Tokens(jax.lax.dynamic_slice_in_dim(order, cache.length, steps, axis=2), mask)
     prompt = Tokens(prefix.positions, prefix.mask)
     ahead = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-    start, sight, advance = before.advance[..., None], None, before.advance + ahead[..., -1]
+    start = before.advance[..., None]
+    vision = None
+    advance = before.advance + ahead[..., -1]
     positions = (start + ahead - mask).reshape(count, group * steps)
     if pictures is not None:
         places = _places(config, tokens, mask, pictures)
         positions = (start[..., None] + places.positions).reshape(count, group * steps, 3)
-        sight = _sight(pictures, _across_group(places.index, pictures))
+        vision = _vision_input(pictures, _across_group(places.index, pictures))
         advance = before.advance + places.advance
-    context = Context(positions, prompt, completion, Tokens(order, readable), cache.length, sight=sight)
+    context = Context(positions, prompt, completion, Tokens(order, readable), cache.length, vision=vision)
     return context, Rows(readable, advance)
 
 
 def _places(config: Any, tokens: jax.Array, mask: jax.Array, pictures: PictureStates) -> Places:
-    if getattr(config, "vision", None) is None:
+    if config.vision is None:
         raise ValueError("pictures must be None for a model without a vision tower")
     token, capacity = config.vision.image_token, pictures.states.shape[-2]
     return find_places(tokens, mask, pictures.grid, image_token=token, capacity=capacity)
@@ -152,34 +202,34 @@ def _across_group(index: jax.Array, pictures: PictureStates) -> jax.Array:
     return jnp.where(index >= 0, index + first, -1).reshape(count, -1)
 
 
-def _sight(pictures: PictureStates, index: jax.Array) -> Sight:
+def _vision_input(pictures: PictureStates, index: jax.Array) -> VisionInput:
     def of_rows(states: jax.Array) -> jax.Array:
         return states.reshape(states.shape[0], -1, states.shape[-1])
 
-    return Sight(of_rows(pictures.states), index, tuple(map(of_rows, pictures.deepstack)))
+    return VisionInput(of_rows(pictures.states), index, tuple(map(of_rows, pictures.deepstack)))
 
 
 def _followed(
     context: Context, positions: jax.Array, completion: Tokens, index: jax.Array, answers: PictureStates | None
 ) -> Context:
     """Prompts followed by completions, at positions [P, G, T] or, with pictures, [P, G, T, 3]."""
-    sight = context.sight
-    if sight is None and answers is None:
+    vision = context.vision
+    if vision is None and answers is None:
         positions = jnp.concatenate([context.positions, positions.reshape(len(positions), -1)], axis=1)
         return Context(positions, context.prompt, completion)
     parts = [_with_axes(context.positions, 2), _with_axes(positions, 3).reshape(len(positions), -1, 3)]
-    seen = [] if sight is None else [sight]
-    first = 0 if sight is None else sight.states.shape[1]
-    before = jnp.full(context.prompt.positions.shape, -1, jnp.int32) if sight is None else sight.index
+    inputs = [] if vision is None else [vision]
+    first = 0 if vision is None else vision.states.shape[1]
+    before = jnp.full(context.prompt.positions.shape, -1, jnp.int32) if vision is None else vision.index
     if answers is not None:
         index = jnp.where(index >= 0, index + first, -1)
-        seen.append(_sight(answers, index))
-    joined = Sight(
-        jnp.concatenate([one.states for one in seen], axis=1),
+        inputs.append(_vision_input(answers, index))
+    joined = VisionInput(
+        jnp.concatenate([one.states for one in inputs], axis=1),
         jnp.concatenate([before, index], axis=1),
-        tuple(jnp.concatenate(layer, axis=1) for layer in zip(*[one.deepstack for one in seen], strict=True)),
+        tuple(jnp.concatenate(layer, axis=1) for layer in zip(*[one.deepstack for one in inputs], strict=True)),
     )
-    return Context(jnp.concatenate(parts, axis=1), context.prompt, completion, sight=joined)
+    return Context(jnp.concatenate(parts, axis=1), context.prompt, completion, vision=joined)
 
 
 def _with_axes(positions: jax.Array, rank: int) -> jax.Array:

@@ -1,21 +1,11 @@
-"""What all decoder layers share: projections, and attention that carries prompts and completions at once."""
-
-from collections.abc import Sequence
-from functools import partial, reduce
-from typing import NamedTuple
+"""Layers that all families share: projections, norms, activations, mixtures of experts."""
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.core.logprobs import capped
-from grpo_jax.models import cache as caches
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.quantised import as_array
-
-_MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
-_MANY_OF_A_ROW = 120  # where rows take turns too: also the 127 that run of 128 new tokens
-_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -26,327 +16,6 @@ ACTIVATIONS = {
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
 }
-
-
-class Tokens(NamedTuple):
-    """Where the tokens of one stream are.
-
-    Attributes:
-        positions: i32 [P, S], or [P, G, S] where the rows of a group differ.
-        mask: as positions, bool, False on padding.
-        segment: as positions, i32: a token reads those of its own segment only; None where a row is one.
-    """
-
-    positions: jax.Array
-    mask: jax.Array
-    segment: jax.Array | None = None
-
-
-class Memory(NamedTuple):
-    """Keys and values that a query may read.
-
-    Attributes:
-        keys: [P, K, E, S] read by the whole group, or [P, K, G, E, S] one per completion.
-        values: [P, K, S, E] or [P, K, G, S, E].
-        tokens: where these keys are, [P or 1, S] or [P, G, S]; ``visible`` says which a query may read.
-        own: whether these are the keys of the very queries, of which none reads a later one.
-    """
-
-    keys: jax.Array
-    values: jax.Array
-    tokens: Tokens
-    own: bool = False
-
-
-class Sight(NamedTuple):
-    """The pictures among the tokens that run.
-
-    Attributes:
-        states: [P, N, D] of a tower.
-        index: i32 [P, S], which of them stands in a token's place; -1 for text.
-        deepstack: [P, N, D], added at these places after the first layers, one for each.
-    """
-
-    states: jax.Array
-    index: jax.Array
-    deepstack: tuple[jax.Array, ...] = ()
-
-
-class Context(NamedTuple):
-    """What every layer knows of the tokens.
-
-    Attributes:
-        positions: i32 [P, S] of the S tokens that run (see ``attend_streams``); [P, S, 3], time, row and column, where
-            pictures are among them.
-        prompt: the prompts' tokens [P, L], running or remembered.
-        completion: the completions' tokens [P, T], alike for the group, or [P, G, T]; None if there are none.
-        cached: decoding only: positions and validity of the cache's slots, the running tokens' included.
-        slot: decoding only: i32 scalar, from where on the running tokens are written.
-        rotation: cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] where layers
-            differ; None where nothing is rotated.
-        sight: the pictures among the tokens; None where there are none.
-    """
-
-    positions: jax.Array
-    prompt: Tokens
-    completion: Tokens | None = None
-    cached: Tokens | None = None
-    slot: jax.Array | None = None
-    rotation: tuple[jax.Array, jax.Array] | None = None
-    sight: Sight | None = None
-
-
-class LayerInput(NamedTuple):
-    """What one layer gets beside the states.
-
-    Attributes:
-        window: i32 scalar, or None if no layer has a window.
-        scale: float32 scalar that multiplies the scores; None for E^-0.5 in all layers.
-        prefix: the prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run.
-        depth: i32 scalar, the layer's number; None where no layer asks for it.
-        rotation: i32 scalar, the layer's kind of rotation; None where all have the same.
-        cache: the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far, as `cache.Cache` has them.
-    """
-
-    window: jax.Array | None = None
-    scale: jax.Array | None = None
-    depth: jax.Array | None = None
-    rotation: jax.Array | None = None
-    prefix: tuple[jax.Array, jax.Array] | None = None
-    cache: tuple[jax.Array, jax.Array] | None = None
-
-
-def see(x: jax.Array, sight: Sight | None) -> jax.Array:
-    """Embedded tokens [P, S, D] with a picture's state in the place of each of its tokens."""
-    return x if sight is None else _where_seen(sight.index, sight.states.astype(x.dtype), x)
-
-
-def add_deepstack(x: jax.Array, layer_input: LayerInput, context: Context) -> jax.Array:
-    """States [P, S, D] behind a layer with what the tower adds there (Meng et al. 2024, arXiv:2406.04334)."""
-    if context.sight is None or not context.sight.deepstack:
-        return x
-    layers = jnp.stack(context.sight.deepstack).astype(x.dtype)
-    depth = jnp.minimum(layer_input.depth, len(layers) - 1)
-    own = jax.lax.dynamic_index_in_dim(layers, depth, keepdims=False)
-    added = _where_seen(context.sight.index, own, jnp.zeros_like(x))
-    return x + jnp.where(layer_input.depth < len(layers), added, 0)
-
-
-def _where_seen(index: jax.Array, states: jax.Array, otherwise: jax.Array) -> jax.Array:
-    seen = jnp.take_along_axis(states, jnp.maximum(index, 0)[..., None], axis=1)
-    return jnp.where(index[..., None] >= 0, seen, otherwise)
-
-
-def attend(
-    query: jax.Array,
-    queries: Tokens,
-    memories: Sequence[Memory],
-    window: jax.Array | None = None,
-    scale: jax.Array | None = None,
-    softcap: float | None = None,
-    by_row: bool = False,
-) -> jax.Array:
-    """Softmax attention over several memories as if they were one.
-
-    The memories' softmaxes are merged by a common maximum and a common sum (what merging by
-    log-sum-exp computes), so keys shared by a group are read where they are and never copied.
-
-    Many queries take turns, a block at a time: scores and masks are then [.., block, S] and never [.., S, S], in the
-    backward pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682); and of keys of their own,
-    those of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache.
-
-    Args:
-        query: [P, K, G, R, S, E]; R query heads share a key head.
-        queries: where the queries are, [P or 1, S] or [P, G, S].
-        memories: keys, values and where they are.
-        window: i32 scalar, from how far back on keys are not read; None for no end.
-        scale: float32 scalar that multiplies the scores; None for E^-0.5.
-        softcap: the cap that scores are drawn towards (``core.logprobs.capped``); None for none.
-        by_row: whether rows may take turns; False where they are laid over several devices, which then all work.
-
-    Returns:
-        [P, K, G, R, S, E] in the query's dtype; scores and softmax are float32.
-    """
-    scoring = _Scoring(window, query.shape[-1] ** -0.5 if scale is None else scale, softcap)
-    by_row = by_row and jax.default_backend() == "cpu"
-    if query.shape[-2] < (_MANY_OF_A_ROW if by_row else _MANY):
-        return _attend(query, queries, memories, scoring)
-    return (_attend_rows if by_row else _attend_quarters)(query, queries, memories, scoring)
-
-
-class _Scoring(NamedTuple):
-    """What makes scores of products; arguments as of `attend`."""
-
-    window: jax.Array | None
-    scale: jax.Array | float
-    softcap: float | None
-
-
-def _attend_rows(query: jax.Array, queries: Tokens, memories: Sequence[Memory], scoring: _Scoring) -> jax.Array:
-    """One completion of one prompt after the other."""
-
-    def of_each(tokens: Tokens) -> Tokens:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])), tokens)
-
-    read = [(memory.keys, memory.values, of_each(memory.tokens)) for memory in memories]
-    arrays, structure = jax.tree.flatten((of_each(queries), read))
-    # The group's axis once that of prompts is gone: of keys and values, of tokens; else the group shares them.
-    group_axes = [{5: 1, 3: 0}.get(array.ndim) for array in arrays]
-
-    def of_prompt(part):
-        query, shared = part
-
-        @partial(jax.checkpoint, prevent_cse=False)
-        def of_row(row):
-            query, own = row
-            apart = iter(own)
-            of_both = zip(shared, group_axes, strict=True)
-            known = [(one if axis is None else next(apart))[None] for one, axis in of_both]
-            queries, read = jax.tree.unflatten(structure, known)
-            row_memories = [Memory(*arrays, memory.own) for arrays, memory in zip(read, memories, strict=True)]
-            return _attend_quarters(query[None, :, None], queries, row_memories, scoring)[0, :, 0]
-
-        own = [jnp.moveaxis(one, axis, 0) for one, axis in zip(shared, group_axes, strict=True) if axis is not None]
-        return jnp.moveaxis(jax.lax.map(of_row, (jnp.moveaxis(query, 1, 0), own)), 0, 1)
-
-    return jax.lax.map(of_prompt, (query, arrays))
-
-
-def _attend_quarters(query: jax.Array, queries: Tokens, memories: Sequence[Memory], scoring: _Scoring) -> jax.Array:
-    """A block of queries after the other, those of later quarters with more keys of their own."""
-    steps = query.shape[-2]
-    quarter = -(-steps // (4 * _BLOCK)) * _BLOCK
-    parts = []
-    for start in range(0, steps, quarter):
-        stop = min(start + quarter, steps)
-        known = [memory if not memory.own else _first_keys(memory, stop) for memory in memories]
-        some = jax.tree.map(lambda x, part=slice(start, stop): x[..., part], queries)
-        parts.append(_attend_blocks(query[..., start:stop, :], some, known, scoring))
-    return jnp.concatenate(parts, axis=-2)
-
-
-def _first_keys(memory: Memory, stop: int) -> Memory:
-    tokens = jax.tree.map(lambda x: x[..., :stop], memory.tokens)
-    return Memory(memory.keys[..., :stop], memory.values[..., :stop, :], tokens)
-
-
-def _attend_blocks(query: jax.Array, queries: Tokens, memories: Sequence[Memory], scoring: _Scoring) -> jax.Array:
-    """All queries, a block at a time."""
-    steps = query.shape[-2]
-    blocks = -(-steps // _BLOCK)
-
-    def split(x: jax.Array, axis: int) -> jax.Array:
-        x = jnp.moveaxis(x, axis, 0)
-        x = jnp.pad(x, [(0, blocks * _BLOCK - steps), *[(0, 0)] * (x.ndim - 1)])
-        return jnp.moveaxis(x.reshape(blocks, _BLOCK, *x.shape[1:]), 1, axis + 1)
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def one(block):
-        return _attend(*block, memories, scoring)
-
-    tokens = jax.tree.map(lambda x: split(x, x.ndim - 1), queries)
-    mixed = jax.lax.map(one, (split(query, query.ndim - 2), tokens))
-    mixed = jnp.moveaxis(mixed, 0, -3)
-    return mixed.reshape(*mixed.shape[:-3], -1, mixed.shape[-1])[..., :steps, :]
-
-
-def _attend(query: jax.Array, queries: Tokens, memories: Sequence[Memory], scoring: _Scoring) -> jax.Array:
-    scores, mixes = [], []
-    for memory in memories:
-        group = "" if memory.keys.ndim == 4 else "g"
-        score = jnp.einsum(f"pkgrse,pk{group}et->pkgrst", query, memory.keys, preferred_element_type=jnp.float32)
-        mask = visible(queries, memory.tokens, scoring.window)
-        mask = mask[:, None, :, None] if mask.ndim == 4 else mask[:, None, None, None]
-        scores.append(jnp.where(mask, capped(score * scoring.scale, scoring.softcap), _HIDDEN))
-        mixes.append(f"pkgrst,pk{group}te->pkgrse")
-    top = reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
-    top = jax.lax.stop_gradient(top)  # it cancels, so its gradient is zero
-    weights = [jnp.exp(score - top) for score in scores]
-    total = sum(weight.sum(axis=-1, keepdims=True) for weight in weights)
-    mixed = sum(
-        jnp.einsum(mix, weight.astype(query.dtype), memory.values, preferred_element_type=jnp.float32)
-        for mix, weight, memory in zip(mixes, weights, memories, strict=True)
-    )
-    return (mixed / total).astype(query.dtype)
-
-
-def visible(queries: Tokens, keys: Tokens, window: jax.Array | None) -> jax.Array:
-    """Which key each query may read: bool [P, S of queries, S of keys]; causal, windowed, not padding.
-
-    Queries [P, G, S] give [P, G, S of queries, S of keys].
-    """
-    if queries.positions.ndim > keys.positions.ndim:
-        keys = Tokens(keys.positions[:, None], keys.mask[:, None])
-    distance = queries.positions[..., :, None] - keys.positions[..., None, :]
-    allowed = keys.mask[..., None, :] & (distance >= 0)
-    if keys.segment is not None:
-        allowed &= queries.segment[..., :, None] == keys.segment[..., None, :]
-    return allowed if window is None else allowed & (distance < window)
-
-
-def attend_streams(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    layer_input: LayerInput,
-    context: Context,
-    softcap: float | None = None,
-    by_row: bool = False,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Attention of one layer over prompts and completions at once.
-
-    The S tokens of a prompt's row are its L prompt tokens followed by the G·T of its completions, so
-    a layer applies every weight in one product; only attention knows them apart. The prompts are absent
-    (L = 0) when their keys and values are remembered, the completions when there are none.
-
-    Args:
-        query: [P, S, K, R, E] of the tokens that run; R query heads share a key head.
-        key: [P, S, K, E].
-        value: [P, S, K, E].
-        layer_input: the layer's window, scale, and remembered keys and values.
-        context: positions and masks.
-        softcap: of the scores, as in ``attend``.
-        by_row: as in ``attend``.
-
-    Returns:
-        What was read [P, S, H·E]; and keys and values to remember: the prompts' when they run alone, the cache
-        with the new token when decoding, None when prompts and completions both run.
-    """
-    mixed, new_keys_values, prefix, length = [], None, layer_input.prefix, 0
-    if prefix is None:
-        length = context.prompt.positions.shape[1]
-        prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
-        memory = Memory(*prefix, context.prompt, own=True)
-        mixed.append(_attend_split(query[:, :length], context.prompt, [memory], layer_input, softcap, by_row))
-    if context.completion is not None:
-        steps, readable = context.completion.positions.shape[-1], context.completion
-        key, value = (_split_group(part[:, length:], steps) for part in (key, value))
-        own, new_keys_values = (key.transpose(0, 3, 1, 4, 2), value.transpose(0, 3, 1, 2, 4)), None
-        if layer_input.cache is not None:
-            new_keys_values = caches.write(layer_input.cache, context.slot, *own)
-            own, readable = caches.with_heads(new_keys_values), context.cached
-        memories = [Memory(*prefix, context.prompt), Memory(*own, readable, own=layer_input.cache is None)]
-        mixed.append(_attend_split(query[:, length:], context.completion, memories, layer_input, softcap, by_row))
-    return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values
-
-
-def _attend_split(
-    query: jax.Array,
-    queries: Tokens,
-    memories: Sequence[Memory],
-    layer_input: LayerInput,
-    softcap: float | None,
-    by_row: bool,
-) -> jax.Array:
-    """Queries [P, G·S, K, R, E] to what they read, [P, G·S, H·E]."""
-    split = _split_group(query, queries.positions.shape[-1]).transpose(0, 3, 1, 4, 2, 5)
-    mixed = attend(split, queries, memories, layer_input.window, layer_input.scale, softcap, by_row)
-    return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
-
-
-def _split_group(x: jax.Array, steps: int) -> jax.Array:
-    """[P, G·T, ...] to [P, G, T, ...]."""
-    return x.reshape(x.shape[0], -1, steps, *x.shape[2:])
 
 
 class Projection(nn.Module):
@@ -382,3 +51,111 @@ class Projection(nn.Module):
             b = self.get_variable("lora", "b").astype(self.dtype)
             y = y + (rows @ a) @ b * self.lora.scale
         return y.reshape(*x.shape[:-1], -1)
+
+
+class RMSNorm(nn.Module):
+    """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    Attributes:
+        epsilon: added to the mean square.
+        param_dtype: of the parameters.
+        unit_offset: multiply by 1 + weight before the rounding to x's dtype, rather than by the weight after it.
+    """
+
+    epsilon: float
+    param_dtype: jax.typing.DTypeLike
+    unit_offset: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] to the same shape and dtype."""
+        along = (1,) * (x.ndim - 1) + (-1,)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        if self.unit_offset:
+            excess = self.param("excess", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
+            return (wide * (1 + excess.astype(jnp.float32).reshape(along))).astype(x.dtype)
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        return wide.astype(x.dtype) * scale.astype(x.dtype).reshape(along)
+
+
+class LayerNorm(nn.Module):
+    """Zero mean and unit variance over the last axis, in float32 (Ba et al. 2016, arXiv:1607.06450)."""
+
+    epsilon: float
+    param_dtype: jax.typing.DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] to the same shape and dtype."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
+        scale, bias = (part.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,)) for part in (scale, bias))
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * scale + bias).astype(x.dtype)
+
+
+class Router(nn.Module):
+    """The experts of each token and their weights.
+
+    Attributes:
+        experts: X, how many there are.
+        chosen: k, how many of them a token runs through.
+        normalised: whether the weights of the chosen ones add up to 1.
+        dtype: of the computation.
+        param_dtype: of the parameters.
+    """
+
+    experts: int
+    chosen: int
+    normalised: bool
+    dtype: jax.typing.DTypeLike
+    param_dtype: jax.typing.DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """States [N, D] to weights [N, k] and experts i32 [N, k]: the largest of softmax(x · embeddingᵀ)."""
+        embedding = self.param("embedding", nn.initializers.zeros, (self.experts, x.shape[-1]), self.param_dtype)
+        scores = (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
+        weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.chosen)
+        weights = weights / weights.sum(axis=-1, keepdims=True) if self.normalised else weights
+        return weights.astype(x.dtype), experts
+
+
+class Experts(nn.Module):
+    """The same projection of every expert, without bias.
+
+    Attributes:
+        experts: X, how many there are.
+        features: width of the result.
+        dtype: of the computation.
+        param_dtype: of the parameters.
+    """
+
+    experts: int
+    features: int
+    dtype: jax.typing.DTypeLike
+    param_dtype: jax.typing.DTypeLike
+
+    @nn.compact
+    def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Rows [M, in], sorted by expert, of which each has sizes i32 [X], to [M, features]."""
+        shape = (self.experts, rows.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.zeros, shape, self.param_dtype)
+        return jax.lax.ragged_dot(rows, as_array(kernel, self.dtype), sizes)
+
+
+def sorted_by_expert(x: jax.Array, experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """States [N, D] as rows of experts i32 [N, k]: rows [N·k, D], their old places i32 [N·k], sizes i32 [count]."""
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    return jnp.take(x, order // experts.shape[-1], axis=0), order, jnp.bincount(flat, length=count)
+
+
+def mixed(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
+    """The experts' rows [N·k, D], back at their tokens and added up by the weights [N, k], to [N, D]."""
+    places = jnp.argsort(order)
+    back = jnp.take(rows, places, axis=0).reshape(*weights.shape, -1)
+    return jnp.einsum("nkd,nk->nd", back, weights)

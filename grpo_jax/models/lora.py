@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.quantised import as_array
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.variables import VISUAL
 
 
 @dataclasses.dataclass(frozen=True)

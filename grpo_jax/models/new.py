@@ -14,7 +14,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 PAD, END, UNKNOWN, NEXT = "<|pad|>", "<|end|>", "<|unknown|>", "<|next|>"
-
 NOT_A_WORD = r"[^\w|]+"
 """What parts words where they are plain: all but letters, digits and the mark | that may stand between titles."""
 

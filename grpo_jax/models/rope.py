@@ -1,11 +1,15 @@
-"""Rotary position embeddings, with the frequency scalings the supported configs use."""
+"""Rotary position embeddings: read from a ``config.json``, with the frequency scalings that folders use."""
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from grpo_jax.errors import shown
+from grpo_jax.models import fields as kinds
 
 SCALINGS = ("default", "linear", "llama3", "yarn")  # that a folder may name
 
@@ -61,7 +65,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     (Ding et al. 2024, arXiv:2402.13753).
 
     Raises:
-        ValueError: if the scaling is unknown.
+        ValueError: The scaling is unknown.
     """
     head_dim = int(head_dim * rope.share)
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -103,33 +107,29 @@ def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Which axis of a position (0 time, 1 row, 2 column) each frequency turns with, i32 [head_dim / 2].
-
-    Raises:
-        ValueError: the sections do not add up.
-    """
+    """The axis of a position (0 time, 1 row, 2 column) that each frequency turns with, i32 [head_dim / 2]."""
     if len(rope.sections) != 3 or sum(rope.sections) != head_dim // 2:
         raise ValueError(f"rope sections must be three that add up to {head_dim // 2}, got {rope.sections}")
     if not rope.interleaved:
         return np.repeat(np.arange(3, dtype=np.int32), rope.sections)
-    found = np.zeros(head_dim // 2, np.int32)
+    interleaved = np.zeros(head_dim // 2, np.int32)
     for axis in (1, 2):
-        found[axis : 3 * rope.sections[axis] : 3] = axis
-    return found
+        interleaved[axis : 3 * rope.sections[axis] : 3] = axis
+    return interleaved
 
 
 def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of each position, float32 [..., head_dim / 2], for integer positions [...]."""
-    return turned_by(rope, head_dim, positions[..., None])
+    return _cos_sin(rope, head_dim, positions[..., None])
 
 
 def rotation_of_pictures(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As `rotation`, for positions [..., 3] of time, row and column."""
-    return turned_by(rope, head_dim, jnp.take(positions, axes(rope, head_dim), axis=-1))
+    return _cos_sin(rope, head_dim, jnp.take(positions, axes(rope, head_dim), axis=-1))
 
 
-def turned_by(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine for the position of each frequency, [..., head_dim / 2], or of all alike, [..., 1]."""
+def _cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For the position of each frequency, [..., head_dim / 2], or of all alike, [..., 1]."""
     table = jnp.asarray(frequencies(rope, head_dim))
     table = table.reshape((1,) * (positions.ndim - 1) + table.shape)
     angles = positions.astype(jnp.float32) * table
@@ -148,3 +148,87 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     turned = (first * cos - second * sin, second * cos + first * sin)
     turned = jnp.concatenate(turned, axis=-1).astype(x.dtype)
     return turned if turning == x.shape[-1] else jnp.concatenate([turned, x[..., turning:]], axis=-1)
+
+
+_ROPE_KINDS = {
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), kinds.POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"), kinds.NOT_NEGATIVE),
+    "original_max_position_embeddings": kinds.POSITIONS,
+    "rope_type": kinds.NAME,
+    "mrope_section": kinds.WIDTHS,
+    "type": kinds.NAME,
+    "truncate": kinds.FLAG,
+}
+
+
+def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
+    """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before).
+
+    Args:
+        fields: The contents of a ``config.json``.
+        theta: transformers' default where a folder does not say.
+        plain: Further rope types that scale nothing.
+
+    Raises:
+        ValueError: Naming the field that is missing or not supported, with its value.
+    """
+    scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
+    nested = sorted(key for key, value in scaling.items() if isinstance(value, Mapping))
+    if nested:
+        raise ValueError(f"rope_parameters per layer type ({', '.join(nested)}) are not supported")
+    if scaling.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"partial_rotary_factor={scaling['partial_rotary_factor']} is not supported")
+    theta = scaling.get("rope_theta") or fields.get("rope_theta") or theta
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = "default" if kind in plain else kind
+    if kind not in SCALINGS:
+        raise ValueError(f"rope type {shown(kind)} is not supported; supported: {', '.join(SCALINGS)}")
+    if kind == "default":
+        return RopeConfig(theta=float(theta))
+    original = (
+        fields.get("original_max_position_embeddings")
+        or scaling.get("original_max_position_embeddings")
+        or fields.get("max_position_embeddings", 0)
+    )
+    factor = scaling.get("factor")
+    if factor is None and kind == "yarn" and original:
+        factor = (fields.get("max_position_embeddings") or original) / original
+    needed = {"llama3": ("low_freq_factor", "high_freq_factor")}.get(kind, ())
+    missing = [name for name in needed if scaling.get(name) is None]
+    if factor is None:
+        missing.append("factor")
+    if missing:
+        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}")
+    if kind in ("llama3", "yarn") and not original:
+        raise ValueError(f"rope type {kind!r} needs original_max_position_embeddings or max_position_embeddings")
+    low, high = float(scaling.get("low_freq_factor") or 1.0), float(scaling.get("high_freq_factor") or 4.0)
+    if kind == "llama3" and low >= high:
+        raise ValueError(f"rope_parameters.low_freq_factor must be below high_freq_factor, got {low} and {high}")
+    if kind == "yarn" and float(theta) <= 1:
+        raise ValueError(f"rope_theta must be above 1 with rope type 'yarn', got {theta}")
+    return RopeConfig(
+        theta=float(theta),
+        scaling=kind,
+        factor=float(factor),
+        original_length=int(original) if kind in ("llama3", "yarn") else 0,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        truncate=bool(scaling.get("truncate", True)),
+        attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
+    )
+
+
+def _attention_factor(scaling: kinds.Fields, factor: float) -> float:
+    """YaRN's attention temperature, 0.1 ln(factor) + 1 unless the folder says otherwise."""
+
+    def temperature(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
+    return temperature(1.0)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_jax.models.families import FAMILIES
 from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.tower import TOWERS
 
 FSDP, TENSOR = "fsdp", "tensor"
@@ -234,9 +234,7 @@ def shard_policy(policy: Any, mesh: Mesh | None) -> Any:
         # Before the loop over chunks or tokens: with D in parts each product would be a sum over devices.
         return gather_columns(policy.head(variables))
 
-    return policy._replace(
-        prefill=shared_out(policy.prefill), forward_group=shared_out(policy.forward_group), head=head
-    )
+    return policy.replace(prefill=shared_out(policy.prefill), forward_group=shared_out(policy.forward_group), head=head)
 
 
 def shard_optimizer(optimizer: optax.GradientTransformation, mesh: Mesh | None) -> optax.GradientTransformation:

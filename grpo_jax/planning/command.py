@@ -14,7 +14,7 @@ import jax
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
-from grpo_jax.models.decoder import precision_of
+from grpo_jax.models.policy import precision_of
 from grpo_jax.planning.advice import changes_that_fit
 from grpo_jax.planning.cards import FREE, Card, Planner
 from grpo_jax.planning.pace import show_pace

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config.run import Config
+from grpo_jax.models.policy import configured_functions
 from grpo_jax.models.quantised import count_weights
 from grpo_jax.models.sharding import gather
-from grpo_jax.models.value_head import VALUE
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.variables import VALUE, VISUAL
 from grpo_jax.rollout.turns import IN_FLIGHT
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.sampler import bucket_size, make_sampler
@@ -27,7 +27,6 @@ from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.memory import (
     Shown,
     picture_shapes,
-    policy_functions,
     state_shapes,
     temporary_bytes,
     update_bytes,
@@ -205,7 +204,9 @@ def _params(config: Config) -> SamplingParams:
 
 def _compiled_turn(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> int:
     """Temporary bytes of the last turn of a chunk's episodes."""
-    sampler = make_episode_sampler(policy_functions(config, model, mesh), _params(config), eos_ids=(0,), pad_id=0)
+    sampler = make_episode_sampler(
+        configured_functions(config.policy, model, mesh), _params(config), eos_ids=(0,), pad_id=0
+    )
     prompts, section = _chunk(config), config.sampling
     tokens = np.zeros((prompts, config.data.max_prompt_tokens), np.int32)
     said = np.zeros((prompts, section.group_size, section.max_answer_tokens), np.int32)
@@ -225,7 +226,7 @@ def _compiled_sampling(config: Config, model: Any, mesh: jax.sharding.Mesh | Non
 
     With pictures those of their states too, or of the tower that makes them, which runs before.
     """
-    policy = policy_functions(config, model, mesh)
+    policy = configured_functions(config.policy, model, mesh)
     sample = make_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     tokens = np.zeros((_chunk(config), config.data.max_prompt_tokens), np.int32)
     keys = jax.random.split(jax.random.key(0), len(tokens))
@@ -238,6 +239,6 @@ def _compiled_sampling(config: Config, model: Any, mesh: jax.sharding.Mesh | Non
     if shown is None or not shown.prompt:
         return temporary_bytes(jax.jit(draw), variables, None)
     pictures = picture_shapes(model.vision, (len(tokens), shown.prompt), shown.patches)
-    states = jax.eval_shape(policy.see, variables, pictures)
-    seen = tree_bytes(pictures) + temporary_bytes(jax.jit(policy.see), variables, pictures)
+    states = jax.eval_shape(policy.encode_images, variables, pictures)
+    seen = tree_bytes(pictures) + temporary_bytes(jax.jit(policy.encode_images), variables, pictures)
     return tree_bytes(states) + max(temporary_bytes(jax.jit(draw), variables, states), seen)

@@ -13,9 +13,9 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models import hf
-from grpo_jax.models.adapters import lora_config, needs_tower
-from grpo_jax.models.hf.processor import most_patches
+from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.policy import lora_config, needs_tower
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.training.memory import Shown

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from grpo_jax.errors import UserError, is_own_doing, one_line
-from grpo_jax.models.hf.answers import answer_encoder
-from grpo_jax.models.vision.stacking import placed
+from grpo_jax.models.hf.chat import answer_encoder
+from grpo_jax.models.vision.pictures import placed
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Respond, answers_of, checked
 from grpo_jax.rollout.pipeline import at_work

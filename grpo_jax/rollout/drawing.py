@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.models.vision.stacking import joined, joined_some, taken
+from grpo_jax.models.vision.pictures import joined, joined_some, taken
 from grpo_jax.rollout.rollout import Judgement, Rollout, right_aligned
 from grpo_jax.training.estimators import Objectives
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models.vision.stacking import chained, joined, joined_some
+from grpo_jax.models.vision.pictures import chained, joined, joined_some
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.episodes import Episode, Turn

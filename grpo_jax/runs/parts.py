@@ -18,7 +18,8 @@ from grpo_jax.config.run import POLICY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.hf.processor import most_patches
+from grpo_jax.models.hf.image_processor import most_patches
+from grpo_jax.models.policy import Policy
 from grpo_jax.rollout.answers import Answering, make_say
 from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
 from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, iterations_in_all, row_sizes
@@ -29,7 +30,7 @@ from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
 from grpo_jax.rollout.trainer import Trainer
 from grpo_jax.runs.loop.early_stopping import SCORE
 from grpo_jax.runs.measures import require_names
-from grpo_jax.runs.policy import Policy, load_policy, make_new_policy, policy_folder
+from grpo_jax.runs.policy import load_run_policy, make_new_policy, policy_folder
 from grpo_jax.runs.seeing import eyes_of, make_prepare
 from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.several.devices import listed, place_parts, policy_devices
@@ -171,7 +172,7 @@ def load_parts(
         require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
 
     def load(run_dir: str, pictures: bool) -> Policy:
-        return load_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
+        return load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
 
     policy = company.lead("load", load)(config.run_dir, pictures)
     tell_system_prompt(folder.tokenizer, config.data, data.prompts.train, say)
@@ -184,11 +185,11 @@ def load_parts(
     for name, judge in judges.items():
         say(name, getattr(judge, "summary", type(judge).__name__))
     environment = make_environment(
-        config, data, policy.loaded, wanted, judges, encode, device=devices[0] if policy.mesh is None else None
+        config, data, policy.folder, wanted, judges, encode, device=devices[0] if policy.mesh is None else None
     )
     choices = data.choices
-    allowed = policy_tokens(config, policy.loaded)
-    trie = policy_choices(config, choices and choices.texts, policy.loaded)
+    allowed = policy_tokens(config, policy.folder)
+    trie = policy_choices(config, choices and choices.texts, policy.folder)
     _check_early_stopping(config, data.prompts, environment)
     brief = Brief(allowed, trie, choices.listed if choices else 0, pictures)
     company.lead("sampling", lambda brief: None)(brief)
@@ -268,7 +269,7 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: Any) ->
         raise UserError(
             f"sampling.turns: expected 1, this task answers nothing (TaskData.environment); got {section.turns}"
         )
-    vision = getattr(loaded.config, "vision", None)
+    vision = loaded.config.vision
     say = make_say(
         loaded.tokenizer,
         eos_ids=loaded.eos_ids,
@@ -359,7 +360,7 @@ def within_budget(parts: Parts, say: Say) -> Parts:
 
     def measured(count: int) -> int:
         longest = dataclasses.replace(with_accumulation(count), data=data)
-        return update_bytes(longest, parts.policy.loaded.config, parts.policy.mesh, shown)
+        return update_bytes(longest, parts.policy.config, parts.policy.mesh, shown)
 
     count, used = fewest_parts(
         measured, prompts // config.policy.mesh.fsdp, budget=int(budget * _GIB), least=training.accumulation
@@ -385,6 +386,6 @@ def _shown(parts: Parts, pictures: Any) -> Shown | None:
         return None
     count, patches = (0, 0) if pictures is None else pictures.patches.shape[1:3]
     if answers:
-        loaded, size = parts.policy.loaded, parts.config.data.picture_size
-        patches = max(patches, most_patches(loaded.folder, loaded.config.vision, size))
+        loaded, size = parts.policy.folder, parts.config.data.picture_size
+        patches = max(patches, most_patches(loaded.path, loaded.config.vision, size))
     return Shown(count, answers, patches)

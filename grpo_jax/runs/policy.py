@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -17,14 +16,10 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, said
 from grpo_jax.models import hf
-from grpo_jax.models.adapters import first_adapters, lora_config, needs_tower
-from grpo_jax.models.decoder import make_policy, precision_of
 from grpo_jax.models.new import write_policy
-from grpo_jax.models.quantised import count_weights, quantise
-from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
-from grpo_jax.models.value_head import VALUE, init_value_head
-from grpo_jax.models.vision.pictures import VISUAL
-from grpo_jax.models.vision.tower import with_tower
+from grpo_jax.models.policy import Policy, load_policy
+from grpo_jax.models.quantised import count_weights
+from grpo_jax.models.variables import VALUE, VISUAL
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.task import Vocabulary
@@ -32,24 +27,6 @@ from grpo_jax.training.state import trained_collections
 
 NEW = "new"
 """As policy.path: a small policy with random weights, made of the task's words."""
-
-
-class Policy(NamedTuple):
-    """A policy as a run uses it.
-
-    Attributes:
-        functions: Its pure functions (`models.decoder.Policy`).
-        loaded: Its folder as read, without the weights: decoder config, tokenizer, special ids.
-        lora: Adapters' config, or None.
-        variables: The start, on the devices.
-        mesh: The devices where they are several, else None.
-    """
-
-    functions: Any
-    loaded: Any
-    lora: Any
-    variables: dict[str, Any]
-    mesh: jax.sharding.Mesh | None
 
 
 def policy_folder(config: Config) -> str:
@@ -99,15 +76,15 @@ def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
         )
 
 
-def load_policy(
+def load_run_policy(
     config: Config,
     devices: Sequence[jax.Device],
     say: Callable[..., None],
     *,
     pictures: bool | None = False,
-    read: Any = None,
+    read: hf.PolicyFolder | None = None,
 ) -> Policy:
-    """Loads what policy.* names.
+    """Load the policy of a run and say a line about it.
 
     Args:
         config: The run's.
@@ -120,72 +97,25 @@ def load_policy(
     Raises:
         UserError: The folder is missing, broken or unsupported, or does not fit mesh, adapters, lengths or pictures.
     """
-    section = config.policy
-    mesh = make_mesh(section.mesh.fsdp, section.mesh.tensor, devices) if section.mesh.size > 1 else None
-
-    def put(tree: Any) -> Any:
-        return jax.device_put(tree, devices[0]) if mesh is None else shard(tree, mesh)
-
-    dtype = section.frozen_dtype if section.lora.used else "float32"
-    store = None if mesh is None else put
-    if section.quantised != "none":
-        store = partial(quantise, kind=section.quantised, device=devices[0])
-    try:
-        loaded = hf.load_weights(read or hf.read_folder(policy_folder(config)), param_dtype=dtype, put=store)
-    except ValueError as error:  # a weight that does not divide
-        raise UserError(f"policy.mesh: {error}") from error
-    lora = lora_config(section.lora, loaded.config)
-    functions = make_policy(
-        loaded.config,
-        compute_dtype=section.compute_dtype,
-        remat=section.remat,
-        lora=lora,
-        spread=over_prompts(mesh),
-        matmul_precision=section.matmul_precision,
+    policy = load_policy(
+        read or policy_folder(config),
+        config.policy,
+        devices=devices,
+        vision=pictures,
+        value_head=config.algorithm.learns_values,
+        seed=config.seed,
     )
-    _check_room(config, functions.max_positions)
-    top_k, vocabulary = config.sampling.top_k, loaded.config.vocab_size
+    _check_room(config, policy.max_positions)
+    top_k, vocabulary = config.sampling.top_k, policy.config.vocab_size
     require(top_k <= vocabulary, "sampling.top_k", f"at most the policy's {vocabulary} tokens, or 0 for all", top_k)
-    variables = {"params": put(loaded.params)}
-    visual = None
-    if pictures is None:
-        pictures = getattr(loaded.config, "vision", None) is not None
-    if pictures or needs_tower(section, lora):
-        _check_tower(config, loaded.config)
-        visual = _load_tower(config, loaded, put if mesh is not None else None, devices[0])
-        variables = with_tower(variables, visual, trained=section.vision == "train")
-    if lora is not None:
-        params = variables["params"]
-        variables["lora"] = put(first_adapters(section.lora, lora, loaded.config, params, config.seed, visual))
-    if config.algorithm.learns_values:
-        variables[VALUE] = put({VALUE: init_value_head(loaded.config.hidden_size)})[VALUE]
-    say("policy", _described(config, variables, lora, devices))
-    return Policy(shard_policy(functions, mesh), loaded._replace(params=None), lora, variables, mesh)
+    say("policy", _described(config, policy, devices))
+    return policy
 
 
-def _check_tower(config: Config, model: Any) -> None:
-    if getattr(model, "vision", None) is None:
-        field = "policy.vision" if config.policy.vision == "train" else "policy.path"
-        raise UserError(
-            f"{field}: {config.policy.path} has no vision tower, and pictures need one: give a Qwen2-VL, Qwen2.5-VL or "
-            "Qwen3-VL folder"
-        )
-    if not model.rope.sections:
-        raise UserError(
-            f"policy.path: {config.policy.path} does not say how positions have rows and columns (mrope_section in "
-            "config.json), which pictures need"
-        )
-
-
-def _load_tower(config: Config, loaded: Any, put: Callable[[Any], Any] | None, device: jax.Device) -> Any:
-    dtype = "float32" if config.policy.vision == "train" else config.policy.frozen_dtype
-    tower = hf.load_tower(loaded, param_dtype=dtype, put=put)
-    return tower if put else jax.device_put(tower, device)
-
-
-def _described(config: Config, variables: Mapping[str, Any], lora: Any, devices: Sequence[jax.Device]) -> str:
-    section = config.policy
-    trained = (f", LoRA rank {lora.rank}" if lora else "") + (", value head" if VALUE in variables else "")
+def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) -> str:
+    section, variables = config.policy, policy.variables
+    trained = f", LoRA rank {policy.lora.rank}" if policy.lora else ""
+    trained += ", value head" if VALUE in variables else ""
     trained = trained if section.quantised == "none" else f" on {section.quantised}{trained}"
     count, tower = count_weights(variables["params"]), ""
     if VISUAL in variables:
@@ -194,7 +124,7 @@ def _described(config: Config, variables: Mapping[str, Any], lora: Any, devices:
     elif VISUAL in variables["params"]:
         tower = f", {count_weights(variables['params'][VISUAL]):,} of them in its vision tower"
     place = ", ".join(map(str, devices))
-    precision = precision_of(section.compute_dtype, section.matmul_precision)
+    precision = policy.matmul_precision
     rounded = "" if precision is None or devices[0].platform == "cpu" else f" (matmul_precision {precision})"
     return f"{section.path}: {count:,} parameters{tower}, {section.compute_dtype}{rounded}{trained}, on {place}"
 
@@ -236,13 +166,13 @@ def restore_policy(
 ) -> tuple[Config, Policy, dict[str, Any]]:
     """A run's config, its policy as a checkpoint has it (without judges, on one device), and the checkpoint's meta.
 
-    With its vision tower if it will be shown pictures (as `load_policy` has it), or was trained.
+    With its vision tower if it will be shown pictures (as `load_run_policy` has it), or was trained.
     """
     config = run_config(run_dir)
     config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
-    policy = load_policy(config, jax.devices()[:1], lambda *_: None, pictures=pictures)
+    policy = load_run_policy(config, jax.devices()[:1], lambda *_: None, pictures=pictures)
     variables, meta = restore_variables(policy.variables, run_dir, checkpoint)
-    return config, policy._replace(variables=variables), meta
+    return config, policy.replace(variables=variables), meta
 
 
 def restore_variables(

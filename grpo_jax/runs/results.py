@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.exporting import export_adapters, export_policy
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.episodes import Turn
 from grpo_jax.rollout.inputs.pictures import eight_bits, thumbnail
@@ -60,9 +59,9 @@ def finish_language(parts: Parts, state: TrainState, progress: Any, directory: A
     policy, variables = parts.policy, state.variables
     if parts.company.processes > 1:
         variables = parts.company.lead("whole", on_host)(variables)
-    export_policy(directory.policy, policy.loaded, variables, policy.lora, dtype="float32")
+    policy.save(directory.policy, variables)
     if policy.lora is not None:
-        export_adapters(directory.adapter, policy.loaded, variables, policy.lora)
+        policy.save_adapters(directory.adapter, variables)
     found = find(parts, progress.notes["remembered"], "after", after)
     summary: dict[str, Any] = {**summarise(parts, progress, after, seconds), **found.entries}
     further = (turns_table(summary["evaluation"]), samples_table(summary.get("samples", {})))

@@ -11,21 +11,21 @@ import jax
 from grpo_jax.config import Config
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
-from grpo_jax.models.vision.patches import pack_pictures, same_size
-from grpo_jax.models.vision.pictures import VISUAL, Pictures
+from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.vision.pictures import Pictures, pack_pictures, same_size
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.inputs.encoding import Eyes, load_eyes, prepare_rows
 from grpo_jax.rollout.inputs.pictures import source_of
-from grpo_jax.runs.policy import Policy
 
 
 def eyes_of(config: Config, loaded: Any) -> Callable[[], Eyes] | None:
     """What loads the processor of the policy's folder, once; None for a policy that sees no pictures."""
-    vision = getattr(loaded.config, "vision", None)
+    vision = loaded.config.vision
     if vision is None:
         return None
-    return functools.cache(lambda: load_eyes(loaded.folder, vision, config.data.picture_size))
+    return functools.cache(lambda: load_eyes(loaded.path, vision, config.data.picture_size))
 
 
 def make_see(policy: Policy) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -33,7 +33,7 @@ def make_see(policy: Policy) -> Callable[[Any, Any], tuple[Any, Any]]:
 
     A frozen tower's states are what the update takes; one that is trained, or has adapters, sees them again.
     """
-    compiled = jax.jit(policy.functions.see)
+    compiled = jax.jit(policy.encode_images)
 
     def see(variables: Any, pictures: Any) -> tuple[Any, Any]:
         states = gather(compiled(variables, pictures), policy.mesh)

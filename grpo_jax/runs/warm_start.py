@@ -13,7 +13,7 @@ import numpy as np
 from grpo_jax.config import Config
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
-from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.rollout.answers import prepared
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
@@ -127,7 +127,7 @@ def led_lessons(
     optimizer = shard_optimizer(optimizer, policy.mesh)
     allowed = None if brief.allowed is None else jnp.asarray(brief.allowed)
     temperature = config.sampling.temperature
-    forward = make_forward(policy.functions, temperature=temperature, allowed_tokens=allowed, trie=brief.trie)
+    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed, trie=brief.trie)
     step = make_train_step(
         make_supervised_objective(forward),
         optimizer,
@@ -184,7 +184,7 @@ def teachable(parts: Parts, pairs: Sequence[Pair], say: Callable[[str], None]) -
 
 def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
     """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens (then without its end)."""
-    loaded, config = parts.policy.loaded, parts.config
+    loaded, config = parts.policy.folder, parts.config
     listed = parts.task_data.choices is not None  # its texts are the same behind every prompt
     gap = follows_text(config, loaded.tokenizer) and (listed or (bool(prompt) and not prompt[-1].isspace()))
     return completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)[: config.sampling.max_new_tokens]
@@ -212,7 +212,7 @@ def taught_stream(parts: Parts, pair: Pair, grids: Sequence[Any] = ()) -> tuple[
         if number and answering is not None:
             answer = answers_of(pair)[number - 1]
             seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
-            ids += answering.say(answer, ids[-1] in parts.policy.loaded.eos_ids, seen)
+            ids += answering.say(answer, ids[-1] in parts.policy.eos_ids, seen)
             own += [False] * (len(ids) - len(own))
         ids += taught_tokens(parts, asked(pair[0]).prompt if number == 0 else "", text)
         own += [True] * (len(ids) - len(own))
@@ -225,7 +225,7 @@ def supervised_batch(parts: Parts, variables: Any, pairs: Sequence[Pair]) -> Bat
     prompts = environment.encode([asked(pair[0]) for pair in pairs])
     seen = [[picture for answer in answers_of(pair) for picture in answer.pictures] for pair in pairs]
     shown = prepared(environment.prepare, seen, [(row, 0) for row in range(len(pairs))], (len(pairs), 1))
-    tokens = np.full((len(pairs), 1, section.stream_tokens), parts.policy.loaded.pad_id, np.int32)
+    tokens = np.full((len(pairs), 1, section.stream_tokens), parts.policy.pad_id, np.int32)
     present, mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for row, pair in enumerate(pairs):
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])

@@ -29,7 +29,7 @@ from grpo_jax.core.trie import (
     widest_below,
 )
 from grpo_jax.models.cache import Cache
-from grpo_jax.models.decoder import Policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.sampling.writing import Samples
@@ -61,8 +61,8 @@ def make_beam_sampler(
     """Make the function that writes the G best texts of a tree, in falling order, or draws G distinct ones.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode`, `init_cache`, `head` and `logits`, as of
-            `grpo_jax.models.decoder.Policy`.
+        policy: Has `prefill`, `unstack`, `decode_step`, `init_cache`, `head` and `logits`, as of
+            `grpo_jax.models.policy.Policy`.
         params: G is the group size, T at least the longest text's tokens. Of the rest only the temperature counts: it
             divides the logits (0 counts as 1).
         pad_id: Token that fills up.
@@ -155,7 +155,7 @@ def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> C
         def step(carry):
             index, beams, cache = carry
             last = lax.dynamic_index_in_dim(beams.tokens, index - 1, axis=2, keepdims=False)
-            hidden, cache = policy.decode(unstacked, prefix, last, cache)
+            hidden, cache = policy.decode_step(unstacked, prefix, last, cache)
             beams, parents = extend(index, beams, hidden, wide)
             return index + 1, beams, _reordered(cache, parents)
 

@@ -76,7 +76,7 @@ def make_episode_sampler(
     """Makes the functions that write episodes; of the first turn, all is as with `sampler.make_sampler`.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode`, `extend`, `init_cache` and `head`; see `models.decoder.Policy`.
+        policy: Has `prefill`, `unstack`, `decode_step`, `extend`, `init_cache` and `head`; see `models.policy.Policy`.
         params: Group size, length of a turn, and distribution.
         eos_ids: Tokens that end a turn; may be empty.
         pad_id: Token that fills up.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.core.trie import NARROW, Trie, depth_of, text_count, widest_below
-from grpo_jax.models.decoder import Policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.beams import check_group, make_search
 from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
 from grpo_jax.sampling.text_scores import levels_of, make_scores, numbers_of

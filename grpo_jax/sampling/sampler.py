@@ -1,6 +1,6 @@
 """Completions: prefill each prompt once, decode its G completions against that shared prefix.
 
-The sampler knows a policy by its functions (`prefill`, `unstack`, `decode`, `init_cache`, `head`; `forward_group`
+The sampler knows a policy by its functions (`prefill`, `unstack`, `decode_step`, `init_cache`, `head`; `forward_group`
 is the update's), so it works for anything that offers them. Axes: P prompts, G completions of a prompt, L
 prompt tokens, T completion tokens, D model width, V vocabulary; R is a row, one (prompt, completion) pair.
 """
@@ -113,7 +113,7 @@ def make_sampler(
     fold_in(fold_in(keys[p], g), t): they do not depend on the other prompts of the batch.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode`, `init_cache` and `head`; see `grpo_jax.models.decoder.Policy`.
+        policy: Has `prefill`, `unstack`, `decode_step`, `init_cache` and `head`; see `grpo_jax.models.policy.Policy`.
         params: Group size, length and distribution.
         eos_ids: Tokens that end a completion; may be empty.
         pad_id: Token that fills prompts on the left and completions after their end.

@@ -12,8 +12,8 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
 from grpo_jax.core.trie import Trie, text_count
 from grpo_jax.errors import UserError, one_line
-from grpo_jax.models.hf.pieces import token_pieces
-from grpo_jax.models.hf.tokens import special_ids
+from grpo_jax.models.hf.tokens import special_ids, token_pieces
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.sampling.beams import make_beam_sampler
 from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
@@ -59,7 +59,7 @@ def measured_section(section: SamplingSection, evaluation: EvaluationSection) ->
 def make_samplers(
     section: SamplingSection,
     evaluation: EvaluationSection,
-    policy: Any,
+    policy: Policy,
     allowed: np.ndarray | None,
     trie: Trie | None = None,
     *,
@@ -70,7 +70,7 @@ def make_samplers(
     Args:
         section: How completions are drawn.
         evaluation: How those are drawn that are measured.
-        policy: `functions`, `loaded` (tokenizer, special ids, config) and `mesh`, as `runs.policy.Policy` has them.
+        policy: Of `load_policy`.
         allowed: bool [V], the tokens that may be written; None for every token.
         trie: The texts of which each completion is one, where the task lists them.
         listed: How many of them a ranking has; 0 for all, scored exactly.
@@ -78,15 +78,15 @@ def make_samplers(
     Raises:
         UserError: A stop string cannot be told from the policy's tokens.
     """
-    ends = named_ends(section, policy.loaded, allowed)
+    ends = named_ends(section, policy.folder, allowed)
     if trie is not None:
         return _over_texts(section, evaluation, policy, trie, ends, listed)
 
     def sampler(section: SamplingSection, group_size: int, temperature: float) -> Any:
         params = sampling_params(section, group_size, temperature)
         if section.turns == 1:
-            return _gathered(make_sampler(policy.functions, params, **ends), policy.mesh)
-        begin, go_on = make_episode_sampler(policy.functions, params, **ends)
+            return _gathered(make_sampler(policy, params, **ends), policy.mesh)
+        begin, go_on = make_episode_sampler(policy, params, **ends)
         return EpisodeSampler(_gathered_turn(begin, policy.mesh), _gathered_turn(go_on, policy.mesh))
 
     measured = measured_section(section, evaluation)
@@ -110,13 +110,13 @@ def _over_texts(
     def sampler(section: SamplingSection, group_size: int, temperature: float) -> Any:
         params = sampling_params(section, group_size, temperature)
         if group_size == 1 or section.group == "samples":
-            return _gathered(make_sampler(policy.functions, params, **ends, trie=trie), policy.mesh)
+            return _gathered(make_sampler(policy, params, **ends, trie=trie), policy.mesh)
         drawn = section.group == "distinct"
-        beams = make_beam_sampler(policy.functions, params, pad_id=pad_id, trie=trie, without_replacement=drawn)
+        beams = make_beam_sampler(policy, params, pad_id=pad_id, trie=trie, without_replacement=drawn)
         return _gathered(beams, policy.mesh)
 
     measured = measured_section(section, evaluation)
-    ranked = _gathered(make_ranker(policy.functions, listed, pad_id=pad_id, trie=trie), policy.mesh)
+    ranked = _gathered(make_ranker(policy, listed, pad_id=pad_id, trie=trie), policy.mesh)
     return Samplers(
         sampler(section, section.written_completions, section.temperature),
         sampler(section, 1, 0.0),

@@ -18,7 +18,7 @@ from jax import lax
 
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.cache import Cache
-from grpo_jax.models.decoder import Policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.writing import Array, move
 
 
@@ -141,8 +141,8 @@ def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0
     The scores' exponentials sum to 1 for each prompt.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode`, `init_cache`, `head` and `logits`, as of
-            `grpo_jax.models.decoder.Policy`.
+        policy: Has `prefill`, `unstack`, `decode_step`, `init_cache`, `head` and `logits`, as of
+            `grpo_jax.models.policy.Policy`.
         levels: The tree of the texts.
         temperature: Divides the logits; 0 counts as 1.
 
@@ -159,7 +159,7 @@ def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0
         def descend(carry, level: Stage):
             found, total, cache = carry
             tokens = jnp.broadcast_to(level.written, total.shape)
-            hidden, cache = policy.decode(unstacked, prefix, tokens, _of_parents(cache, level.origin))
+            hidden, cache = policy.decode_step(unstacked, prefix, tokens, _of_parents(cache, level.origin))
             logits = policy.logits("ped,ed->pe", hidden[:, level.parent], head[level.token])
             logs = _of_node(logits / scale, level.parent, total.shape[1])
             logs = total[:, level.parent] + logs

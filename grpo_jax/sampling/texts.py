@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 
 
 def generate(
-    policy: Any,
+    policy: Policy,
     prompts: Sequence[str],
     *,
     completions: int = 1,
@@ -48,12 +49,12 @@ def generate(
     if not prompts:
         raise ValueError("prompts: expected at least one, got none")
     settings = SamplingParams(completions, max_new_tokens, temperature, **params)
-    sample = _sampler(policy.functions, settings, tuple(policy.eos_ids), policy.pad_id)
+    sample = _sampler(policy, settings, tuple(policy.eos_ids), policy.pad_id)
     tokens, mask = policy.encode(prompts)
     return policy.decode(sample(policy.variables, tokens, mask, jax.random.split(jax.random.key(seed), len(prompts))))
 
 
 @lru_cache(maxsize=8)
-def _sampler(functions: Any, settings: SamplingParams, eos_ids: tuple[int, ...], pad_id: int) -> Any:
+def _sampler(policy: Policy, settings: SamplingParams, eos_ids: tuple[int, ...], pad_id: int) -> Any:
     """Kept, for a sampler that is made again is compiled again."""
-    return make_sampler(functions, settings, eos_ids=eos_ids, pad_id=pad_id)
+    return make_sampler(policy, settings, eos_ids=eos_ids, pad_id=pad_id)

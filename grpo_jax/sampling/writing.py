@@ -222,7 +222,7 @@ def make_writer(policy, params, ends: Ends, variables, dtype) -> Writer:
         )
 
     def step(loop: Loop) -> Loop:
-        hidden, cache = policy.decode(unstacked, loop.prefix, loop.last, loop.cache)
+        hidden, cache = policy.decode_step(unstacked, loop.prefix, loop.last, loop.cache)
         return record(loop._replace(cache=cache), logits_of(hidden.reshape(-1, hidden.shape[-1])))
 
     return Writer(step, record, logits_of, head.shape[0], unstacked)

@@ -20,17 +20,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
-from grpo_jax.models.adapters import lora_config, needs_tower
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import init_adapters
-from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.policy import configured_functions, lora_config, make_loss_scale, needs_tower
 from grpo_jax.models.quantised import quantise
-from grpo_jax.models.sharding import FSDP, over_prompts, shard_optimizer, shard_policy, shardings
-from grpo_jax.models.value_head import VALUE, init_value_head
+from grpo_jax.models.sharding import FSDP, shard_optimizer, shardings
+from grpo_jax.models.variables import VALUE, VISUAL, init_value_head, with_tower
 from grpo_jax.models.vision.config import VisionConfig
-from grpo_jax.models.vision.patches import pack_windows
-from grpo_jax.models.vision.pictures import VISUAL, Pictures
-from grpo_jax.models.vision.tower import init_tower, with_tower
+from grpo_jax.models.vision.pictures import Pictures, pack_windows
+from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.sampling.sampler import bucket_size
 from grpo_jax.sampling.writing import Samples, cache_sizes
 from grpo_jax.training.batch import Batch, make_batch
@@ -68,20 +66,6 @@ def weight_dtype(config: Config) -> str:
 def tower_dtype(config: Config) -> str:
     """The same of its vision tower, which may be frozen where the rest is trained."""
     return "float32" if config.policy.vision == "train" else config.policy.frozen_dtype
-
-
-def policy_functions(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> Any:
-    """The policy's functions for a decoder's config, over the mesh if there is one."""
-    section = config.policy
-    policy = make_policy(
-        model,
-        compute_dtype=section.compute_dtype,
-        remat=section.remat,
-        lora=lora_config(section.lora, model),
-        spread=over_prompts(mesh),
-        matmul_precision=section.matmul_precision,
-    )
-    return shard_policy(policy, mesh)
 
 
 def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) -> Pictures:
@@ -200,7 +184,7 @@ def require_memory(config: Config, model: Any, *, available: int | None, listed:
     state = _tree_bytes(state_shapes(config, model, None))
     first = whole = 0
     if not listed:
-        policy, sizes = policy_functions(config, model, None), cache_sizes(sampling.max_new_tokens)
+        policy, sizes = configured_functions(config.policy, model, None), cache_sizes(sampling.max_new_tokens)
         rows = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
         shape = rows, sampling.written_completions
         first, whole = (
@@ -246,7 +230,7 @@ def _tree_bytes(tree: Any) -> int:
 
 def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None, shown: Shown | None = None) -> int:
     """Temporary bytes of one optimizer update: activations, gradients, logits of a chunk of tokens."""
-    policy = policy_functions(config, model, mesh)
+    policy = configured_functions(config.policy, model, mesh)
     forward = make_forward(policy, temperature=config.sampling.temperature)
     step = make_configured_step(
         forward,
@@ -263,7 +247,8 @@ def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None, sho
     def of_rows(shown: Shown, rows: tuple[int, ...]) -> tuple[Any, Any]:
         seen = ((rows[:1], shown.prompt), (rows, shown.answers))
         made = [picture_shapes(model.vision, (*lead, count), shown.patches) if count else None for lead, count in seen]
-        states = made if again else [part and jax.eval_shape(policy.see, state.variables, part) for part in made]
+        encoded = partial(jax.eval_shape, policy.encode_images, state.variables)
+        states = made if again else [part and encoded(part) for part in made]
         return states[0], states[1]
 
     batch = batch_shapes(config, state, forward, mesh, shown and partial(of_rows, shown))

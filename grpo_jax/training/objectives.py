@@ -17,7 +17,7 @@ from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.masking import count, select
 from grpo_jax.core.trie import Trie, walk
-from grpo_jax.models.value_head import VALUE, token_values
+from grpo_jax.models.variables import VALUE, token_values
 from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.training.batch import Batch, required
 from grpo_jax.training.packing import packed, unpacked
@@ -57,7 +57,7 @@ def make_forward(
         for name in ("pictures", "answers"):
             pictures = getattr(batch, name)
             if pictures is not None:
-                seen = policy.see(variables, pictures) if isinstance(pictures, Pictures) else pictures
+                seen = policy.encode_images(variables, pictures) if isinstance(pictures, Pictures) else pictures
                 shown[name] = seen
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **shown)

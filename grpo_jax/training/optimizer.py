@@ -8,7 +8,7 @@ import jax
 import optax
 
 from grpo_jax.config.sections import OptimizerSection
-from grpo_jax.models.value_head import VALUE
+from grpo_jax.models.variables import VALUE
 
 Tree = Any
 

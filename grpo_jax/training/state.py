@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
-from grpo_jax.models.value_head import VALUE
+from grpo_jax.models.variables import VALUE
 
 Tree = Any
 

@@ -23,7 +23,7 @@ from bridges.miniature import world
 from grpo_jax.config import OptimizerSection
 from grpo_jax.core import losses
 from grpo_jax.models import hf
-from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.policy import make_policy
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule

@@ -47,7 +47,7 @@ def test_its_step_is_the_trainers(folder, monkeypatch):
         jax.numpy.asarray(rewards)[..., None], samples.mask.sum(-1), weights={"short": 1.0}, max_new_tokens=24
     )
     batch = make_batch(policy.encode(loop.PROMPTS), samples, objectives, np.ones(4, bool), algorithm)
-    update = make_update(policy.functions, optax.sgd(1.0), algorithm, training, temperature=1.0, max_new_tokens=24)
+    update = make_update(policy, optax.sgd(1.0), algorithm, training, temperature=1.0, max_new_tokens=24)
     start = init_state({"params": policy.params}, optax.sgd(1.0), keep_reference=False)
     state, report = update(start, batch, jax.random.key(0))
 

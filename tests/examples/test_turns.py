@@ -97,7 +97,7 @@ def test_a_lesson_is_an_episode_as_it_is_sampled(calculated):
     parts = load_parts(run_config(calculated), lambda *_: None)
     lesson = next(pair for pair in parts.task_data.pairs() if len(pair) == 4)
     batch = supervised_batch(parts, parts.policy.variables, [lesson, lesson[:2]])
-    words = parts.policy.loaded.tokenizer.convert_ids_to_tokens
+    words = parts.policy.tokenizer.convert_ids_to_tokens
     present, mask = batch.present[0, 0], batch.mask[0, 0]
     first, answer, second = lesson[1].split(), lesson[2], lesson[3]
     expected = [*first, "<|end|>"][:5]

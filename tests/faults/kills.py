@@ -34,7 +34,7 @@ PHASES = {
     "commit": ("grpo_jax.runs.checkpoint.series:Series._commit",),
     "best": ("grpo_jax.runs.checkpoint.checkpoints:Checkpoints.save_best",),
     "final": ("grpo_jax.runs.checkpoint.checkpoints:Checkpoints.save_final",),
-    "export": ("grpo_jax.runs.results:export_policy",),
+    "export": ("grpo_jax.models.policy:Policy.save",),
     "images": ("grpo_jax.runs.directory:RunDirectory.write_images",),
     "report": ("grpo_jax.reports.output:write_report",),
     "resume": ("grpo_jax.runs.experiment:resume",),

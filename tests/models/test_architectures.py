@@ -14,10 +14,9 @@ from grpo_jax import train  # noqa: E402
 from grpo_jax.config import LoraSection  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
-from grpo_jax.models.adapters import lora_config  # noqa: E402
-from grpo_jax.models.decoder import make_policy  # noqa: E402
 from grpo_jax.models.families import read_config  # noqa: E402
-from grpo_jax.models.hf.names import shapes  # noqa: E402
+from grpo_jax.models.hf.weights import shapes  # noqa: E402
+from grpo_jax.models.policy import lora_config, make_policy  # noqa: E402
 from grpo_jax.models.quantised import count_weights, quantise  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 

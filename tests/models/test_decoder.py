@@ -22,10 +22,11 @@ from support.tiny_decoders import (
     tiny,
 )
 
-from grpo_jax.models import layers
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models import attention
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge
+from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 
@@ -52,7 +53,7 @@ def test_cached_decoding_equals_the_full_forward(model):
     cache = jax.tree.map(lambda x: x + 7 if x.ndim else x, policy.init_cache(PROMPTS, GROUP, STEPS + 1))
     np.testing.assert_allclose(full[:, :, 0], np.repeat(prefix.hidden[:, None], GROUP, 1), atol=1e-4)
     for step in range(STEPS - 1):
-        hidden, cache = policy.decode(unstacked, prefix, jnp.asarray(tokens[:, :, step]), cache)
+        hidden, cache = policy.decode_step(unstacked, prefix, jnp.asarray(tokens[:, :, step]), cache)
         np.testing.assert_allclose(hidden, full[:, :, step + 1], atol=1e-4)
     assert int(cache.length) == STEPS - 1
 
@@ -67,7 +68,7 @@ def test_a_token_is_written_into_the_cache_in_place(heads):
         unstacked = policy.unstack(variables)
 
         def step(_, state):
-            hidden, cache = policy.decode(unstacked, prefix, *state)
+            hidden, cache = policy.decode_step(unstacked, prefix, *state)
             return hidden.argmax(-1), cache
 
         return jax.lax.fori_loop(0, 70, step, (tokens, cache))
@@ -296,16 +297,16 @@ def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeyp
     rows = (prompts, group) if apart else (prompts,)
     segment = np.sort(rng.integers(0, 3, (*rows, steps)), axis=-1)
     places = np.broadcast_to(length + np.arange(steps), segment.shape)
-    queries = layers.Tokens(places, np.ones(places.shape, bool), segment)
-    known = layers.Tokens(np.tile(np.arange(length), (prompts, 1)), rng.random((prompts, length)) < 0.8)
+    queries = attention.Tokens(places, np.ones(places.shape, bool), segment)
+    known = attention.Tokens(np.tile(np.arange(length), (prompts, 1)), rng.random((prompts, length)) < 0.8)
 
     def weighted(query, keys, values, prefix):
-        memories = [layers.Memory(*prefix, known), layers.Memory(keys, values, queries, own=True)]
-        mixed = layers.attend(query, queries, memories, window=100, scale=0.7, softcap=3.0, by_row=by_row)
+        memories = [attention.KeyValues(*prefix, known), attention.KeyValues(keys, values, queries, own=True)]
+        mixed = attention.attend(query, queries, memories, window=100, scale=0.7, softcap=3.0, by_row=by_row)
         return jnp.sum(jnp.sin(mixed)), mixed
 
     def outcome(many):
-        monkeypatch.setattr(layers, "_MANY_OF_A_ROW" if by_row else "_MANY", many)
+        monkeypatch.setattr(attention, "_MANY_OF_A_ROW" if by_row else "_MANY", many)
         return jax.jit(jax.value_and_grad(weighted, argnums=(0, 1, 2, 3), has_aux=True))(query, keys, values, prefix)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), outcome(1), outcome(steps + 1))
@@ -332,9 +333,9 @@ def _attention_gradient(rows, steps, by_row):
     shapes = [(rows, 4, 1, 2, steps, 8), (rows, 4, 1, 8, steps), (rows, 4, 1, steps, 8)]
 
     def total(query, keys, values, segment):
-        tokens = layers.Tokens(jnp.arange(steps)[None], jnp.ones((1, steps), bool), segment)
-        memory = layers.Memory(keys, values, tokens, own=True)
-        return jnp.sum(layers.attend(query, tokens, [memory], by_row=by_row) ** 2)
+        tokens = attention.Tokens(jnp.arange(steps)[None], jnp.ones((1, steps), bool), segment)
+        memory = attention.KeyValues(keys, values, tokens, own=True)
+        return jnp.sum(attention.attend(query, tokens, [memory], by_row=by_row) ** 2)
 
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     segment = jax.ShapeDtypeStruct((rows, steps), jnp.int32)

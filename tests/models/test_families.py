@@ -9,11 +9,12 @@ import pytest
 from support.tiny_decoders import LLAMA as TINY
 from support.tiny_decoders import compiled
 
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import FAMILIES, family_of, llama, read_config
-from grpo_jax.models.hf.names import name_table
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
+from grpo_jax.models.hf.weights import name_table
 from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.policy import make_policy
 from grpo_jax.models.sharding import make_mesh, shardings
 
 LLAMA = dict(
@@ -265,7 +266,7 @@ def test_a_new_family_is_its_row(monkeypatch, tmp_path):
     prompts, tokens = np.array([[1, 2, 3]], np.int32), np.array([[[4, 5, 6]]], np.int32)
     full = policy.forward_group(variables, prompts, prompts > 0, tokens, tokens > 0)
     prefix, cache = policy.prefill(variables, prompts, prompts > 0), policy.init_cache(1, 1, 3)
-    hidden, _ = policy.decode(policy.unstack(variables), prefix, tokens[:, :, 0], cache)
+    hidden, _ = policy.decode_step(policy.unstack(variables), prefix, tokens[:, :, 0], cache)
     np.testing.assert_allclose(hidden, full[:, :, 1], atol=1e-5)
     elsewhere = {**variables["params"], "embed_positions": -variables["params"]["embed_positions"]}
     moved = policy.prefill({**variables, "params": elsewhere}, prompts, prompts > 0)

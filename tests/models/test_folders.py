@@ -16,7 +16,7 @@ from support import torch_reference as reference  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
-from grpo_jax.models.decoder import make_policy  # noqa: E402
+from grpo_jax.models.policy import make_policy  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -12,7 +12,7 @@ from support import torch_reference as reference  # noqa: E402
 
 from grpo_jax import train  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
-from grpo_jax.models.decoder import make_policy  # noqa: E402
+from grpo_jax.models.policy import make_policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 SCALED = dict(scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False)

@@ -16,13 +16,13 @@ from grpo_jax import export, train
 from grpo_jax.config import AlgorithmSection, LoraSection, OptimizerSection, PolicySection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.adapters import lora_config
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import gpt2, llama
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.policy import lora_config, make_policy
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.training.optimizer import make_optimizer
 from grpo_jax.training.state import init_state, reference_variables, refresh_reference, saved_parts

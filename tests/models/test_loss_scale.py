@@ -9,8 +9,7 @@ from support import tiny_update
 
 from grpo_jax.config import AlgorithmSection
 from grpo_jax.core import losses
-from grpo_jax.models.decoder import make_policy
-from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.policy import make_loss_scale, make_policy
 from grpo_jax.training.objectives import loss_options, make_forward, make_policy_objective
 from grpo_jax.training.state import init_state, restored_state, saved_parts
 from grpo_jax.training.update import make_train_step

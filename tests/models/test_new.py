@@ -41,7 +41,7 @@ def test_both_libraries_load_it_and_agree(architecture, tmp_path):
     torch = pytest.importorskip("torch")
     folder = write_policy(tmp_path, WORDS, architecture=architecture, width=32, heads=2, window=10)
     from grpo_jax.models import hf
-    from grpo_jax.models.decoder import make_policy
+    from grpo_jax.models.policy import make_policy
 
     loaded = hf.load_folder(folder)
     assert loaded.eos_ids == (1,) and loaded.pad_id == 0

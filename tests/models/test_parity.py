@@ -11,8 +11,8 @@ from transformers.activations import ACT2FN  # noqa: E402
 
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
-from grpo_jax.models.decoder import make_policy  # noqa: E402
 from grpo_jax.models.layers import ACTIVATIONS  # noqa: E402
+from grpo_jax.models.policy import make_policy  # noqa: E402
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = dict(

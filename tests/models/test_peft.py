@@ -15,10 +15,9 @@ from support import torch_reference as reference  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
-from grpo_jax.models.decoder import make_policy  # noqa: E402
-from grpo_jax.models.hf.exporting import export_policy  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
-from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
+from grpo_jax.models.lora import LoraConfig, init_adapters, merge, merging  # noqa: E402
+from grpo_jax.models.policy import make_policy  # noqa: E402
 
 # PEFT's own calls of what transformers and PEFT are about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -95,7 +94,7 @@ def test_peft_computes_what_we_compute(world, written):
 
 def test_merged_weights_are_pefts(world, written, tmp_path):
     variables = {"params": world.loaded.params, "lora": world.adapters}
-    export_policy(tmp_path / "policy", world.loaded, variables, world.lora)
+    hf.save_folder(tmp_path / "policy", world.loaded.path, world.loaded.config, merging(variables, world.lora))
     model = peft.PeftModel.from_pretrained(world.base(), written).merge_and_unload()
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("policy", "theirs"))

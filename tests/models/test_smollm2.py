@@ -40,7 +40,7 @@ def test_same_greedy_text_as_transformers(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from grpo_jax.models import hf
-    from grpo_jax.models.decoder import make_policy
+    from grpo_jax.models.policy import make_policy
     from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
     gguf = weights_file()

@@ -119,7 +119,7 @@ def test_swapped_pictures_change_the_log_probabilities(vision, home):
     # frozen: what the sampler was shown; trained: patches, so that the update sees them with gradient
     kind = {"frozen": "PictureStates", "train": "Pictures"}[vision]
     assert type(batch.pictures).__name__ == kind and batch.pictures.grid.shape == (SIZE, 1, 2)
-    forward = jax.jit(make_forward(parts.policy.functions, temperature=1.0, allowed_tokens=parts.allowed_tokens))
+    forward = jax.jit(make_forward(parts.policy, temperature=1.0, allowed_tokens=parts.allowed_tokens))
     mask = np.asarray(batch.mask)
 
     def logprobs(pictures):
@@ -135,7 +135,7 @@ def test_swapped_pictures_change_the_log_probabilities(vision, home):
 
 def test_placeholders_are_never_sampled(parts):
     """What policies sample there has no picture behind it, and the counts of a next turn no longer fit."""
-    vision = parts.policy.loaded.config.vision
+    vision = parts.policy.config.vision
     tokens = [vision.image_token, vision.vision_start_token, vision.vision_end_token, vision.video_token]
     assert not parts.allowed_tokens[tokens].any() and parts.allowed_tokens.sum() == len(parts.allowed_tokens) - 4
     params = dict(parts.policy.variables["params"])

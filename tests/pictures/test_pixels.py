@@ -15,7 +15,7 @@ from bridges import dlpack
 from bridges.pixels import patches_of
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.hf.processor import PictureSettings, read_settings
+from grpo_jax.models.hf.image_processor import PictureSettings, read_settings
 from grpo_jax.rollout.inputs.encoding import load_eyes
 from grpo_jax.runs.seeing import make_prepare
 
@@ -91,7 +91,7 @@ def test_a_policy_sees_the_same_either_way(tmp_path):
     folder = seeing_folder(tmp_path / "policy")
     loaded = hf.load_folder(folder, vision=True)
     prepare = make_prepare(lambda: load_eyes(folder, loaded.config.vision, None))
-    from grpo_jax.models.decoder import make_policy
+    from grpo_jax.models.policy import make_policy
 
     see = jax.jit(make_policy(loaded.config).see)
     variables = {"params": loaded.params, "visual": loaded.visual}

@@ -46,7 +46,7 @@ def encoder(loaded, rows=(), tokenizer=None, **section):
         pad_id=loaded.pad_id,
         vocab_size=loaded.config.vocab_size,
         rows=rows,
-        eyes=lambda: load_eyes(loaded.folder, loaded.config.vision, section.picture_size),
+        eyes=lambda: load_eyes(loaded.path, loaded.config.vision, section.picture_size),
     )
 
 
@@ -155,7 +155,7 @@ def test_marks_in_a_conversation_are_text(loaded):
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, None])
 def test_without_a_template_for_pictures_they_stand_before_the_text(template, loaded):
-    tokenizer = hf.load_tokenizer(loaded.folder)
+    tokenizer = hf.load_tokenizer(loaded.path)
     tokenizer.chat_template = template
     rows = rows_of({"prompt": "a fox", "images": [picture(0), picture(1)]})
     tokens, mask, _ = encoder(loaded, rows, tokenizer, picture_size=None)(rows)
@@ -195,7 +195,7 @@ def test_folders_of_2024_keep_the_template_with_pictures_apart(own, loaded, tmp_
 
 
 def test_a_template_that_drops_pictures_is_refused(loaded):
-    tokenizer = hf.load_tokenizer(loaded.folder)
+    tokenizer = hf.load_tokenizer(loaded.path)
     tokenizer.chat_template = TEMPLATE.replace(
         "{% for content", "{% for content in message['content'] %}{% endfor %}{% for content", 1
     ).replace(

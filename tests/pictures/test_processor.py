@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.processor import PictureSettings, make_prepare, read_settings
+from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, read_settings
 
 VISION = SimpleNamespace(patch=4, merge=2, frames=2, family="qwen2_vl")
 REAL = {"patch_size": 14, "min_pixels": 3136, "max_pixels": 12845056}

@@ -9,7 +9,7 @@ from support.vision.folders import TEMPLATE, picture, seeing_folder
 
 from grpo_jax.config import DataSection
 from grpo_jax.models import hf
-from grpo_jax.models.decoder import make_policy
+from grpo_jax.models.policy import make_policy
 from grpo_jax.rollout.inputs.conversations import as_chat_messages
 from grpo_jax.rollout.inputs.encoding import load_eyes, make_encode
 from grpo_jax.rollout.prompts import make_prompt_set
@@ -39,7 +39,7 @@ def test_logits_of_rows_are_transformers(family, size, tmp_path):
 
     @jax.jit
     def last_logits(variables):
-        hidden = policy.prefill(variables, tokens, mask, policy.see(variables, pictures)).hidden
+        hidden = policy.prefill(variables, tokens, mask, policy.encode_images(variables, pictures)).hidden
         return hidden @ policy.head(variables).T
 
     own = np.asarray(last_logits({"params": loaded.params, "visual": loaded.visual}))

@@ -266,7 +266,7 @@ def test_what_is_no_still_picture_is_one_line_with_row_and_file(tmp_path):
     from support.tiny_models import VISION_TOKENS, chat_tokenizer
 
     from grpo_jax.config import DataSection
-    from grpo_jax.models.hf.processor import PictureSettings
+    from grpo_jax.models.hf.image_processor import PictureSettings
     from grpo_jax.rollout.inputs.encoding import Eyes, make_encode
 
     class Vision:

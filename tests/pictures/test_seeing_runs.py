@@ -14,7 +14,7 @@ from support.vision.folders import picture, seeing_folder, write_rows  # noqa: E
 
 from grpo_jax.config.command_line import parse  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
-from grpo_jax.runs.policy import load_policy  # noqa: E402
+from grpo_jax.runs.policy import load_run_policy  # noqa: E402
 from grpo_jax.train import run  # noqa: E402
 
 FROZEN = ("--policy.frozen_dtype=bfloat16",)
@@ -108,7 +108,7 @@ def test_a_tower_is_loaded_where_it_is_needed(place, tmp_path):
 
     def loaded(*arguments, **options):
         config = configured(place, tmp_path / "run", *arguments)
-        return load_policy(config, jax.devices()[:1], lambda *line: said.append(line), **options).variables
+        return load_run_policy(config, jax.devices()[:1], lambda *line: said.append(line), **options).variables
 
     assert loaded().keys() == {"params"}
     frozen = loaded(*FROZEN, pictures=True)
@@ -145,7 +145,7 @@ def test_what_cannot_be_is_refused(place, tmp_path):
     ):
         config = configured(place, tmp_path / "run", *arguments, f"--policy.path={tmp_path / 'text'}")
         with pytest.raises(UserError, match=message):
-            load_policy(config, jax.devices()[:1], lambda *_: None, pictures=True)
+            load_run_policy(config, jax.devices()[:1], lambda *_: None, pictures=True)
 
 
 def test_a_folder_without_rows_and_columns_among_its_positions_is_refused(place, tmp_path):
@@ -157,4 +157,4 @@ def test_a_folder_without_rows_and_columns_among_its_positions_is_refused(place,
     (tmp_path / "flat" / "config.json").write_text(json.dumps(fields))
     config = configured(place, tmp_path / "run", f"--policy.path={tmp_path / 'flat'}")
     with pytest.raises(UserError, match="does not say how positions have rows and columns"):
-        load_policy(config, jax.devices()[:1], lambda *_: None, pictures=True)
+        load_run_policy(config, jax.devices()[:1], lambda *_: None, pictures=True)

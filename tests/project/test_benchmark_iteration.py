@@ -18,7 +18,8 @@ import grpo_iteration  # noqa: E402
 import iteration_work as work  # noqa: E402
 
 from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
-from grpo_jax.models.decoder import init_variables, make_policy  # noqa: E402
+from grpo_jax.models.decoder import init_variables  # noqa: E402
+from grpo_jax.models.policy import make_policy  # noqa: E402
 
 TINY = work.CASES["tiny"]
 

@@ -10,8 +10,7 @@ from support import tiny_update
 from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
-from grpo_jax.models.decoder import make_policy
-from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.policy import make_loss_scale, make_policy
 from grpo_jax.train import main
 from grpo_jax.training.ppo import make_kl_control
 from grpo_jax.training.state import init_state

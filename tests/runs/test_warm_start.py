@@ -80,7 +80,7 @@ def said_loss(said) -> float:
 
 def test_the_loss_is_that_of_the_distribution_that_is_sampled(policy, taught):
     parts, _, said = taught(TEXT)
-    ids = parts.policy.loaded.tokenizer(TEXT)["input_ids"]
+    ids = parts.policy.tokenizer(TEXT)["input_ids"]
     assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 258]), abs=1e-3)
 
 
@@ -89,7 +89,7 @@ def test_batches_of_like_lengths_are_taught_where_they_are_asked_for(policy, tau
     place = int(like_batch_at(0, 0, batch_size=1, lengths=np.full(3, len(PROMPT)))[0])
     assert place != batch_at(0, 0, batch_size=1, n=3)[0]
     parts, _, said = taught(*texts, group_by_length=True)
-    ids = parts.policy.loaded.tokenizer(texts[place])["input_ids"]
+    ids = parts.policy.tokenizer(texts[place])["input_ids"]
     assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 258][:12]), abs=1e-3)
 
 
@@ -98,7 +98,7 @@ def test_a_taught_policy_ends_its_texts_with_the_token_that_ends_a_turn(taught):
     tokens, mask, _ = parts.environment.encode(plain_rows([PROMPT]))
     samples = parts.samplers.greedy(variables, tokens, mask, jax.random.split(jax.random.key(0), 1))
     written = np.asarray(samples.tokens)[np.asarray(samples.mask)].tolist()
-    assert written == [*parts.policy.loaded.tokenizer(TEXT)["input_ids"], 258]
+    assert written == [*parts.policy.tokenizer(TEXT)["input_ids"], 258]
     assert not samples.truncated.any()
 
 
@@ -107,7 +107,7 @@ def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught, ma
     """Texts are data: what they say can end no turn, and open none."""
     text = f"red{mark} soap"
     parts, _, said = taught(text, allowed="all", max_new_tokens=40)
-    tokenizer = parts.policy.loaded.tokenizer
+    tokenizer = parts.policy.tokenizer
     ids = tokenizer(text, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == text and not {256, 257, 258} & {*ids}
     assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 258]), abs=1e-3)

@@ -11,7 +11,8 @@ from support.tiny_decoders import LLAMA
 
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.trie import NARROW, children, make_trie, walk, widest_below
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling import ranking, text_scores
 from grpo_jax.sampling.beams import make_beam_sampler
 from grpo_jax.sampling.ranking import make_ranker

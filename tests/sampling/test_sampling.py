@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_jax.models.decoder import Policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling import writing
 from grpo_jax.sampling.sampler import bucket_size, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
@@ -43,7 +43,7 @@ class Bigram:
     def unstack(self, variables):
         return variables
 
-    def decode(self, variables, prefix, tokens, cache):
+    def decode_step(self, variables, prefix, tokens, cache):
         jax.debug.callback(lambda count=len(tokens): self.decoded.append(count))
         return jax.nn.one_hot(tokens, variables["table"].shape[0]), cache + 1
 
@@ -311,8 +311,8 @@ def test_low_precision_states_give_float32_logprobs():
         def prefill(self, variables, tokens, mask):
             return jax.tree.map(lambda x: x.astype(jnp.bfloat16), super().prefill(variables, tokens, mask))
 
-        def decode(self, variables, prefix, tokens, cache):
-            hidden, cache = super().decode(variables, prefix, tokens, cache)
+        def decode_step(self, variables, prefix, tokens, cache):
+            hidden, cache = super().decode_step(variables, prefix, tokens, cache)
             return hidden.astype(jnp.bfloat16), cache
 
     sample = make_sampler(Half(), SamplingParams(2, 3), eos_ids=(), pad_id=PAD)

@@ -7,8 +7,8 @@ import torch
 from support import tiny_models
 
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.hf import load_folder
+from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.sampling.writing import cache_sizes
@@ -122,7 +122,7 @@ def test_other_prompts_of_the_batch_do_not_change_a_completion(loaded, variables
 def test_a_second_batch_of_the_bucket_does_not_compile(loaded, variables):
     traced = []
     policy = make_policy(loaded.config)
-    counted = policy._replace(prefill=lambda *args: traced.append(1) or policy.prefill(*args))
+    counted = policy.replace(prefill=lambda *args: traced.append(1) or policy.prefill(*args))
     sample = make_sampler(counted, SamplingParams(2, 3), eos_ids=loaded.eos_ids, pad_id=loaded.pad_id)
     sample(variables, *encode(loaded, TEXTS), keys_for([0, 1, 2]))
     updated = jax.tree.map(lambda x: 2 * x, variables)

@@ -11,10 +11,11 @@ import optax
 from support import tiny_update
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama_config import Mixture
 from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.policy import make_policy
 from grpo_jax.models.sharding import (
     make_mesh,
     over_prompts,
@@ -25,7 +26,7 @@ from grpo_jax.models.sharding import (
     shardings,
 )
 from grpo_jax.models.vision.config import VisionConfig
-from grpo_jax.models.vision.patches import Picture, pack_pictures
+from grpo_jax.models.vision.pictures import Picture, pack_pictures
 from grpo_jax.models.vision.tower import init_tower, make_tower
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models.decoder import Policy, init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.policy import Policy, make_policy
 
 QWEN2_FIELDS = {
     "model_type": "qwen2",
@@ -81,8 +82,10 @@ def tiny(family: str) -> Tiny:
 
 
 def compiled(policy: Policy) -> Policy:
-    return policy._replace(
-        prefill=jax.jit(policy.prefill), decode=jax.jit(policy.decode), forward_group=jax.jit(policy.forward_group)
+    return policy.replace(
+        prefill=jax.jit(policy.prefill),
+        decode_step=jax.jit(policy.decode_step),
+        forward_group=jax.jit(policy.forward_group),
     )
 
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import DecoderConfig
-from grpo_jax.models.value_head import VALUE
+from grpo_jax.models.policy import make_policy
+from grpo_jax.models.variables import VALUE
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import transformers
 
-from grpo_jax.models.hf.names import flatten, name_table, tower_table
+from grpo_jax.models.hf.weights import flatten, name_table, tower_table
 
 VOCAB = 96
 SHAPE = dict(

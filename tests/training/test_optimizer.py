@@ -10,7 +10,7 @@ from grpo_jax.config import AlgorithmSection, OptimizerSection
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.value_head import VALUE
+from grpo_jax.models.variables import VALUE
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 
 RATE, DECAY = 0.1, 0.5

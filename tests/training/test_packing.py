@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama_config import DecoderConfig, Mixture
+from grpo_jax.models.policy import make_policy
 from grpo_jax.models.rope import RopeConfig
-from grpo_jax.models.value_head import VALUE
+from grpo_jax.models.variables import VALUE
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.packing import pack, packed, trimmed, unpacked

@@ -13,9 +13,9 @@ from grpo_jax import evaluate
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PPOSection
 from grpo_jax.core.ppo import ppo_loss
 from grpo_jax.core.shaping import AdaptiveKL
-from grpo_jax.models.decoder import make_policy
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.value_head import VALUE, init_value_head, token_values
+from grpo_jax.models.policy import make_policy
+from grpo_jax.models.variables import VALUE, init_value_head, token_values
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import loss_options, make_forward

@@ -30,7 +30,7 @@ def test_the_gap_is_that_of_trainer_and_sampler_in_bfloat16(place, tmp_path, mon
     parts, variables, rollout, row = first_iteration(place, "--policy.compute_dtype=bfloat16", *updates)
     samples = rollout.samples
     batch = Batch(rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask)
-    forward = jax.jit(make_forward(parts.policy.functions, temperature=parts.config.sampling.temperature))
+    forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))
     gaps = np.abs(forward(variables, batch).logprobs - samples.logprobs)[samples.mask]
     assert gaps.mean() > 1e-5  # a hundred times that of float32
     # the update sees fewer prompts at a time, which moves the last bits of a bfloat16

@@ -11,8 +11,9 @@ from support import tiny_update
 from support.tiny_update import PROMPTS, STEPS
 
 from grpo_jax.config import AlgorithmSection, TrainingSection
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.policy import make_policy
 from grpo_jax.training.batch import micro_batches, minibatches
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import init_state, reference_variables, refresh_reference, restored_state, saved_parts

@@ -5,7 +5,7 @@ from support.marked_tokenizers import TOKENIZERS
 from support.tiny_models import VISION_TOKENS, chat_tokenizer
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.answers import answer_encoder
+from grpo_jax.models.hf.chat import answer_encoder
 from grpo_jax.models.hf.tokens import plain_tokens, special_ids
 from grpo_jax.rollout.inputs.encoding import format_prompt
 

@@ -71,7 +71,7 @@ def played(request, tmp_path_factory):
 
 def test_pictures_stand_in_the_stream_as_their_tokens(played):
     parts, _, judged, batch = played
-    image = parts.policy.loaded.config.vision.image_token
+    image = parts.policy.config.vision.image_token
     samples = judged.rollout.samples
     for p, row in enumerate(judged.rollout.rows):
         for g in range(2):
@@ -86,7 +86,7 @@ def test_the_updates_logprobs_are_the_samplers(played):
     parts, variables, _, batch = played
     mask = np.asarray(batch.mask)
     allowed = np.asarray(parts.allowed_tokens)
-    forward = make_forward(parts.policy.functions, temperature=1.0, allowed_tokens=jnp.asarray(allowed))
+    forward = make_forward(parts.policy, temperature=1.0, allowed_tokens=jnp.asarray(allowed))
     came = np.asarray(forward(variables, batch).logprobs)
     np.testing.assert_allclose(came[mask], np.asarray(batch.rollout_logprobs)[mask], atol=5e-5)
     other = batch._replace(answers=jax.tree.map(lambda array: array[:, ::-1], batch.answers))
@@ -107,7 +107,7 @@ def beside(a, b):
 def test_it_is_the_long_prompts_logprobs_and_gradients(played):
     """Each turn behind all that stood before it, prompt's pictures and answers' together, as a prompt of its own."""
     parts, variables, judged, batch = played
-    policy, samples = parts.policy.functions, judged.rollout.samples
+    policy, samples = parts.policy, judged.rollout.samples
     width = batch.tokens.shape[-1]
     apart = []
     for p, g in np.ndindex(3, 2):

@@ -6,7 +6,8 @@ from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.config import make_config
 from grpo_jax.models import hf
-from grpo_jax.models.decoder import init_variables, make_policy
+from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.policy import make_policy
 from grpo_jax.planning import policy as plan
 from grpo_jax.planning.policy import cache_bytes, policy_memory, tree_bytes
 from grpo_jax.sampling.episodes import make_episode_sampler

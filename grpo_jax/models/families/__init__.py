@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import gemma, gpt2, llama, phi, qwen3_moe, qwen_vl, smollm
+from grpo_jax.models.families import gemma, gpt2, llama, phi, qwen3_moe, smollm
 from grpo_jax.models.families.family import Family
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama_config import DecoderConfig
@@ -16,7 +16,7 @@ ModelConfig = DecoderConfig | GPT2Config
 
 _FAMILIES = (
     *(llama.FAMILY, smollm.FAMILY, phi.FAMILY, qwen3_moe.FAMILY, gemma.FAMILY, gemma.GEMMA3_FAMILY),
-    *(qwen_vl.FAMILY, gpt2.FAMILY),
+    *(llama.QWEN_VL_FAMILY, gpt2.FAMILY),
 )
 FAMILIES: dict[str, Family] = {model_type: family for family in _FAMILIES for model_type in family.model_types}
 

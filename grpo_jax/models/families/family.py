@@ -1,4 +1,4 @@
-"""What a model family says of itself: a row of the table in `families`."""
+"""The description of a model family: a row of the table in `families`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -6,41 +6,11 @@ from typing import Any, NamedTuple
 import jax
 from flax import linen as nn
 
-from grpo_jax.errors import shown
-from grpo_jax.models.layers import LayerInput
+from grpo_jax.models.attention import LayerInput
 
 # How the devices along a tensor axis share a projection: each makes some of its outputs, or reads some of its inputs.
 # A fused one, whose outputs are several things side by side, is not cut that way.
 COLUMNS, ROWS, FUSED = "columns", "rows", "fused"
-
-# Fields other models use to change what is computed, and the values at which they change nothing.
-# A folder that sets one of them to something else would be computed wrongly, so it is refused.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_dropout": (0,),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "clip_qkv": (),
-    "dual_chunk_attention_config": (),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (),
-    "hidden_dropout": (0,),
-    "is_causal": (True,),
-    "is_encoder_decoder": (False,),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "no_rope_layers": ((), []),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "parallel_residual": (False,),
-    "partial_rotary_factor": (1,),
-    "quantization_config": (),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1,),
-    "resid_dropout": (0,),
-    "rope_interleaved": (False,),
-    "use_bidirectional_attention": (False,),
-    "use_mrope": (False,),
-}
 
 
 class Naming(NamedTuple):
@@ -109,15 +79,3 @@ class Family(NamedTuple):
     initial_stddev: Callable[[Any, str], float]
     naming: Naming
     longest: Callable[[Any], int | None] = lambda config: None
-
-
-def refuse_changed(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
-    """Refuse fields with a value other than those at which they change nothing; absent ones and None pass.
-
-    Raises:
-        ValueError: naming the field and its value.
-    """
-    for name, values in neutral.items():
-        value = fields.get(name)
-        if value is not None and value not in values:
-            raise ValueError(f"{name}={shown(value)} is not supported for model_type {model_type!r}")

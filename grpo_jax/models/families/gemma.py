@@ -5,34 +5,32 @@ in Gemma 2 caps on attention's scores and on the logits (Gemma team 2024, arXiv:
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.models.families import fields as kinds
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, typed_windows
-from grpo_jax.models.families.rope_fields import read_rope
-from grpo_jax.models.rope import RopeConfig
+from grpo_jax.models.rope import RopeConfig, read_rope
 
 GEMMA2, GEMMA3 = "gemma2", "gemma3_text"
 _DEFAULTS = {
-    **{"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256},
-    **{"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096},
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
 }
 _SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # Gemma 2's; null is none
-_OWN = {
+_EXTRA_KINDS = {
     **dict.fromkeys((*_SOFTCAPS, "query_pre_attn_scalar", "rope_local_base_freq"), kinds.POSITIVE),
     "sliding_window_pattern": kinds.LAYERS,
     "hidden_activation": kinds.NAME,
 }
 
 
-def read_gemma2(config: Mapping[str, Any]) -> DecoderConfig:
-    """The contents of a Gemma 2's ``config.json``.
-
-    Raises:
-        ValueError: naming the field that is missing or unsupported, with its value.
-    """
+def read_gemma2(config: kinds.Fields) -> DecoderConfig:
+    """Read a Gemma 2's ``config.json``; ValueErrors name the field."""
     fields = {**_SOFTCAPS, **config}
     return _read(
         fields,
@@ -44,12 +42,8 @@ def read_gemma2(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def read_gemma3(config: Mapping[str, Any]) -> DecoderConfig:
-    """The contents of a Gemma 3 text model's ``config.json``: layers with a window turn faster than those without.
-
-    Raises:
-        ValueError: as `read_gemma2`.
-    """
+def read_gemma3(config: kinds.Fields) -> DecoderConfig:
+    """Read a Gemma 3 text model's ``config.json``: layers with a window rotate faster than those without."""
     far, near = _ropes(config)
     read = _read(
         config,
@@ -62,12 +56,12 @@ def read_gemma3(config: Mapping[str, Any]) -> DecoderConfig:
     return dataclasses.replace(read, layer_ropes=tuple(far if window is None else near for window in read.windows))
 
 
-def _read(fields: Mapping[str, Any], model_type: str, *, pattern: int, **choices: Any) -> DecoderConfig:
-    """What both have; every ``pattern``-th layer has no window where layer_types does not say."""
-    fields = {**_DEFAULTS, **{name: value for name, value in fields.items() if value is not None}}
+def _read(fields: kinds.Fields, model_type: str, *, pattern: int, **choices: Any) -> DecoderConfig:
+    """The fields of both; every ``pattern``-th layer has no window where layer_types does not say."""
+    fields = {**_DEFAULTS, **kinds.not_null(fields)}
     honoured = ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
     honoured = honoured if model_type == GEMMA2 else honoured[:2]
-    shared = read_shared(fields, model_type, own=_OWN, honoured=honoured)
+    shared = read_shared(fields, model_type, extra_kinds=_EXTRA_KINDS, honoured=honoured)
     names = ("full_attention", "sliding_attention")
     types = fields.get("layer_types", [names[(index + 1) % pattern != 0] for index in range(shared["num_layers"])])
     bias = bool(fields.get("attention_bias", False))
@@ -84,21 +78,20 @@ def _read(fields: Mapping[str, Any], model_type: str, *, pattern: int, **choices
     )
 
 
-def _cap(fields: Mapping[str, Any], name: str) -> float | None:
+def _cap(fields: kinds.Fields, name: str) -> float | None:
     kinds.check_kinds(fields, {name: kinds.POSITIVE})
     return None if fields.get(name) is None else float(fields[name])
 
 
-def _ropes(fields: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers without a window, and of those with one: a table for each, or, in older folders, two bases."""
+def _ropes(fields: kinds.Fields) -> tuple[RopeConfig, RopeConfig]:
+    """The rotations of layers without and with a window: a table for each or, in older folders, two bases."""
     kinds.check_kinds(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), kinds.TABLE))
     tables = dict(fields.get("rope_parameters") or {})
     kinds.check_kinds(tables, dict.fromkeys(tables, kinds.TABLE), "rope_parameters.")
     unknown = sorted(set(tables) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(f"rope_parameters.{unknown[0]}: expected full_attention and sliding_attention alone")
-    bases = {"rope_theta": kinds.POSITIVE, "rope_local_base_freq": kinds.POSITIVE}
-    kinds.check_kinds(fields, bases)
+    kinds.check_kinds(fields, dict.fromkeys(("rope_theta", "rope_local_base_freq"), kinds.POSITIVE))
     far = {"rope_parameters": (tables.get("full_attention") or {}) | (fields.get("rope_scaling") or {})}
     far |= {name: fields.get(name) for name in ("rope_theta", "max_position_embeddings")}
     near = {"rope_parameters": tables.get("sliding_attention"), "rope_theta": fields.get("rope_local_base_freq")}

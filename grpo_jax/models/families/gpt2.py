@@ -1,13 +1,9 @@
-"""GPT-2: learned positions, layer norms, one fused projection for queries, keys and values (Radford et al. 2019).
-
-Adapters go on ``c_attn`` (fused queries, keys and values), ``attn_c_proj``, ``c_fc`` and ``mlp_c_proj``: Hugging
-Face calls both of the latter kind ``c_proj``.
-"""
+"""GPT-2: learned positions, layer norms, one fused projection for queries, keys and values (Radford et al. 2019)."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +11,16 @@ import numpy as np
 from flax import linen as nn
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import fields as kinds
-from grpo_jax.models.families.family import COLUMNS, FUSED, NEUTRAL, ROWS, Family, Naming, refuse_changed
-from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, attend_streams
+from grpo_jax.models import fields as kinds
+from grpo_jax.models.attention import Context, LayerInput, attend_streams
+from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS, Family, Naming
+from grpo_jax.models.layers import ACTIVATIONS, LayerNorm, Projection
 from grpo_jax.models.lora import LoraConfig
 
 MODEL_TYPE = "gpt2"
 _REQUIRED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+
+
 # Names that transformers takes for the same fields.
 _ALIASES = {
     "max_position_embeddings": "n_positions",
@@ -29,14 +28,22 @@ _ALIASES = {
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
 }
+
 _FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings")
+
 _KINDS = {
-    **{"vocab_size": kinds.VOCABULARY, "n_embd": kinds.WIDTH, "n_inner": kinds.WIDTH, "n_layer": kinds.LAYERS},
-    **{"n_head": kinds.HEADS, "n_positions": kinds.TABLE_POSITIONS, "activation_function": kinds.NAME},
+    "vocab_size": kinds.VOCABULARY,
+    "n_embd": kinds.WIDTH,
+    "n_inner": kinds.WIDTH,
+    "n_layer": kinds.LAYERS,
+    "n_head": kinds.HEADS,
+    "n_positions": kinds.TABLE_POSITIONS,
+    "activation_function": kinds.NAME,
     **dict.fromkeys(_FLAGS, kinds.FLAG),
     **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), kinds.NOT_NEGATIVE),
 }
-_NEUTRAL = {**NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({},)}
+
+_NEUTRAL = {**kinds.NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({},)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +77,7 @@ class GPT2Config:
     scale_attn_by_inverse_layer_idx: bool = False
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
+    vision: ClassVar[None] = None
 
     def __post_init__(self):
         """Refuse shapes that cannot be."""
@@ -98,7 +106,7 @@ class GPT2Config:
         return self.num_heads
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "GPT2Config":
+    def from_hf(cls, config: kinds.Fields) -> "GPT2Config":
         """Read the contents of a ``config.json``.
 
         Every field that changes what the decoder computes is honoured or refused by name. Dropouts
@@ -116,13 +124,12 @@ class GPT2Config:
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         kinds.check_kinds(fields, _KINDS)
-        refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
-        fields = {name: value for name, value in fields.items() if value is not None}
-        inner = fields.get("n_inner")
+        kinds.refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
+        fields = kinds.not_null(fields)
         return cls(
             vocab_size=fields["vocab_size"],
             hidden_size=fields["n_embd"],
-            intermediate_size=4 * fields["n_embd"] if inner is None else inner,
+            intermediate_size=fields.get("n_inner", 4 * fields["n_embd"]),
             num_layers=fields["n_layer"],
             num_heads=fields["n_head"],
             max_positions=fields["n_positions"],
@@ -133,24 +140,6 @@ class GPT2Config:
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", True)),
             initializer_range=float(fields.get("initializer_range", 0.02)),
         )
-
-
-class LayerNorm(nn.Module):
-    """Zero mean and unit variance over the last axis, in float32 (Ba et al. 2016, arXiv:1607.06450)."""
-
-    epsilon: float
-    param_dtype: jax.typing.DTypeLike
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] to the same shape and dtype."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
-        scale, bias = (part.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,)) for part in (scale, bias))
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * scale + bias).astype(x.dtype)
 
 
 class Block(nn.Module):

@@ -1,7 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3: RMS norms, rotations, a gated MLP.
-
-The layer has what its config chooses; other families (`smollm`, `phi`, `qwen3_moe`, `gemma`) choose more of it.
-"""
+"""Llama, Mistral, Qwen2, Qwen3 and the language models of Qwen-VL: RMS norms, rotations, a gated MLP."""
 
 from collections.abc import Callable
 
@@ -9,40 +6,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models.experts import Experts, Router, mixed, sorted_by_expert
+from grpo_jax.models.attention import Context, LayerInput, add_deepstack, attend_streams
 from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
-from grpo_jax.models.families.llama_config import TEXT_TYPES, DecoderConfig, Mixture
-from grpo_jax.models.layers import ACTIVATIONS, Context, LayerInput, Projection, add_deepstack, attend_streams
+from grpo_jax.models.families.llama_config import TEXT_TYPES, VISION_TYPES, DecoderConfig, Mixture
+from grpo_jax.models.layers import ACTIVATIONS, Experts, Projection, RMSNorm, Router, mixed, sorted_by_expert
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import UNTURNED, rotate, rotation, rotation_of_pictures
 
 Rotation = tuple[jax.Array, jax.Array]
-
-
-class RMSNorm(nn.Module):
-    """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
-
-    Attributes:
-        epsilon: added to the mean square.
-        param_dtype: of the parameters.
-        unit_offset: multiply by 1 + weight before the rounding to x's dtype, rather than by the weight after it.
-    """
-
-    epsilon: float
-    param_dtype: jax.typing.DTypeLike
-    unit_offset: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] to the same shape and dtype."""
-        along = (1,) * (x.ndim - 1) + (-1,)
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        if self.unit_offset:
-            excess = self.param("excess", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
-            return (wide * (1 + excess.astype(jnp.float32).reshape(along))).astype(x.dtype)
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
-        return wide.astype(x.dtype) * scale.astype(x.dtype).reshape(along)
 
 
 class Block(nn.Module):
@@ -221,4 +192,13 @@ FAMILY = Family(
     projections=PROJECTIONS,
     initial_stddev=lambda config, name: config.initializer_range,
     naming=NAMING,
+)
+
+
+# Hub folders name the language model's tensors as a model of text would; the rest is what newer ones use.
+_PREFIXES = ("model.language_model.", "model.", "language_model.model.", "language_model.", "")
+
+QWEN_VL_FAMILY = FAMILY._replace(
+    model_types=VISION_TYPES,
+    naming=NAMING._replace(prefixes=_PREFIXES, beside=("visual.", "model.visual.")),
 )

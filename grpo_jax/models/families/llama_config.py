@@ -2,27 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import fields as kinds
-from grpo_jax.models.families.family import NEUTRAL, refuse_changed
-from grpo_jax.models.families.rope_fields import read_rope
-from grpo_jax.models.families.vision_fields import read_vision
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.layers import ACTIVATIONS
-from grpo_jax.models.rope import RopeConfig
-from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.rope import RopeConfig, read_rope
+from grpo_jax.models.vision.config import VisionConfig, read_vision
 
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _KINDS = {
     **dict.fromkeys(("hidden_size", "intermediate_size"), kinds.WIDTH),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), kinds.HEADS),
@@ -47,7 +39,7 @@ _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts in the place of each layer's MLP (`models.experts`).
+    """A mixture of experts in the place of each layer's MLP (`layers.Router`).
 
     Attributes:
         experts: X, how many there are.
@@ -164,13 +156,13 @@ class DecoderConfig:
         return max(self.max_positions, int(min(scaled, 2**31)))
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "DecoderConfig":
+    def from_hf(cls, config: kinds.Fields) -> "DecoderConfig":
         """Read the contents of a ``config.json``, flat or with ``text_config`` / ``rope_parameters``.
 
         Every field that changes what the decoder computes is honoured or refused by name.
 
         Raises:
-            ValueError: naming the field that is missing or unsupported, with its value.
+            ValueError: Naming the field that is missing or unsupported, with its value.
         """
         model_type = config.get("model_type")
         if model_type not in TEXT_TYPES + VISION_TYPES:
@@ -196,31 +188,32 @@ class DecoderConfig:
 
 
 def read_shared(
-    fields: Mapping[str, Any],
+    fields: kinds.Fields,
     model_type: str,
     *,
-    own: Mapping[str, kinds.Kind] | None = None,
+    extra_kinds: Mapping[str, kinds.Kind] = MappingProxyType({}),
     honoured: tuple[str, ...] = (),
     head_dim: int | None = None,
 ) -> dict[str, Any]:
-    """Arguments of `DecoderConfig` that all its families read alike, behind the checks that they share.
+    """Check the fields that all families of `DecoderConfig` share, and return its arguments that they read alike.
 
     Args:
-        fields: of the language model, with the family's own defaults filled in.
+        fields: Of the language model, with the family's own defaults filled in.
         model_type: Hugging Face's name of the architecture.
-        own: kinds of fields that this family alone has.
-        honoured: of ``NEUTRAL``, the fields whose other values this family computes.
-        head_dim: where the fields name none; None for what the heads leave of the width.
+        extra_kinds: Of fields that this family alone has.
+        honoured: Of ``NEUTRAL``, the fields whose other values this family computes.
+        head_dim: Where the fields name none; None for the width over the heads.
 
     Raises:
-        ValueError: naming the field that is missing or unsupported, with its value.
+        ValueError: Naming the field that is missing or unsupported, with its value.
     """
-    kinds.check_kinds(fields, {**_KINDS, **(own or {})})
+    kinds.check_kinds(fields, {**_KINDS, **extra_kinds})
+    fields = kinds.not_null(fields)
     missing = [name for name in _REQUIRED if fields.get(name) is None]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    neutral = {name: values for name, values in NEUTRAL.items() if name not in honoured}
-    refuse_changed(fields, neutral, model_type)
+    neutral = {name: values for name, values in kinds.NEUTRAL.items() if name not in honoured}
+    kinds.refuse_changed(fields, neutral, model_type)
     return {
         "vocab_size": fields["vocab_size"],
         "hidden_size": fields["hidden_size"],
@@ -230,19 +223,15 @@ def read_shared(
         "num_kv_heads": fields.get("num_key_value_heads") or fields["num_attention_heads"],
         "head_dim": fields.get("head_dim") or head_dim or _head_dim(fields),
         "activation": fields.get("hidden_act") or "silu",
-        "rms_norm_eps": float(_first(fields.get("rms_norm_eps"), _DEFAULT_EPS.get(model_type, 1e-6))),
+        "rms_norm_eps": float(fields.get("rms_norm_eps", _DEFAULT_EPS.get(model_type, 1e-6))),
         "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False)),
         "max_positions": fields.get("max_position_embeddings"),
-        "initializer_range": float(_first(fields.get("initializer_range"), 0.02)),
+        "initializer_range": float(fields.get("initializer_range", 0.02)),
         "model_type": model_type,
     }
 
 
-def _first(value: Any, fallback: Any) -> Any:
-    return fallback if value is None else value
-
-
-def _text_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+def _text_fields(config: kinds.Fields, model_type: str) -> dict[str, Any]:
     """The language model's fields; vision models since transformers 4.52 nest them in text_config."""
     if model_type not in VISION_TYPES or not config.get("text_config"):
         return {**_DEFAULTS.get(model_type, {}), **config}
@@ -252,7 +241,7 @@ def _text_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     return fields
 
 
-def _refuse_unsupported(fields: Mapping[str, Any], model_type: str) -> None:
+def _refuse_unsupported(fields: kinds.Fields, model_type: str) -> None:
     if model_type.startswith("qwen2") and fields.get("attention_bias") is False:
         raise ValueError("attention_bias=False is not supported: Qwen2 always has query, key, value biases")
     if model_type == "mistral" and fields.get("attention_bias"):
@@ -265,15 +254,14 @@ def _refuse_unsupported(fields: Mapping[str, Any], model_type: str) -> None:
         )
 
 
-def _head_dim(fields: Mapping[str, Any]) -> int:
-    """What the heads leave of the width."""
+def _head_dim(fields: kinds.Fields) -> int:
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
     if width % heads:
         raise ValueError(f"hidden_size must be a multiple of num_attention_heads, got {width} and {heads}")
     return width // heads
 
 
-def _windows(fields: Mapping[str, Any], model_type: str) -> tuple[int | None, ...]:
+def _windows(fields: kinds.Fields, model_type: str) -> tuple[int | None, ...]:
     """Window per layer, from layer_types or, in older folders, from max_window_layers."""
     layers = fields["num_hidden_layers"]
     types = fields.get("layer_types")
@@ -287,16 +275,14 @@ def _windows(fields: Mapping[str, Any], model_type: str) -> tuple[int | None, ..
     window = window if fields.get("use_sliding_window", False) else None
     if types is not None:
         return typed_windows(fields, types, window)
-    first = _first(fields.get("max_window_layers"), 80 if model_type in VISION_TYPES else 28)
+    first = fields.get("max_window_layers")
+    if first is None:
+        first = 80 if model_type in VISION_TYPES else 28
     return tuple(window if index >= first else None for index in range(layers))
 
 
-def same_window(fields: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
-    """The same window, or none, for every layer.
-
-    Raises:
-        ValueError: layer_types says something else.
-    """
+def same_window(fields: kinds.Fields, window: int | None) -> tuple[int | None, ...]:
+    """The same window, or none, for every layer; ValueError where layer_types says something else."""
     layers, types = fields["num_hidden_layers"], fields.get("layer_types")
     kind = "full_attention" if window is None else "sliding_attention"
     if types is not None and list(types) != [kind] * layers:
@@ -305,12 +291,8 @@ def same_window(fields: Mapping[str, Any], window: int | None) -> tuple[int | No
     return (window,) * layers
 
 
-def typed_windows(fields: Mapping[str, Any], types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer whose type is ``sliding_attention``; None for ``full_attention``.
-
-    Raises:
-        ValueError: another type, too few of them, or no window to slide.
-    """
+def typed_windows(fields: kinds.Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer whose type is ``sliding_attention``; None for ``full_attention``."""
     layers = fields["num_hidden_layers"]
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
@@ -322,17 +304,19 @@ def typed_windows(fields: Mapping[str, Any], types: Sequence[str], window: int |
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
-def _rope(fields: Mapping[str, Any], model_type: str, half: int) -> RopeConfig:
+def _rope(fields: kinds.Fields, model_type: str, half: int) -> RopeConfig:
     """With the shares of time, row and column among the frequencies, in models that see pictures."""
     if model_type not in VISION_TYPES:
         return read_rope(fields)
     # On text all three position axes agree, so "mrope" scales nothing.
     rope = read_rope(fields, theta=_DEFAULT_THETA[model_type], plain=("mrope",))
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    given = scaling.get("mrope_section")
-    sections = tuple(_DEFAULT_SECTIONS[model_type] if given is None else given)
-    if given is None and sum(sections) != half:
-        return rope  # without pictures the three positions agree
+    sections = scaling.get("mrope_section")
+    if sections is None:
+        sections = _DEFAULT_SECTIONS[model_type]
+        if sum(sections) != half:
+            return rope  # without pictures the three positions agree
+    sections = tuple(sections)
     if len(sections) != 3 or sum(sections) != half:
         raise ValueError(f"mrope_section must be three numbers that add up to {half}, got {shown(list(sections))}")
     return dataclasses.replace(rope, sections=sections, interleaved=model_type == "qwen3_vl")

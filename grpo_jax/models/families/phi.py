@@ -4,11 +4,9 @@ Adapters go on ``qkv_proj`` and ``gate_up_proj`` as they are, one pair of factor
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from grpo_jax.errors import shown
-from grpo_jax.models.families import fields as kinds
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.family import FUSED, ROWS
 from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, same_window
@@ -16,10 +14,8 @@ from grpo_jax.models.rope import RopeConfig
 
 MODEL_TYPE = "phi3"
 _DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "max_position_embeddings": 4096}
-_FACTORS = kinds.Kind(
-    "a list of numbers > 0", lambda value: isinstance(value, list | tuple) and all(map(kinds.POSITIVE.holds, value))
-)
-_OWN = {"partial_rotary_factor": kinds.POSITIVE}
+_FACTORS = kinds.list_of(kinds.POSITIVE, "a list of numbers > 0")
+_EXTRA_KINDS = {"partial_rotary_factor": kinds.POSITIVE}
 _ROPE_KINDS = {
     **dict.fromkeys(("short_factor", "long_factor"), _FACTORS),
     **dict.fromkeys(("rope_theta", "factor", "attention_factor", "partial_rotary_factor"), kinds.POSITIVE),
@@ -28,14 +24,10 @@ _ROPE_KINDS = {
 _LONG = ("longrope", "su", "yarn")  # transformers takes the latter two, of older folders, for the first
 
 
-def read_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """The contents of a ``config.json`` of the Phi-3 family.
-
-    Raises:
-        ValueError: naming the field that is missing or unsupported, with its value.
-    """
-    fields = {**_DEFAULTS, **{name: value for name, value in config.items() if value is not None}}
-    shared = read_shared(fields, MODEL_TYPE, own=_OWN, honoured=("partial_rotary_factor",))
+def read_config(config: kinds.Fields) -> DecoderConfig:
+    """Read a ``config.json`` of the Phi-3 family; ValueErrors name the field."""
+    fields = {**_DEFAULTS, **kinds.not_null(config)}
+    shared = read_shared(fields, MODEL_TYPE, extra_kinds=_EXTRA_KINDS, honoured=("partial_rotary_factor",))
     for name in ("attention_bias", "mlp_bias", "lm_head_bias", "resid_pdrop", "embd_pdrop"):
         if fields.get(name):
             raise ValueError(f"{name}={shown(fields[name])} is not supported for model_type {MODEL_TYPE!r}")
@@ -47,8 +39,8 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _rope(fields: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """A share of each head turns, with LongRoPE's table for short texts where the folder has one."""
+def _rope(fields: kinds.Fields, head_dim: int) -> RopeConfig:
+    """Rotation of a share of each head, with LongRoPE's table for short texts where the folder has one."""
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
     share = float(scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0)

@@ -4,42 +4,36 @@ The auxiliary loss that balances experts in pre-training (``router_aux_loss_coef
 Adapters go on attention alone: an expert's would have to be one of X in a stack.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from grpo_jax.errors import shown
-from grpo_jax.models.families import fields as kinds
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.family import COLUMNS, ROWS
 from grpo_jax.models.families.llama_config import DecoderConfig, Mixture, read_shared, same_window
-from grpo_jax.models.families.rope_fields import read_rope
+from grpo_jax.models.rope import read_rope
 
 MODEL_TYPE = "qwen3_moe"
 _DEFAULTS = {
-    **{"num_key_value_heads": 4, "sliding_window": 4096, "decoder_sparse_step": 1},
-    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
 }
 _EXPERTS = kinds.whole(1, 2**14)
-_LAYERS = kinds.Kind(
-    "a list of layers", lambda value: isinstance(value, list | tuple) and all(map(kinds.whole(0, 2**12).holds, value))
-)
-_OWN = {
+_EXTRA_KINDS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"), _EXPERTS),
     **dict.fromkeys(("norm_topk_prob", "output_router_logits"), kinds.FLAG),
     "moe_intermediate_size": kinds.WIDTH,
-    "mlp_only_layers": _LAYERS,
+    "mlp_only_layers": kinds.LAYER_NUMBERS,
 }
 
 
-def read_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """The contents of a Qwen3-MoE's ``config.json``; transformers 5 writes ``num_experts`` as ``num_local_experts``.
-
-    Raises:
-        ValueError: naming the field that is missing or unsupported, with its value.
-    """
-    fields = {**_DEFAULTS, **{name: value for name, value in config.items() if value is not None}}
+def read_config(config: kinds.Fields) -> DecoderConfig:
+    """Read a Qwen3-MoE's ``config.json``; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
+    fields = {**_DEFAULTS, **kinds.not_null(config)}
     fields["num_experts"] = fields.get("num_local_experts", fields["num_experts"])
-    shared = read_shared(fields, MODEL_TYPE, own=_OWN, honoured=("num_experts", "num_local_experts"))
+    shared = read_shared(fields, MODEL_TYPE, extra_kinds=_EXTRA_KINDS, honoured=("num_experts", "num_local_experts"))
     dense = [layer for layer in fields.get("mlp_only_layers", ()) if layer < shared["num_layers"]]
     if dense or fields["decoder_sparse_step"] != 1:
         # The layers are one stack, so they are all of one kind, as in every published folder.

@@ -1,30 +1,23 @@
 """SmolLM3: Llama's layers, some of which do not know positions (Bakouch et al. 2025, https://hf.co/blog/smollm3)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from grpo_jax.errors import shown
-from grpo_jax.models.families import fields as kinds
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, typed_windows
-from grpo_jax.models.families.rope_fields import read_rope
+from grpo_jax.models.rope import read_rope
 
 MODEL_TYPE = "smollm3"
 _DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}
 _TURNS = kinds.Kind(
     "a list of 0 and 1", lambda value: isinstance(value, list | tuple) and all(v in (0, 1) for v in value)
 )
-_OWN = {"no_rope_layers": _TURNS, "no_rope_layer_interval": kinds.LAYERS}
+_EXTRA_KINDS = {"no_rope_layers": _TURNS, "no_rope_layer_interval": kinds.LAYERS}
 
 
-def read_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """The contents of a SmolLM3's ``config.json``.
-
-    Raises:
-        ValueError: naming the field that is missing or unsupported, with its value.
-    """
+def read_config(config: kinds.Fields) -> DecoderConfig:
+    """Read a SmolLM3's ``config.json``; ValueErrors name the field."""
     fields = {**_DEFAULTS, **config}
-    shared = read_shared(fields, MODEL_TYPE, own=_OWN, honoured=("no_rope_layers",))
+    shared = read_shared(fields, MODEL_TYPE, extra_kinds=_EXTRA_KINDS, honoured=("no_rope_layers",))
     turns, bias = _turns(fields), bool(fields.get("attention_bias", False))
     rope = read_rope(fields, theta=2e6)
     return DecoderConfig(
@@ -38,7 +31,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _turns(fields: Mapping[str, Any]) -> tuple[bool, ...]:
+def _turns(fields: kinds.Fields) -> tuple[bool, ...]:
     """Whether each layer rotates queries and keys; ``no_rope_layers`` has a 1 for those that do."""
     layers, turns = fields["num_hidden_layers"], fields.get("no_rope_layers")
     if turns is None:
@@ -49,7 +42,7 @@ def _turns(fields: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(map(bool, turns[:layers]))
 
 
-def _windows(fields: Mapping[str, Any], turns: tuple[bool, ...]) -> tuple[int | None, ...]:
+def _windows(fields: kinds.Fields, turns: tuple[bool, ...]) -> tuple[int | None, ...]:
     """Those of layer_types; without them the layers that do not rotate have it."""
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
     if fields.get("layer_types") is not None:

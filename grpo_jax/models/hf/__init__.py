@@ -1,7 +1,7 @@
 """Policies from Hugging Face folders, and back: the folder, its weights, adapters, exports."""
 
 from grpo_jax.models.hf.folder import (
-    LoadedPolicy,
+    PolicyFolder,
     load_folder,
     load_tokenizer,
     load_tower,
@@ -13,7 +13,7 @@ from grpo_jax.models.hf.folder import (
 )
 
 __all__ = [
-    "LoadedPolicy",
+    "PolicyFolder",
     "load_folder",
     "load_tokenizer",
     "load_tower",

@@ -15,19 +15,23 @@ from safetensors import SafetensorError
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models.families import ModelConfig, read_config
 from grpo_jax.models.hf import templates
-from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
-from grpo_jax.models.hf.names import flatten, name_table, shapes, tower_table
 from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import (
     INDEX,
     TensorFiles,
+    flatten,
+    name_table,
+    new_folder,
     read_json,
     read_params,
     read_tower,
+    refuse_foreign,
+    shapes,
+    tower_table,
     weight_files,
     write_shard,
 )
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.tower import tower_shapes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -35,7 +39,7 @@ _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-class LoadedPolicy(NamedTuple):
+class PolicyFolder(NamedTuple):
     """A policy as its folder holds it.
 
     Attributes:
@@ -44,7 +48,7 @@ class LoadedPolicy(NamedTuple):
         tokenizer: the folder's, or None if it was not asked for.
         eos_ids: every token id that ends a completion.
         pad_id: id used to fill up; the first of ``eos_ids`` where the folder names none.
-        folder: where it was loaded from.
+        path: where it was loaded from.
         name: what others can load it by: the hub id, or the folder's absolute path.
         visual: its vision tower's parameters, ``{"params": params, "visual": visual}``; None if it was not asked for.
     """
@@ -54,7 +58,7 @@ class LoadedPolicy(NamedTuple):
     tokenizer: Any
     eos_ids: tuple[int, ...]
     pad_id: int
-    folder: Path
+    path: Path
     name: str
     visual: dict[str, Any] | None = None
 
@@ -66,7 +70,7 @@ def load_folder(
     tokenizer: bool = True,
     put: Callable[[Any], Any] | None = None,
     vision: bool = False,
-) -> LoadedPolicy:
+) -> PolicyFolder:
     """Load the folder of one of the model families (`models.families`).
 
     Args:
@@ -83,12 +87,12 @@ def load_folder(
     if param_dtype not in (*_DTYPES, None):
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
     policy = load_weights(read_folder(folder, tokenizer=tokenizer), param_dtype=param_dtype, put=put)
-    if vision and getattr(policy.config, "vision", None) is not None:
+    if vision and policy.config.vision is not None:
         policy = policy._replace(visual=load_tower(policy, param_dtype=param_dtype, put=put))
     return policy
 
 
-def read_folder(folder: str | Path, *, tokenizer: bool = True) -> LoadedPolicy:
+def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
     """All of a folder but its weights, which take long: ``params`` is empty.
 
     Raises:
@@ -100,19 +104,19 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> LoadedPolicy:
     config = model_config(folder, raw)
     loaded = load_tokenizer(folder) if tokenizer else None
     eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, loaded)
-    return LoadedPolicy(config, {}, loaded, eos_ids, pad_id, folder, name)
+    return PolicyFolder(config, {}, loaded, eos_ids, pad_id, folder, name)
 
 
 def load_weights(
-    read: LoadedPolicy, *, param_dtype: str | None = "float32", put: Callable[[Any], Any] | None = None
-) -> LoadedPolicy:
+    read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[Any], Any] | None = None
+) -> PolicyFolder:
     """A policy that ``read_folder`` gave with its parameters; arguments and errors as ``load_folder`` has them."""
-    params = _read_weights(read_params, read.folder, read.config, param_dtype)
+    params = _read_weights(read_params, read.path, read.config, param_dtype)
     return read._replace(params=(put or _copied)(params))
 
 
 def load_tower(
-    loaded: LoadedPolicy, *, param_dtype: str | None = "float32", put: Callable[[Any], Any] | None = None
+    loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[Any], Any] | None = None
 ) -> dict[str, Any]:
     """Load the vision tower of a policy's folder.
 
@@ -124,7 +128,7 @@ def load_tower(
     Raises:
         UserError: if a tensor is missing, truncated, or of an unsupported kind.
     """
-    host = _read_weights(read_tower, loaded.folder, loaded.config, param_dtype)
+    host = _read_weights(read_tower, loaded.path, loaded.config, param_dtype)
     return (put or _copied)({VISUAL: host})[VISUAL]
 
 

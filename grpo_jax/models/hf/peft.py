@@ -21,15 +21,12 @@ from safetensors.numpy import save_file
 
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import ModelConfig, family_of
-from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
-from grpo_jax.models.hf.names import shapes
-from grpo_jax.models.hf.weights import TensorFiles, listed, read_json
+from grpo_jax.models.hf.weights import TensorFiles, listed, new_folder, read_json, refuse_foreign, shapes
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.vision.pictures import VISUAL
+from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
 _ROOT = "base_model.model."
 _FACTORS = {"a": "lora_A", "b": "lora_B"}
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "init_lora_weights")
@@ -167,7 +164,7 @@ class _Part(NamedTuple):
 
 def _parts(config: ModelConfig) -> tuple[_Part, ...]:
     """The decoder, and the vision tower where there is one."""
-    family, vision = family_of(config), getattr(config, "vision", None)
+    family, vision = family_of(config), config.vision
     naming = family.naming
     modules = {name: f"{naming.layers}.{{}}.{naming.modules[name]}" for name in family.projections}
     decoder = _Part((), naming.prefixes, modules, config.num_layers)
@@ -239,7 +236,7 @@ def _targets(raw: Mapping[str, Any], part: _Part, prefix: str) -> tuple[str, ...
 def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: Sequence[str]) -> dict[str, Any]:
     """The ``lora`` collection; what does not fit is named before anything is read."""
     parts, kernels = _parts(config), shapes(config)
-    if config_vision := getattr(config, "vision", None):
+    if config_vision := config.vision:
         kernels = {**kernels, VISUAL: tower_shapes(config_vision)}
     expected = {}
     for part, prefix in zip(parts, prefixes, strict=True):

@@ -1,11 +1,13 @@
-"""What a vision tower is: shape and choices, as `families.vision_fields` reads them from a folder."""
+"""Vision towers of Qwen-VL: shape and choices, read from a folder's ``config.json``."""
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 
 from grpo_jax.errors import shown
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.layers import ACTIVATIONS as TEXT_ACTIVATIONS
 
 ACTIVATIONS = {**TEXT_ACTIVATIONS, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
@@ -103,3 +105,154 @@ class VisionConfig:
     def side(self) -> int:
         """Positions along a side of the square that the table holds."""
         return math.isqrt(self.positions)
+
+
+# Other names that transformers or the hub's folders have for the same fields.
+_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+_REPEATED = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}
+# The fields of each family, with transformers' values where a folder does not say.
+_COMMON = {
+    "depth": 32,
+    "num_heads": 16,
+    "hidden_size": 3584,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.02,
+}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": _COMMON | {"embed_dim": 1280, "mlp_ratio": 4, "hidden_act": "quick_gelu"},
+    "qwen2_5_vl": _COMMON
+    | {"out_hidden_size": 3584, "intermediate_size": 3420, "hidden_act": "silu"}
+    | {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
+    "qwen3_vl": _COMMON
+    | {"depth": 27, "hidden_size": 1152, "out_hidden_size": 3584, "intermediate_size": 4304, "patch_size": 16}
+    | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24)},
+}
+_SIDE = kinds.whole(1, 2**12)  # of patches, windows and what a patch is made of
+_INDEX = kinds.whole(0, 2**24)
+_KINDS = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size", "window_size"), kinds.WIDTH),
+    **dict.fromkeys(("patch_size", "spatial_patch_size", "spatial_merge_size", "temporal_patch_size"), _SIDE),
+    **dict.fromkeys(("in_channels", "in_chans"), _SIDE),
+    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes"), kinds.LAYER_NUMBERS),
+    **dict.fromkeys(("mlp_ratio", "rope_theta"), kinds.POSITIVE),
+    "num_position_embeddings": kinds.TABLE_POSITIONS,
+    "depth": kinds.LAYERS,
+    "num_heads": kinds.HEADS,
+    "hidden_act": kinds.NAME,
+    "initializer_range": kinds.NOT_NEGATIVE,
+    "rope_parameters": kinds.TABLE,
+}
+# Fields at whose other values transformers' towers, or those of other families, compute something else.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **kinds.NEUTRAL,
+    **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias"), (True,)),
+    **dict.fromkeys(("layer_norm_eps", "rms_norm_eps"), (1e-6,)),
+    "drop_path_rate": (0,),
+    "rope_scaling": (),
+}
+_ROPE = ("axial", "default")
+_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+
+
+def read_vision(config: kinds.Fields, vocab_size: int, hidden_size: int) -> VisionConfig | None:
+    """The tower of a Qwen-VL folder's ``config.json``, every field honoured or refused; None where it describes none.
+
+    Args:
+        config: The contents of the file.
+        vocab_size: V of its language model.
+        hidden_size: D of its language model.
+
+    Raises:
+        ValueError: Naming the field that is not supported or does not fit, with its value.
+    """
+    raw, family = config.get("vision_config"), config["model_type"]
+    kinds.check_kinds(config, {"vision_config": kinds.TABLE} | dict.fromkeys(_TOKENS, _INDEX))
+    if raw is None:
+        return None
+    try:
+        shape = _read_shape(raw, family)
+    except ValueError as error:
+        raise ValueError(f"vision_config: {error}") from error
+    if shape["out"] != hidden_size:
+        name = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
+        raise ValueError(
+            f"vision_config.{name}={shape['out']} does not fit the language model's hidden_size={hidden_size}"
+        )
+    tokens = _TOKENS | {name: config[name] for name in _TOKENS if config.get(name) is not None}
+    for name, token in tokens.items():
+        if token >= vocab_size:
+            raise ValueError(f"{name}={token} is beyond the vocabulary of {vocab_size}: say which token it is")
+    return VisionConfig(family, **shape, **{name.removesuffix("_id"): token for name, token in tokens.items()})
+
+
+def _read_shape(raw: kinds.Fields, family: str) -> dict[str, Any]:
+    fields = _read_fields(raw, family)
+    window = fields.get("window_size")
+    return {
+        "depth": fields["depth"],
+        "width": fields.get("embed_dim", fields["hidden_size"]),
+        "inner": fields.get("intermediate_size") or int(fields["embed_dim"] * fields["mlp_ratio"]),
+        "heads": fields["num_heads"],
+        "out": fields.get("out_hidden_size", fields["hidden_size"]),
+        "patch": fields["patch_size"],
+        "activation": fields["hidden_act"],
+        "frames": fields["temporal_patch_size"],
+        "channels": fields["in_channels"],
+        "merge": fields["spatial_merge_size"],
+        "window": window and _window(window, fields),
+        # Those that there are; transformers' list is of 32 layers where a folder gives none.
+        "full_attention_layers": tuple(
+            layer for layer in range(fields["depth"]) if layer in fields.get("fullatt_block_indexes", ())
+        ),
+        "deepstack_layers": tuple(fields.get("deepstack_visual_indexes", ())),
+        "positions": fields.get("num_position_embeddings", 0),
+        "theta": _theta(fields),
+        "initializer_range": float(fields["initializer_range"]),
+    }
+
+
+def _read_fields(raw: kinds.Fields, family: str) -> dict[str, Any]:
+    """The fields that this family has, by one name each."""
+    present = {_ALIASES.get(name, name): value for name, value in kinds.not_null(raw).items()}
+    kinds.check_kinds(present, _KINDS)
+    kinds.refuse_changed(present, _NEUTRAL, family)
+    defaults = _FIELDS[family]
+    fields = defaults | {name: value for name, value in present.items() if name in defaults}
+    for name in sorted(present.keys() - defaults.keys()):
+        if any(name in other for other in _FIELDS.values()):
+            raise ValueError(f"{name}={shown(present[name])} is not supported for model_type {family!r}")
+    for name, meaning in _REPEATED.items():
+        if present.get(name, fields[meaning]) != fields[meaning]:
+            raise ValueError(f"{name}={present[name]} differs from {meaning}={fields[meaning]}")
+    if present.get("model_type", family) not in (family, f"{family}_vision"):
+        raise ValueError(f"model_type={shown(present['model_type'])} is not supported in a {family!r}")
+    head_dim = fields.get("embed_dim", fields["hidden_size"]) // fields["num_heads"]
+    if present.get("head_dim", head_dim) != head_dim:
+        raise ValueError(f"head_dim={present['head_dim']} is not supported: it is {head_dim}")
+    return fields | {name: present[name] for name in ("rope_parameters", "rope_theta") if name in present}
+
+
+def _window(size: int, fields: kinds.Fields) -> int:
+    """Merged tokens along the side of a window of `size` pixels."""
+    tokens = size // fields["spatial_merge_size"] // fields["patch_size"]
+    if tokens < 1:
+        raise ValueError(f"window_size={size} is smaller than a merged token")
+    return tokens
+
+
+def _theta(fields: kinds.Fields) -> float:
+    rope = fields.get("rope_parameters") or {}
+    kinds.check_kinds(rope, {"rope_theta": kinds.POSITIVE}, "rope_parameters.")
+    kind = rope.get("rope_type") or rope.get("type") or "axial"
+    if kind not in _ROPE:
+        raise ValueError(f"rope type {shown(kind)} is not supported; supported: {', '.join(_ROPE)}")
+    kinds.refuse_changed(rope, {"partial_rotary_factor": (1,), "factor": (1,)}, "rope_parameters")
+    return float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)

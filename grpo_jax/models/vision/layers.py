@@ -1,7 +1,4 @@
-"""What the towers share: where patches are, rotations in two dimensions, attention, mergers.
-
-Axes: N pictures, S patches, M = S / merge² merged tokens, D the tower's width, H heads of size E.
-"""
+"""Layers of vision towers: places of patches, rotations in two dimensions, attention, mergers."""
 
 import math
 from typing import NamedTuple
@@ -10,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models.layers import Projection
+from grpo_jax.models.layers import LayerNorm, Projection, RMSNorm
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import rotate
-from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.vision.config import ACTIVATIONS, VisionConfig
 
 _MOST_SCORES = 2**28  # that are there at once, 1 GiB in float32; where there would be more, heads take turns
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
@@ -228,3 +225,66 @@ class Merger(nn.Module):
         x = Projection(merged[-1], True, self.dtype, self.param_dtype, name="fc1")(x)
         x = jax.nn.gelu(x, approximate=False)
         return Projection(c.out, True, self.dtype, self.param_dtype, name="fc2")(x)
+
+
+class PlainBlock(Block):
+    """A layer with layer norms and two linear maps in its MLP."""
+
+    def norm(self) -> nn.Module:
+        """One of the layer's two norms."""
+        return LayerNorm(self.config.epsilon, self.param_dtype)
+
+    def setup_mlp(self) -> None:
+        """Declare the MLP's weights."""
+        self.fc1 = self.projection(self.config.inner)
+        self.fc2 = self.projection(self.config.width)
+
+    def mlp(self, x: jax.Array) -> jax.Array:
+        """Normed states [N, S, D] to what is added to them."""
+        return self.fc2(ACTIVATIONS[self.config.activation](self.fc1(x)))
+
+
+class GatedBlock(Block):
+    """A layer with RMS norms and a gated MLP."""
+
+    def norm(self) -> nn.Module:
+        """One of the layer's two norms."""
+        return RMSNorm(self.config.epsilon, self.param_dtype)
+
+    def setup_mlp(self) -> None:
+        """Declare the MLP's weights."""
+        self.gate_proj = self.projection(self.config.inner)
+        self.up_proj = self.projection(self.config.inner)
+        self.down_proj = self.projection(self.config.width)
+
+    def mlp(self, x: jax.Array) -> jax.Array:
+        """Normed states [N, S, D] to what is added to them."""
+        return self.down_proj(ACTIVATIONS[self.config.activation](self.gate_proj(x)) * self.up_proj(x))
+
+
+def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Array) -> jax.Array:
+    """Learned positions, bilinear between those of a square table whose corners are the picture's corners.
+
+    Args:
+        table: [positions, D], the square row by row.
+        side: of the square.
+        where: the patches' places.
+        grid: i32 [N, 2], rows and columns of patches.
+
+    Returns:
+        float32 [N, S, D].
+    """
+
+    def taps(index: jax.Array, size: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        place = index.astype(jnp.float32) * (side - 1) / jnp.maximum(size - 1, 1).astype(jnp.float32)
+        first = jnp.floor(place)
+        corner = first.astype(jnp.int32)
+        share = place - first
+        return [(jnp.minimum(corner, side - 1), 1 - share), (jnp.minimum(corner + 1, side - 1), share)]
+
+    rows, columns = taps(where.rows, grid[:, :1]), taps(where.columns, grid[:, 1:])
+    return sum(
+        jnp.take(table, row * side + column, axis=0).astype(jnp.float32) * (share * part)[..., None]
+        for row, share in rows
+        for column, part in columns
+    )

@@ -1,11 +1,16 @@
-"""Pictures on their way into a language model: patches before a tower, states behind it."""
+"""Pictures of different sizes in arrays of few shapes: packed, joined, and cut apart."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-VISUAL = "visual"
-"""A tower's weights: the collection of a frozen one, the part of "params" where it is trained, its part of "lora"."""
+from grpo_jax.models.vision.config import VisionConfig
 
 
 class Pictures(NamedTuple):
@@ -28,7 +33,7 @@ class Pictures(NamedTuple):
 
 
 class PictureStates(NamedTuple):
-    """What a tower made of `Pictures`: one state for each placeholder token of a text.
+    """A tower's states of `Pictures`: one for each placeholder token of a text.
 
     Attributes:
         states: [.., I, M, D], M = S / merge²; row by row of merged tokens.
@@ -39,3 +44,239 @@ class PictureStates(NamedTuple):
     states: jax.Array
     grid: jax.Array
     deepstack: tuple[jax.Array, ...] = ()
+
+
+def windows_of(grid: tuple[int, int], config: VisionConfig) -> np.ndarray:
+    """The windows of one picture, i32 [windows, B]: the merged tokens of each, row by row, then -1.
+
+    Windows begin at the upper left; those at the lower and right edge may be cut.
+
+    Args:
+        grid: rows and columns of patches.
+        config: with windows; B = window².
+    """
+    assert config.window is not None
+    height, width, side = grid[0] // config.merge, grid[1] // config.merge, config.window
+    tokens = np.full((-(-height // side) * side, -(-width // side) * side), -1, np.int32)
+    tokens[:height, :width] = np.arange(height * width, dtype=np.int32).reshape(height, width)
+    cut = tokens.reshape(tokens.shape[0] // side, side, tokens.shape[1] // side, side)
+    return cut.transpose(0, 2, 1, 3).reshape(-1, side * side)
+
+
+class Picture(NamedTuple):
+    """One prepared picture: patches f32 [h·w, C] in the processor's order, and its grid (h, w) of patches."""
+
+    patches: np.ndarray
+    grid: tuple[int, int]
+
+
+def bucketed(count: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: at most half as much again."""
+    power = 1 << max(count - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+
+
+def bucket_patches(patches: int, config: VisionConfig) -> int:
+    """S of the bucket for pictures of up to this many patches."""
+    return bucketed(-(-patches // config.merged)) * config.merged
+
+
+def placeholders(grid: tuple[int, int], config: VisionConfig) -> int:
+    """The number of placeholder tokens that stand for a picture of this grid."""
+    return grid[0] // config.merge * (grid[1] // config.merge)
+
+
+def pack_pictures(
+    rows: Sequence[Sequence[Picture]],
+    config: VisionConfig,
+    *,
+    slots: int | None = None,
+    patches: int | None = None,
+) -> Pictures | None:
+    """Pack pictures of several rows, up to I in each, into host arrays [rows, I, ..] of a bucket's shape.
+
+    Args:
+        rows: Each row's pictures, in the order of its text.
+        config: Of the tower.
+        slots: I; None for a bucket of the largest number in a row.
+        patches: S; None for a bucket of the largest picture.
+
+    Returns:
+        None where no row has a picture.
+
+    Raises:
+        ValueError: A picture's patches do not fit its grid or the tower, or there are more than the shape holds.
+    """
+    pictures = [picture for row in rows for picture in row]
+    if not pictures:
+        return None
+    for picture in pictures:
+        _check(picture.patches.shape, picture.grid, config)
+    most_slots, most_patches = max(map(len, rows)), max(len(picture.patches) for picture in pictures)
+    slots = slots or bucketed(most_slots)
+    patches = patches or bucket_patches(most_patches, config)
+    if most_slots > slots or most_patches > patches:
+        raise ValueError(f"pictures: {slots} of {patches} patches in a row were asked for, and there are more")
+    return _packed(rows, config, slots, patches)
+
+
+def pack_rows(rows: Sequence[Sequence[Picture]], config: VisionConfig, *, slots: int, patches: int) -> Pictures:
+    """Pack some of a data set's rows as `pack_pictures`: few shapes, none larger than the data set's largest.
+
+    Rows without any get slots without a picture, so that each part of a data set is of one kind.
+
+    Args:
+        rows: Each row's pictures, in the order of its text.
+        config: Of the tower.
+        slots: The most pictures of a row of the data set.
+        patches: The most patches of a picture of the data set.
+    """
+    most_slots = max(1, *(len(row) for row in rows))
+    most_patches = max([config.merged, *(len(picture.patches) for row in rows for picture in row)])
+    slots = max(most_slots, min(bucketed(most_slots), slots))
+    patches = max(most_patches, min(bucket_patches(most_patches, config), patches))
+    packed = pack_pictures(rows, config, slots=slots, patches=patches)
+    return _packed(rows, config, slots, patches) if packed is None else packed
+
+
+def _packed(rows: Sequence[Sequence[Picture]], config: VisionConfig, slots: int, patches: int) -> Pictures:
+    packed = np.zeros((len(rows), slots, patches, config.pixels), np.float32)
+    grids = np.zeros((len(rows), slots, 2), np.int32)
+    for i, row in enumerate(rows):
+        for j, picture in enumerate(row):
+            packed[i, j, : len(picture.patches)] = np.asarray(picture.patches)
+            grids[i, j] = picture.grid
+    return Pictures(packed, grids, pack_windows(grids, patches, config))
+
+
+def same_size(patches: jax.Array, grid: tuple[int, int], config: VisionConfig) -> Pictures:
+    """Pictures [.., I, h·w, C] of one grid, on the device where they are, padded to their bucket.
+
+    Raises:
+        ValueError: As `pack_pictures`.
+    """
+    lead, count = patches.shape[:-2], patches.shape[-2]
+    _check(patches.shape[-2:], grid, config)
+    size = bucket_patches(count, config)
+    if size > count:
+        patches = jnp.pad(patches, [(0, 0)] * len(lead) + [(0, size - count), (0, 0)])
+    grids = np.broadcast_to(np.array(grid, np.int32), (*lead, 2))
+    return Pictures(patches, grids, pack_windows(grids, size, config))
+
+
+def pack_windows(grids: np.ndarray, patches: int, config: VisionConfig) -> np.ndarray | None:
+    """The attention windows of pictures with grids [.., I, 2] in a bucket of S patches: i32 [.., I, W, B], or None."""
+    if config.window is None:
+        return None
+    flat = [tuple(map(int, grid)) for grid in np.asarray(grids).reshape(-1, 2)]
+    windows = {grid: windows_of(grid, config) for grid in set(flat)}
+    size = config.window**2
+    whole = -(-patches // config.merged // size)
+    count = bucketed(max(whole, *map(len, windows.values())))
+    packed = np.full((len(flat), count, size), -1, np.int32)
+    for row, grid in zip(packed, flat, strict=True):
+        row[: len(windows[grid])] = windows[grid]
+    return packed.reshape(*np.shape(grids)[:-1], count, size)
+
+
+def _check(shape: tuple[int, ...], grid: tuple[int, int], config: VisionConfig) -> None:
+    height, width = grid
+    if min(height, width) < 1 or height % config.merge or width % config.merge:
+        raise ValueError(f"grid: expected multiples of {config.merge} patches, got {tuple(grid)}")
+    if tuple(shape) != (height * width, config.pixels):
+        raise ValueError(
+            f"patches: expected [{height * width}, {config.pixels}] for a grid of {height} x {width}, got {list(shape)}"
+        )
+
+
+# ------------------------------------------------------------------------------------------- rows that come and go
+
+Shown = TypeVar("Shown", Pictures, PictureStates)
+
+
+def joined(parts: Sequence[Shown | None]) -> Shown | None:
+    """`Pictures` or `PictureStates` of several chunks of rows as those of all; None where none has any.
+
+    The chunks may differ in their sizes: the smaller ones are padded as `pack_pictures` does.
+
+    Raises:
+        ValueError: Some have pictures and some have none.
+    """
+    some = [part for part in parts if part is not None]
+    if some and len(some) < len(parts):
+        raise ValueError("parts: expected pictures in all or in none")
+    return _concatenate(some, 0) if some else None
+
+
+def joined_some(parts: Sequence[Shown | None], counts: Sequence[int]) -> Shown | None:
+    """As `joined`, where some chunks may have none: their rows get slots without a picture.
+
+    Args:
+        parts: Of each chunk, [p, ..] or None.
+        counts: p of each.
+    """
+    some = next((part for part in parts if part is not None), None)
+    if some is None:
+        return None
+
+    def empty(count: int) -> Shown:
+        return jax.tree.map(
+            lambda array, fill: np.full((count, *array.shape[1:]), fill, array.dtype), some, _fills(some)
+        )
+
+    return joined([empty(count) if part is None else part for part, count in zip(parts, counts, strict=True)])
+
+
+def chained(parts: Sequence[Shown | None]) -> Shown | None:
+    """Pictures [P, G, I, ..] of the same completions one behind the other; None where there are none."""
+    some = [part for part in parts if part is not None]
+    return _concatenate(some, 2) if some else None
+
+
+def taken(pictures: Shown | None, places: slice | np.ndarray) -> Shown | None:
+    """Some rows of `Pictures` or `PictureStates`, by a slice or by indices; None stays None."""
+    return None if pictures is None else jax.tree.map(lambda array: array[places], pictures)
+
+
+def placed(pictures: Pictures, owners: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Pictures:
+    """Pictures [N, 1, ..] as those of completions, [P, G, I, ..]; no picture where a completion has fewer than others.
+
+    Args:
+        pictures: As they were prepared.
+        owners: (p, g) of each, in the order in which a completion sees its own.
+        shape: (P, G).
+    """
+    index = np.full((*shape, max(Counter(owners).values())), len(owners))
+    slots: Counter[tuple[int, int]] = Counter()
+    for number, owner in enumerate(owners):
+        index[(*owner, slots[owner])] = number
+        slots[owner] += 1
+
+    def spread(array: jax.Array | np.ndarray, fill: int) -> jax.Array | np.ndarray:
+        library = np if isinstance(array, np.ndarray) else jnp
+        rows = library.concatenate([array[:, 0], library.full((1, *array.shape[2:]), fill, array.dtype)])
+        return rows[index]
+
+    return jax.tree.map(spread, pictures, _fills(pictures))
+
+
+def _fills(pictures: Shown) -> Shown:
+    """What stands in each array where there is no picture: -1 in windows, else 0."""
+    fills = jax.tree.map(lambda _: 0, pictures)
+    return fills if getattr(fills, "windows", None) is None else fills._replace(windows=-1)
+
+
+def _concatenate(parts: Sequence[Shown], axis: int) -> Shown:
+    """Arrays as one along an axis, the smaller ones padded along the others."""
+
+    def concatenate(fill: int, *arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+        library = np if all(isinstance(array, np.ndarray) for array in arrays) else jnp
+        shape = np.max([array.shape for array in arrays], axis=0)
+        padded = []
+        for array in arrays:
+            missing = [(0, int(whole - size)) for whole, size in zip(shape, array.shape, strict=True)]
+            missing[axis] = (0, 0)
+            padded.append(library.pad(array, missing, constant_values=fill))
+        return library.concatenate(padded, axis=axis)
+
+    return parts[0] if len(parts) == 1 else jax.tree.map(concatenate, _fills(parts[0]), *parts)

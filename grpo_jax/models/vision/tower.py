@@ -1,33 +1,98 @@
-"""A vision tower as pure functions: pictures in, states that take the places of placeholder tokens out.
-
-One tower serves all families, which say what its layers are and what their tensors are called. Pictures of different
-sizes share an array [N, S, C]; everything that depends on a picture's size is computed from its grid, but for the
-windows of attention, which come with it.
-"""
+"""Vision towers as pure functions: pictures in, states that take the places of placeholder tokens out."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models.layers import Projection
+from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS
+from grpo_jax.models.layers import LayerNorm, Projection, RMSNorm
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.vision import qwen2_5_vl, qwen2_vl, qwen3_vl
+from grpo_jax.models.variables import VISUAL, Variables, tower_params
 from grpo_jax.models.vision.config import VisionConfig
-from grpo_jax.models.vision.family import TowerFamily
-from grpo_jax.models.vision.layers import Block, Layout, Merger, places, rotation, window_slots
-from grpo_jax.models.vision.pictures import VISUAL, Pictures, PictureStates
-from grpo_jax.models.vision.qwen3_vl import interpolated
+from grpo_jax.models.vision.layers import (
+    Block,
+    GatedBlock,
+    Layout,
+    Merger,
+    PlainBlock,
+    interpolated,
+    places,
+    rotation,
+    window_slots,
+)
+from grpo_jax.models.vision.pictures import Pictures, PictureStates
+
+
+class TowerFamily(NamedTuple):
+    """One family of towers.
+
+    Attributes:
+        block: its layer.
+        norm: its norms, made as norm(epsilon, param_dtype).
+        patch_bias: whether the map from pixels to states has a bias.
+        projections: names of the layers' kernels, on which adapters can be put → how devices share them.
+        names: of its modules: the tower's → Hugging Face's, with {} for the number of what is stacked.
+    """
+
+    block: type[Block]
+    norm: type[nn.Module]
+    patch_bias: bool
+    projections: Mapping[str, str]
+    names: Mapping[str, str]
+
+
+def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str, str]:
+    """Names that all families have, with those of a layer's MLP and of the merger."""
+    return {
+        "patch_embed": "patch_embed.proj",
+        **{f"layers/{name}": f"blocks.{{}}.{name}" for name in ("norm1", "norm2")},
+        **{f"layers/{name}": f"blocks.{{}}.attn.{name}" for name in ("qkv", "proj")},
+        **{f"layers/{name}": f"blocks.{{}}.mlp.{theirs}" for name, theirs in modules.items()},
+        **{f"merger/{name}": f"merger.{theirs}" for name, theirs in merger.items()},
+    }
+
+
+PROJECTIONS = {"qkv": FUSED, "proj": ROWS, "fc1": COLUMNS, "fc2": ROWS}
+MERGER = {"norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"}
+
+_QWEN2_VL = TowerFamily(
+    block=PlainBlock,
+    norm=LayerNorm,
+    patch_bias=False,
+    projections=PROJECTIONS,
+    names=names_of({"fc1": "fc1", "fc2": "fc2"}, MERGER),
+)
+
+_MLP = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}
+
+_QWEN2_5_VL = TowerFamily(
+    block=GatedBlock,
+    norm=RMSNorm,
+    patch_bias=False,
+    projections={"qkv": FUSED, "proj": ROWS, **_MLP},
+    names=names_of({name: name for name in _MLP}, MERGER),
+)
+
+_MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
+
+_QWEN3_VL = TowerFamily(
+    block=PlainBlock,
+    norm=LayerNorm,
+    patch_bias=True,
+    projections=PROJECTIONS,
+    names=names_of({"fc1": "linear_fc1", "fc2": "linear_fc2"}, _MERGER)
+    | {"pos_embed": "pos_embed"}
+    | {f"deepstack/{name}": f"deepstack_merger_list.{{}}.{theirs}" for name, theirs in _MERGER.items()},
+)
 
 TOWERS: dict[str, TowerFamily] = {
-    "qwen2_vl": qwen2_vl.FAMILY,
-    "qwen2_5_vl": qwen2_5_vl.FAMILY,
-    "qwen3_vl": qwen3_vl.FAMILY,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_5_VL,
+    "qwen3_vl": _QWEN3_VL,
 }
-
-See = Callable[[Mapping[str, Any], Pictures], PictureStates]
 
 
 class Tower(nn.Module):
@@ -37,7 +102,7 @@ class Tower(nn.Module):
         config: shape and choices.
         dtype: of the computation.
         param_dtype: of freshly drawn parameters.
-        remat: what the backward pass computes again (see ``decoder.make_policy``).
+        remat: what the backward pass computes again (see ``policy.make_policy``).
         lora: adapters' configuration; they are used where the ``lora`` collection holds them.
         spread: lays the states [N, S, D] that enter a layer over a mesh of devices; None for one device.
     """
@@ -120,7 +185,7 @@ def make_tower(
     remat: str = "products",
     lora: LoraConfig | None = None,
     spread: Callable[[jax.Array], jax.Array] | None = None,
-) -> See:
+) -> Callable[[Variables, Pictures], PictureStates]:
     """The function of a tower.
 
     Args:
@@ -132,7 +197,7 @@ def make_tower(
         spread: lays states [N, S, D] over a mesh; None for one device.
 
     Returns:
-        see(variables, Pictures) -> PictureStates. The tower's parameters are ``variables["visual"]``, or
+        encode_images(variables, Pictures) -> PictureStates. The tower's parameters are ``variables["visual"]``, or
         ``variables["params"]["visual"]`` where it is trained; adapters ``variables["lora"]["visual"]``, if any.
 
     Raises:
@@ -144,7 +209,7 @@ def make_tower(
         raise ValueError(f"vision must be some of {projections} for the tower of {config.family!r}, got {unknown}")
     tower = Tower(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
 
-    def see(variables: Mapping[str, Any], pictures: Pictures) -> PictureStates:
+    def encode_images(variables: Variables, pictures: Pictures) -> PictureStates:
         _check(config, pictures)
         own = {"params": tower_params(variables)}
         adapters = variables.get("lora", {}).get(VISUAL)
@@ -162,26 +227,7 @@ def make_tower(
 
         return PictureStates(apart(states), jnp.asarray(pictures.grid) // config.merge, tuple(map(apart, deepstack)))
 
-    return see
-
-
-def tower_params(variables: Mapping[str, Any]) -> Any:
-    """The tower's parameters, frozen or trained.
-
-    Raises:
-        ValueError: there are none.
-    """
-    for collection in (variables, variables.get("params", {})):
-        if VISUAL in collection:
-            return collection[VISUAL]
-    raise ValueError("variables hold no vision tower: load the folder with vision=True")
-
-
-def with_tower(variables: Mapping[str, Any], visual: Any, *, trained: bool) -> dict[str, Any]:
-    """Variables with a tower's parameters where they belong: beside ``params`` while frozen, else among them."""
-    if trained:
-        return {**variables, "params": {**variables["params"], VISUAL: visual}}
-    return {**variables, VISUAL: visual}
+    return encode_images
 
 
 def _check(config: VisionConfig, pictures: Pictures) -> None:

@@ -22,9 +22,8 @@ from grpo_jax.models.hf.chat import (
     knows_option,
     picture_tokens,
 )
-from grpo_jax.models.hf.processor import PictureSettings, make_prepare, read_settings
-from grpo_jax.models.vision.patches import Picture
-from grpo_jax.models.vision.stacking import pack_rows
+from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, read_settings
+from grpo_jax.models.vision.pictures import Picture, pack_rows
 from grpo_jax.rollout.data import Row, row_sizes
 from grpo_jax.rollout.inputs.conversations import messages_of, tools_of
 from grpo_jax.rollout.inputs.pictures import picture_error, read_rgb, size_of

@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_jax.config import Config
 from grpo_jax.core.trie import Trie
-from grpo_jax.models.loss_scale import make_loss_scale
+from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_batch, shard_optimizer
 from grpo_jax.runs.policy import Policy
 from grpo_jax.runs.several.company import Company
@@ -78,7 +78,7 @@ def led_learner(
     schedule = make_schedule(section, iterations * per_iteration)
     optimizer = shard_optimizer(make_optimizer(section, schedule, value_rate=config.ppo.value_rate), policy.mesh)
     update = make_update(
-        policy.functions,
+        policy,
         optimizer,
         config.algorithm,
         training,

@@ -11,11 +11,12 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from grpo_jax.config import Config
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host
 from grpo_jax.runs.checkpoint.series import READ, WRITE, handler, read_tree, write_trees
 from grpo_jax.runs.loop.learner import LearningBrief, led_learner
 from grpo_jax.runs.parts import ask_for_determinism
-from grpo_jax.runs.policy import Policy, load_policy
+from grpo_jax.runs.policy import load_run_policy
 from grpo_jax.runs.several.company import Follower
 from grpo_jax.runs.several.devices import place_policy, policy_devices
 from grpo_jax.runs.several.led import Brief, led_samplers, led_see
@@ -40,7 +41,7 @@ def follow(config: Config, follower: Follower) -> Any:
 
     def load(run_dir: str, pictures: bool) -> Policy:
         own = dataclasses.replace(config, run_dir=run_dir)
-        loaded.append(load_policy(own, devices[: config.policy.mesh.size], lambda *_: None, pictures=pictures))
+        loaded.append(load_run_policy(own, devices[: config.policy.mesh.size], lambda *_: None, pictures=pictures))
         return loaded[0]
 
     def sampling(brief: Brief) -> None:

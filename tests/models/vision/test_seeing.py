@@ -11,10 +11,11 @@ from support.vision import tiny_pictures as tiny  # noqa: E402
 
 from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
-from grpo_jax.models.decoder import make_policy  # noqa: E402
+from grpo_jax.models.contexts import find_places  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
-from grpo_jax.models.vision.positions import find_places  # noqa: E402
-from grpo_jax.models.vision.tower import TOWERS, with_tower  # noqa: E402
+from grpo_jax.models.policy import make_policy  # noqa: E402
+from grpo_jax.models.variables import with_tower  # noqa: E402
+from grpo_jax.models.vision.tower import TOWERS  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Two pictures with text between them, one that is long, none.
@@ -108,7 +109,7 @@ def test_logprobs_and_gradients_of_grpo_are_those_of_torch(world, policy):
 
     def objective(params):
         variables = {"params": params}
-        hidden = policy.forward_group(variables, *batch, pictures=policy.see(variables, pictures))
+        hidden = policy.forward_group(variables, *batch, pictures=policy.encode_images(variables, pictures))
         got, _ = token_logprobs(hidden, policy.head(variables), jnp.asarray(batch[2]), temperature=0.8)
         surrogate, kl = Clip(low=0.2, high=0.3), KLPenalty(0.1)
         value, _ = grpo_loss(got, old, advantages, batch[3], surrogate=surrogate, kl=kl, ref_logprobs=ref)
@@ -129,7 +130,7 @@ def test_the_same_words_are_written(world, policy):
     rows = tiny.draw(world.config, GRIDS, seed=5)
     allowed = ~np.isin(np.arange(world.loaded.config.vocab_size), MARKS + ENDS)
     sample = make_sampler(policy, SamplingParams(1, WRITTEN, 0.0), eos_ids=(), pad_id=0, allowed_tokens=allowed)
-    pictures = policy.see(world.variables, tiny.packed(rows, world.config))
+    pictures = policy.encode_images(world.variables, tiny.packed(rows, world.config))
     keys = jax.random.split(jax.random.key(0), len(tokens))
     samples = sample(world.variables, tokens, mask, keys, pictures)
     assert samples.tokens.shape[-1] == WRITTEN and not np.isin(samples.tokens, MARKS + ENDS).any()
@@ -154,7 +155,7 @@ def test_the_sampler_sees_what_the_update_sees(world, policy):
     """A picture that one of them forgot, or another row's, would show in the log-probabilities."""
     tokens, mask = prompts([((4, 4),), ((4, 4),)])
     pictures = tiny.packed(tiny.draw(world.config, [((4, 4),), ((4, 4),)]), world.config)
-    seen = policy.see(world.variables, pictures)
+    seen = policy.encode_images(world.variables, pictures)
     sample = make_sampler(policy, SamplingParams(GROUP, STEPS), eos_ids=(5,), pad_id=0)
     samples = sample(world.variables, tokens, mask, jax.random.split(jax.random.key(1), 2), seen)
 
@@ -182,7 +183,7 @@ def test_adapters_on_both_are_merged_weights(world):
     policy = make_policy(world.loaded.config, lora=lora)
 
     def last(variables):
-        return policy.prefill(variables, tokens, mask, policy.see(variables, pictures)).hidden
+        return policy.prefill(variables, tokens, mask, policy.encode_images(variables, pictures)).hidden
 
     def total(adapters):
         hidden = last(world.variables | {"lora": adapters})

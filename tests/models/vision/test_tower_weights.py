@@ -14,10 +14,9 @@ from support.vision import tiny_pictures as tiny  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
-from grpo_jax.models.hf.exporting import export_policy  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
-from grpo_jax.models.loading import load_policy  # noqa: E402
-from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
+from grpo_jax.models.lora import LoraConfig, init_adapters, merging  # noqa: E402
+from grpo_jax.models.policy import load_policy  # noqa: E402
 from grpo_jax.models.sharding import shardings  # noqa: E402
 from grpo_jax.models.vision.tower import TOWERS, init_tower, make_tower, tower_shapes  # noqa: E402
 from grpo_jax.training.state import TrainState, reference_variables  # noqa: E402
@@ -62,10 +61,16 @@ def test_round_trip_is_bit_equal(tmp_path, family):
     assert hf.load_folder(source, tokenizer=False).visual is None
 
 
+def export(tmp_path, world, params, **options):
+    hf.save_folder(tmp_path / "export", world.loaded.path, world.loaded.config, params, **options)
+
+
 def test_a_trained_tower_is_written_and_transformers_agrees(world, tmp_path):
     changed = jax.tree.map(lambda leaf: leaf * 1.1 + 0.01, {**world.loaded.params, "visual": world.loaded.visual})
-    export_policy(tmp_path / "export", world.loaded, {"params": changed}, None, dtype="float32")
-    before, after = tensors(world.loaded.folder), tensors(tmp_path / "export")
+    hf.save_folder(
+        tmp_path / "export", world.loaded.path, world.loaded.config, merging({"params": changed}, None), dtype="float32"
+    )
+    before, after = tensors(world.loaded.path), tensors(tmp_path / "export")
     assert not any(torch.equal(before[name], after[name]) for name in before)
     rows = tiny.draw(world.config, seed=3)
     ours = jax.jit(make_tower(world.config))({"params": changed}, tiny.packed(rows, world.config))
@@ -75,8 +80,10 @@ def test_a_trained_tower_is_written_and_transformers_agrees(world, tmp_path):
 def test_a_frozen_tower_is_written_as_it_was(world, tmp_path):
     changed = jax.tree.map(lambda leaf: leaf + 1, world.loaded.params)
     variables = {"params": changed, "visual": jax.tree.map(jnp.zeros_like, world.loaded.visual)}
-    export_policy(tmp_path / "export", world.loaded, variables, None, dtype="bfloat16")
-    before, after = tensors(world.loaded.folder), tensors(tmp_path / "export")
+    hf.save_folder(
+        tmp_path / "export", world.loaded.path, world.loaded.config, merging(variables, None), dtype="bfloat16"
+    )
+    before, after = tensors(world.loaded.path), tensors(tmp_path / "export")
     tower = [name for name in before if "visual" in name]
     assert tower and all(torch.equal(before[name], after[name]) for name in tower)
     assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
@@ -101,7 +108,7 @@ def test_adapters_on_the_tower(world, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, plain, start)
     assert np.abs(ours.states - plain.states).max() > 0.1
     # Folded into the weights they compute the same.
-    export_policy(tmp_path / "export", world.loaded, variables, lora)
+    export(tmp_path, world, merging(variables, lora))
     assert_states_agree(tower_of_torch(tmp_path / "export", rows), all_states(ours, rows))
 
 
@@ -109,8 +116,8 @@ def test_adapters_on_the_tower(world, tmp_path):
 def test_peft_computes_what_we_compute(world, tmp_path):
     peft = pytest.importorskip("peft")
     lora, _, adapters = adapted(world)
-    save_adapters(tmp_path / "adapter", adapters, lora, world.loaded.config, base=str(world.loaded.folder))
-    model = transformers.AutoModelForImageTextToText.from_pretrained(world.loaded.folder, dtype="float32").eval()
+    save_adapters(tmp_path / "adapter", adapters, lora, world.loaded.config, base=str(world.loaded.path))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(world.loaded.path, dtype="float32").eval()
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
     reached = {name for name, part in theirs.named_modules() if isinstance(part, peft.tuners.lora.LoraLayer)}
     count = world.loaded.config.num_layers + len(lora.vision) * world.config.depth

@@ -11,13 +11,18 @@ import pytest
 torch = pytest.importorskip("torch")
 from support.vision import tiny_pictures as tiny  # noqa: E402
 
-from grpo_jax.models.hf.names import flatten, tower_table  # noqa: E402
+from grpo_jax.models.hf.weights import flatten, tower_table  # noqa: E402
+from grpo_jax.models.variables import with_tower  # noqa: E402
 from grpo_jax.models.vision import layers  # noqa: E402
 from grpo_jax.models.vision.config import ACTIVATIONS  # noqa: E402
-from grpo_jax.models.vision.patches import Picture, pack_windows, same_size  # noqa: E402
-from grpo_jax.models.vision.pictures import Pictures  # noqa: E402
-from grpo_jax.models.vision.qwen2_5_vl import windows_of  # noqa: E402
-from grpo_jax.models.vision.tower import make_tower, with_tower  # noqa: E402
+from grpo_jax.models.vision.pictures import (  # noqa: E402
+    Picture,
+    Pictures,
+    pack_windows,
+    same_size,
+    windows_of,
+)
+from grpo_jax.models.vision.tower import make_tower  # noqa: E402
 
 REMAT = {"qwen2_vl": "none", "qwen2_5_vl": "products", "qwen3_vl": "layer"}
 

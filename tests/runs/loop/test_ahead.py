@@ -127,7 +127,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     state = first.state
     samples = sample_batch(parts, variables_behind(state, state.behind), 1, 0).rollout
     batch = Batch(samples.prompt_tokens, samples.prompt_mask, samples.samples.tokens, samples.samples.mask)
-    forward = jax.jit(make_forward(parts.policy.functions, temperature=parts.config.sampling.temperature))
+    forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))
     logprobs, mask = np.asarray(forward(state.variables, batch).logprobs), samples.samples.mask
     ratios = [
         np.exp(float(new) - float(old))

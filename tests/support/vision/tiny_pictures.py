@@ -8,8 +8,7 @@ from support import torch_reference as reference
 
 from grpo_jax.models import hf
 from grpo_jax.models.vision.config import VisionConfig
-from grpo_jax.models.vision.patches import Picture, pack_pictures
-from grpo_jax.models.vision.pictures import Pictures
+from grpo_jax.models.vision.pictures import Picture, Pictures, pack_pictures
 
 FAMILIES = tuple(reference.VISION)
 # Rows with two pictures, one that is long, none, and three: whole windows, half windows, a single merged token.

@@ -164,11 +164,11 @@ def policy_ranking(
     from grpo_jax.rollout.texts import policy_choices
     from grpo_jax.sampling.ranking import make_ranker
 
-    task, loaded = config.task, policy.loaded
+    task, loaded = config.task, policy.folder
     items = items_of(catalogue.names or catalogue.titles)
     trie = policy_choices(config, items.texts, loaded)
     assert trie is not None
-    rank = make_ranker(policy.functions, min(task.listed, text_count(trie)), pad_id=loaded.pad_id, trie=trie)
+    rank = make_ranker(policy, min(task.listed, text_count(trie)), pad_id=loaded.pad_id, trie=trie)
     size = loaded.config.vocab_size
     encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=size, rows=prompts)
 

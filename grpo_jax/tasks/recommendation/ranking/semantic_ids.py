@@ -19,8 +19,8 @@ import numpy as np
 
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, carry_out, extras_named, leave, one_line, version
-from grpo_jax.models.hf.atomic import new_folder, refuse_foreign
 from grpo_jax.models.hf.folder import load_tokenizer, resolve_folder
+from grpo_jax.models.hf.weights import new_folder, refuse_foreign
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue, read_table, read_text
 from grpo_jax.tasks.recommendation.ranking.items import plain
 

@@ -70,13 +70,13 @@ def test_wrong_beams_pay_for_their_place_in_groups_that_hit(run):
 def test_what_is_measured_are_the_ranks_among_all_items(run, restored):
     """Against beams as wide as the catalogue."""
     config, policy, dataset = restored
-    loaded, rows = policy.loaded, dataset.prompts.test
+    loaded, rows = policy.folder, dataset.prompts.test
     trie = policy_choices(config, config.task.listed_texts(config), loaded)
     encode = make_encode(
         loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size, rows=rows, eyes=None
     )
     prompt = encode(rows)
-    beams = make_ranker(policy.functions, 280, pad_id=loaded.pad_id, trie=trie)
+    beams = make_ranker(policy, 280, pad_id=loaded.pad_id, trie=trie)
     ranks = []
     for row, best in zip(rows, beams(policy.variables, prompt.tokens, prompt.mask).texts, strict=True):
         target, history = row.columns["target_row"], set(row.columns["history"])

@@ -11,26 +11,33 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.errors import UserError, shown
-from grpo_jax.models.families import fields as kinds
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import read_json
-from grpo_jax.models.vision.patches import Picture
+from grpo_jax.models.vision.pictures import Picture
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 """Where settings stand: under "image_processor" of the first, as transformers 5 writes them, or alone in the second."""
+
+
 TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 EDGES = {"qwen2_vl": 448, "qwen2_5_vl": 448, "qwen3_vl": 512}
 """Pixels along the sides of a picture by default: 256 tokens, and whole windows."""
+
+
 LONGEST_SHAPE = 200
 """The processor takes no picture whose longer side is more than so many times the other."""
 
+
 _PIXELS = kinds.whole(1, 2**31 - 1)
+
 _THREE_NUMBERS = kinds.Kind(
     "three finite numbers",
     lambda value: (
         isinstance(value, list | tuple) and len(value) == 3 and all(kinds.NOT_NEGATIVE.holds(v) for v in value)
     ),
 )
+
 _KINDS = {
     **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), kinds.whole(1, 2**10)),
     **dict.fromkeys(("min_pixels", "max_pixels"), _PIXELS),

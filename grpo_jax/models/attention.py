@@ -1,0 +1,336 @@
+"""Attention of one layer over prompts and their groups of completions at once.
+
+Axes: P prompts, G completions of each, S tokens that run, K key heads, R query heads of each, E a head's size.
+"""
+
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.core.logprobs import capped
+from grpo_jax.models import cache as caches
+
+_MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
+_MANY_OF_A_ROW = 120  # where rows take turns too: also the 127 that run of 128 new tokens
+_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
+
+
+class Tokens(NamedTuple):
+    """Order and validity of the tokens of prompts or of completions.
+
+    Attributes:
+        positions: i32 [P, S], or [P, G, S] where the rows of a group differ.
+        mask: As positions, bool, False on padding.
+        segment: As positions, i32: a token reads those of its own segment only; None where a row is one.
+    """
+
+    positions: jax.Array
+    mask: jax.Array
+    segment: jax.Array | None = None
+
+
+class KeyValues(NamedTuple):
+    """Keys and values that a query may read.
+
+    Attributes:
+        keys: [P, K, E, S] read by the whole group, or [P, K, G, E, S] one per completion.
+        values: [P, K, S, E] or [P, K, G, S, E].
+        tokens: Of these keys, [P or 1, S] or [P, G, S]; ``visible`` says which a query may read.
+        own: Whether these are the keys of the very queries, of which none reads a later one.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    tokens: Tokens
+    own: bool = False
+
+
+class VisionInput(NamedTuple):
+    """Picture states among the tokens that run.
+
+    Attributes:
+        states: [P, N, D] of a tower.
+        index: i32 [P, S], which of them stands in a token's place; -1 for text.
+        deepstack: [P, N, D], added at these places after the first layers, one for each.
+    """
+
+    states: jax.Array
+    index: jax.Array
+    deepstack: tuple[jax.Array, ...] = ()
+
+
+class Context(NamedTuple):
+    """Positions, masks and pictures of the tokens that run, the same for every layer.
+
+    Attributes:
+        positions: i32 [P, S] of the S tokens that run (see ``attend_streams``); [P, S, 3], time, row and column, where
+            pictures are among them.
+        prompt: The prompts' tokens [P, L], running or cached.
+        completion: The completions' tokens [P, T], alike for the group, or [P, G, T]; None if there are none.
+        cached: Decoding only: positions and validity of the cache's slots, the running tokens' included.
+        slot: Decoding only: i32 scalar, from where on the running tokens are written.
+        rotation: Cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] where layers
+            differ; None where nothing is rotated.
+        vision: The pictures among the tokens; None where there are none.
+    """
+
+    positions: jax.Array
+    prompt: Tokens
+    completion: Tokens | None = None
+    cached: Tokens | None = None
+    slot: jax.Array | None = None
+    rotation: tuple[jax.Array, jax.Array] | None = None
+    vision: VisionInput | None = None
+
+
+class LayerInput(NamedTuple):
+    """Settings and cached keys and values of one layer.
+
+    Attributes:
+        window: i32 scalar, or None if no layer has a window.
+        scale: float32 scalar that multiplies the scores; None for E^-0.5 in all layers.
+        depth: i32 scalar, the layer's number; None where no layer asks for it.
+        rotation: i32 scalar, the layer's kind of rotation; None where all have the same.
+        prefix: The prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run.
+        cache: The completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far, as `cache.Cache` has them.
+    """
+
+    window: jax.Array | None = None
+    scale: jax.Array | None = None
+    depth: jax.Array | None = None
+    rotation: jax.Array | None = None
+    prefix: tuple[jax.Array, jax.Array] | None = None
+    cache: tuple[jax.Array, jax.Array] | None = None
+
+
+class _Scoring(NamedTuple):
+    """Window, scale and cap of the scores; as of `attend`."""
+
+    window: jax.Array | None
+    scale: jax.Array | float
+    softcap: float | None
+
+
+def embed_pictures(x: jax.Array, vision: VisionInput | None) -> jax.Array:
+    """Embedded tokens [P, S, D] with a picture's state in the place of each of its tokens."""
+    return x if vision is None else _at_pictures(vision.index, vision.states.astype(x.dtype), x)
+
+
+def add_deepstack(x: jax.Array, layer_input: LayerInput, context: Context) -> jax.Array:
+    """States [P, S, D] behind a layer plus what the tower adds there (Meng et al. 2024, arXiv:2406.04334)."""
+    if context.vision is None or not context.vision.deepstack:
+        return x
+    layers = jnp.stack(context.vision.deepstack).astype(x.dtype)
+    depth = jnp.minimum(layer_input.depth, len(layers) - 1)
+    states = jax.lax.dynamic_index_in_dim(layers, depth, keepdims=False)
+    added = _at_pictures(context.vision.index, states, jnp.zeros_like(x))
+    return x + jnp.where(layer_input.depth < len(layers), added, 0)
+
+
+def _at_pictures(index: jax.Array, states: jax.Array, otherwise: jax.Array) -> jax.Array:
+    chosen = jnp.take_along_axis(states, jnp.maximum(index, 0)[..., None], axis=1)
+    return jnp.where(index[..., None] >= 0, chosen, otherwise)
+
+
+def attend(
+    query: jax.Array,
+    queries: Tokens,
+    sources: Sequence[KeyValues],
+    window: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    softcap: float | None = None,
+    by_row: bool = False,
+) -> jax.Array:
+    """Softmax attention over several sets of keys and values as if they were one.
+
+    Their softmaxes are merged by a common maximum and a common sum (what merging by log-sum-exp computes), so keys
+    shared by a group are read where they are and never copied.
+
+    Many queries take turns, a block at a time: scores and masks are then [.., block, S] and never [.., S, S], in the
+    backward pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682); and of keys of their own,
+    those of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache.
+
+    Args:
+        query: [P, K, G, R, S, E]; R query heads share a key head.
+        queries: Order of the queries, [P or 1, S] or [P, G, S].
+        sources: Keys, values and their order.
+        window: i32 scalar, from how far back on keys are not read; None for no end.
+        scale: float32 scalar that multiplies the scores; None for E^-0.5.
+        softcap: The cap that scores are drawn towards (``core.logprobs.capped``); None for none.
+        by_row: Whether rows may take turns; False where they are laid over several devices, which then all work.
+
+    Returns:
+        [P, K, G, R, S, E] in the query's dtype; scores and softmax are float32.
+    """
+    scoring = _Scoring(window, query.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    by_row = by_row and jax.default_backend() == "cpu"
+    if query.shape[-2] < (_MANY_OF_A_ROW if by_row else _MANY):
+        return _attend(query, queries, sources, scoring)
+    return (_attend_rows if by_row else _attend_quarters)(query, queries, sources, scoring)
+
+
+def _attend_rows(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], scoring: _Scoring) -> jax.Array:
+    """One completion of one prompt after the other."""
+
+    def per_prompt(tokens: Tokens) -> Tokens:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])), tokens)
+
+    read = [(source.keys, source.values, per_prompt(source.tokens)) for source in sources]
+    arrays, structure = jax.tree.flatten((per_prompt(queries), read))
+    # The group's axis once that of prompts is gone: of keys and values, of tokens; else the group shares them.
+    group_axes = [{5: 1, 3: 0}.get(array.ndim) for array in arrays]
+
+    def of_prompt(part):
+        query, shared = part
+
+        @partial(jax.checkpoint, prevent_cse=False)
+        def of_row(row):
+            query, per_row = row
+            remaining = iter(per_row)
+            with_axes = zip(shared, group_axes, strict=True)
+            leaves = [(array if axis is None else next(remaining))[None] for array, axis in with_axes]
+            queries, read = jax.tree.unflatten(structure, leaves)
+            row_sources = [KeyValues(*arrays, source.own) for arrays, source in zip(read, sources, strict=True)]
+            return _attend_quarters(query[None, :, None], queries, row_sources, scoring)[0, :, 0]
+
+        with_axes = zip(shared, group_axes, strict=True)
+        per_row = [jnp.moveaxis(array, axis, 0) for array, axis in with_axes if axis is not None]
+        return jnp.moveaxis(jax.lax.map(of_row, (jnp.moveaxis(query, 1, 0), per_row)), 0, 1)
+
+    return jax.lax.map(of_prompt, (query, arrays))
+
+
+def _attend_quarters(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], scoring: _Scoring) -> jax.Array:
+    """A block of queries after the other, those of later quarters with more keys of their own."""
+    steps = query.shape[-2]
+    quarter = -(-steps // (4 * _BLOCK)) * _BLOCK
+    parts = []
+    for start in range(0, steps, quarter):
+        stop = min(start + quarter, steps)
+        read = [source if not source.own else _first_keys(source, stop) for source in sources]
+        some = jax.tree.map(lambda x, part=slice(start, stop): x[..., part], queries)
+        parts.append(_attend_blocks(query[..., start:stop, :], some, read, scoring))
+    return jnp.concatenate(parts, axis=-2)
+
+
+def _first_keys(source: KeyValues, stop: int) -> KeyValues:
+    tokens = jax.tree.map(lambda x: x[..., :stop], source.tokens)
+    return KeyValues(source.keys[..., :stop], source.values[..., :stop, :], tokens)
+
+
+def _attend_blocks(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], scoring: _Scoring) -> jax.Array:
+    """All queries, a block at a time."""
+    steps = query.shape[-2]
+    blocks = -(-steps // _BLOCK)
+
+    def split(x: jax.Array, axis: int) -> jax.Array:
+        x = jnp.moveaxis(x, axis, 0)
+        x = jnp.pad(x, [(0, blocks * _BLOCK - steps), *[(0, 0)] * (x.ndim - 1)])
+        return jnp.moveaxis(x.reshape(blocks, _BLOCK, *x.shape[1:]), 1, axis + 1)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def one(block):
+        return _attend(*block, sources, scoring)
+
+    tokens = jax.tree.map(lambda x: split(x, x.ndim - 1), queries)
+    mixed = jax.lax.map(one, (split(query, query.ndim - 2), tokens))
+    mixed = jnp.moveaxis(mixed, 0, -3)
+    return mixed.reshape(*mixed.shape[:-3], -1, mixed.shape[-1])[..., :steps, :]
+
+
+def _attend(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], scoring: _Scoring) -> jax.Array:
+    scores, mixes = [], []
+    for source in sources:
+        group = "" if source.keys.ndim == 4 else "g"
+        score = jnp.einsum(f"pkgrse,pk{group}et->pkgrst", query, source.keys, preferred_element_type=jnp.float32)
+        mask = visible(queries, source.tokens, scoring.window)
+        mask = mask[:, None, :, None] if mask.ndim == 4 else mask[:, None, None, None]
+        scores.append(jnp.where(mask, capped(score * scoring.scale, scoring.softcap), _HIDDEN))
+        mixes.append(f"pkgrst,pk{group}te->pkgrse")
+    top = reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
+    top = jax.lax.stop_gradient(top)  # it cancels, so its gradient is zero
+    weights = [jnp.exp(score - top) for score in scores]
+    total = sum(weight.sum(axis=-1, keepdims=True) for weight in weights)
+    mixed = sum(
+        jnp.einsum(mix, weight.astype(query.dtype), source.values, preferred_element_type=jnp.float32)
+        for mix, weight, source in zip(mixes, weights, sources, strict=True)
+    )
+    return (mixed / total).astype(query.dtype)
+
+
+def visible(queries: Tokens, keys: Tokens, window: jax.Array | None) -> jax.Array:
+    """Which key each query may read: bool [P, S of queries, S of keys]; causal, windowed, not padding.
+
+    Queries [P, G, S] give [P, G, S of queries, S of keys].
+    """
+    if queries.positions.ndim > keys.positions.ndim:
+        keys = Tokens(keys.positions[:, None], keys.mask[:, None])
+    distance = queries.positions[..., :, None] - keys.positions[..., None, :]
+    allowed = keys.mask[..., None, :] & (distance >= 0)
+    if keys.segment is not None:
+        allowed &= queries.segment[..., :, None] == keys.segment[..., None, :]
+    return allowed if window is None else allowed & (distance < window)
+
+
+def attend_streams(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layer_input: LayerInput,
+    context: Context,
+    softcap: float | None = None,
+    by_row: bool = False,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """Attention of one layer over prompts and completions at once.
+
+    The S tokens of a prompt's row are its L prompt tokens followed by the G·T of its completions, so a layer applies
+    every weight in one product; only attention knows them apart. The prompts are absent (L = 0) when their keys and
+    values are cached, the completions when there are none.
+
+    Args:
+        query: [P, S, K, R, E] of the tokens that run; R query heads share a key head.
+        key: [P, S, K, E].
+        value: [P, S, K, E].
+        layer_input: The layer's window, scale, and cached keys and values.
+        context: Positions and masks.
+        softcap: Of the scores, as in ``attend``.
+        by_row: As in ``attend``.
+
+    Returns:
+        The mixed values [P, S, H·E]; and keys and values to cache: the prompts' when they run alone, the cache with
+        the new tokens when decoding, None when prompts and completions both run.
+    """
+
+    def attend_rows(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues]) -> jax.Array:
+        """Queries [P, G·S, K, R, E] to mixed values [P, G·S, H·E]."""
+        split = _split_group(query, queries.positions.shape[-1]).transpose(0, 3, 1, 4, 2, 5)
+        mixed = attend(split, queries, sources, layer_input.window, layer_input.scale, softcap, by_row)
+        return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
+
+    mixed = []
+    new_keys_values = None
+    prefix = layer_input.prefix
+    length = 0
+    if prefix is None:
+        length = context.prompt.positions.shape[1]
+        prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
+        mixed.append(attend_rows(query[:, :length], context.prompt, [KeyValues(*prefix, context.prompt, own=True)]))
+    if context.completion is not None:
+        steps = context.completion.positions.shape[-1]
+        readable = context.completion
+        key, value = (_split_group(part[:, length:], steps) for part in (key, value))
+        written, new_keys_values = (key.transpose(0, 3, 1, 4, 2), value.transpose(0, 3, 1, 2, 4)), None
+        if layer_input.cache is not None:
+            new_keys_values = caches.write(layer_input.cache, context.slot, *written)
+            written, readable = caches.with_heads(new_keys_values), context.cached
+        sources = [KeyValues(*prefix, context.prompt), KeyValues(*written, readable, own=layer_input.cache is None)]
+        mixed.append(attend_rows(query[:, length:], context.completion, sources))
+    return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values
+
+
+def _split_group(x: jax.Array, steps: int) -> jax.Array:
+    """[P, G·T, ...] to [P, G, T, ...]."""
+    return x.reshape(x.shape[0], -1, steps, *x.shape[2:])

@@ -1,0 +1,104 @@
+"""Checks of the fields of a ``config.json``: kinds, ranges, and values that would change what is computed."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from grpo_jax.errors import shown
+
+Fields = Mapping[str, Any]
+"""The contents of a ``config.json``, or of a table in it."""
+
+_LARGEST = 3.4e38  # of float32, in which models compute
+
+
+class Kind(NamedTuple):
+    """A kind of value: in words, and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def whole(least: int, most: int) -> Kind:
+    """Whole numbers of a range; the upper ends are beyond any model there is."""
+    return Kind(
+        f"a whole number from {least} to {most}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
+    )
+
+
+def list_of(kind: Kind, words: str) -> Kind:
+    """Lists whose entries are all of a kind."""
+    return Kind(words, lambda value: isinstance(value, list | tuple) and all(map(kind.holds, value)))
+
+
+def _finite(value: Any) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= _LARGEST  # NaN is not
+
+
+WIDTH = whole(1, 2**20)
+LAYERS = whole(1, 2**12)
+HEADS = whole(1, 2**14)
+VOCABULARY = whole(1, 2**24)
+POSITIONS = whole(1, 2**31 - 1)
+TABLE_POSITIONS = whole(1, 2**24)  # of a table of positions, which is allocated
+POSITIVE = Kind("a finite number > 0", lambda value: _finite(value) and value > 0)
+NOT_NEGATIVE = Kind("a finite number >= 0", lambda value: _finite(value) and value >= 0)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+NAME = Kind("a name", lambda value: isinstance(value, str))
+TABLE = Kind("a table of fields", lambda value: isinstance(value, Mapping))
+NAMES = list_of(NAME, "a list of names")
+WIDTHS = list_of(whole(0, 2**20), "a list of whole numbers")
+LAYER_NUMBERS = list_of(whole(0, 2**24), "a list of layers")
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "dual_chunk_attention_config": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "hidden_dropout": (0,),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "no_rope_layers": ((), []),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "parallel_residual": (False,),
+    "partial_rotary_factor": (1,),
+    "quantization_config": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "resid_dropout": (0,),
+    "rope_interleaved": (False,),
+    "use_bidirectional_attention": (False,),
+    "use_mrope": (False,),
+}
+"""Fields by which other models change what is computed, and the values at which they change nothing.
+
+A folder that sets one of them to something else would be computed wrongly, so it is refused."""
+
+
+def check_kinds(fields: Fields, kinds: Mapping[str, Kind], where: str = "") -> None:
+    """Raise ValueError naming the first field of another kind and its value; absent ones and None pass."""
+    for name, kind in kinds.items():
+        value = fields.get(name)
+        if value is not None and not kind.holds(value):
+            raise ValueError(f"{where}{name}: expected {kind.words}, got {shown(value)}")
+
+
+def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
+    """Raise ValueError naming the first field that is not at one of its neutral values; absent ones and None pass."""
+    for name, values in neutral.items():
+        value = fields.get(name)
+        if value is not None and value not in values:
+            raise ValueError(f"{name}={shown(value)} is not supported for model_type {model_type!r}")
+
+
+def not_null(fields: Fields) -> dict[str, Any]:
+    """The fields that say something: null is as absent."""
+    return {name: value for name, value in fields.items() if value is not None}

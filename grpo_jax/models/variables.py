@@ -1,0 +1,65 @@
+"""The collections of a policy's variables: parameters, a vision tower's, a value head's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+"""A tree of arrays."""
+Variables = Mapping[str, PyTree]
+"""The collections of a policy: "params", and where there are any "lora", "visual" and "value"."""
+
+VISUAL = "visual"
+"""A tower's weights: the collection of a frozen one, the part of "params" where it is trained, its part of "lora"."""
+
+
+VALUE = "value"
+"""The collection of variables that holds the head; the policy's own functions do not know it."""
+
+
+def init_value_head(width: int) -> dict[str, jax.Array]:
+    """A head of zeros, {"kernel": f32 [D], "bias": f32 []}: every value starts at 0 and the policy is untouched."""
+    return {"kernel": jnp.zeros((width,), jnp.float32), "bias": jnp.zeros((), jnp.float32)}
+
+
+def token_values(head: dict[str, jax.Array], hidden: jax.Array) -> jax.Array:
+    """Values hidden · kernel + bias, f32 [.., T], of the states [.., T, D] that predict each token.
+
+    The value of a token's state is thus what is expected before the token is drawn.
+    """
+    return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"], precision="highest") + head["bias"]
+
+
+def tower_params(variables: Mapping[str, Any]) -> Any:
+    """The tower's parameters, frozen or trained.
+
+    Raises:
+        ValueError: there are none.
+    """
+    for collection in (variables, variables.get("params", {})):
+        if VISUAL in collection:
+            return collection[VISUAL]
+    raise ValueError("variables hold no vision tower: load the folder with vision=True")
+
+
+def with_tower(variables: Mapping[str, Any], visual: Any, *, trained: bool) -> dict[str, Any]:
+    """Variables with a tower's parameters where they belong: beside ``params`` while frozen, else among them."""
+    if trained:
+        return {**variables, "params": {**variables["params"], VISUAL: visual}}
+    return {**variables, VISUAL: visual}
+
+
+def unstack(variables: Variables) -> Variables:
+    """Stacked ``layers`` of every collection as ``layers_0``, ``layers_1``, ...; a tower as it is."""
+
+    def split(tree: Mapping[str, Any]) -> dict[str, Any]:
+        stacked = tree.get("layers", {})
+        count = len(next(iter(jax.tree.leaves(stacked)), ()))
+        apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}
+        return {name: part for name, part in tree.items() if name != "layers"} | apart
+
+    return {name: tree if name == VISUAL else split(tree) for name, tree in variables.items()}

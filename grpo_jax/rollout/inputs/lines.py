@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.config.files import read_bytes
-from grpo_jax.config.reading import checked, read_json
+from grpo_jax.config.files import checked, read_bytes, read_json
 from grpo_jax.errors import UserError, one_line, said
 from grpo_jax.rollout.inputs.records import Numbered, Records
 

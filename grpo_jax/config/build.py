@@ -305,7 +305,10 @@ def _expected(mistake: Any) -> str:
     expected = _EXPECTED.get(reason, mistake["msg"].removeprefix("Input should be "))
     if reason == "list_type" and isinstance(came, str | int | float):
         expected += f", such as [{came}]"
-    return expected.format(**mistake.get("ctx", {}))
+    limits = mistake.get("ctx", {})
+    return expected.format(
+        **{name: f"{limit:.12g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
+    )
 
 
 def _unknown_field(kind: type, values: Mapping[str, Any], name: str, section: str, key: str, value: Any) -> str:

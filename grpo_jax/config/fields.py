@@ -54,7 +54,12 @@ def check_ranges(section: object, name: str) -> None:
         for bound in bounds:
             attribute, holds, sign = _BOUNDS[type(bound)]
             limit = getattr(bound, attribute)
-            require(value is None or holds(value, limit), f"{name}{field}", f"a number {sign} {limit}", value)
+            require(
+                value is None or holds(value, limit),
+                f"{name}.{field}" if name else field,
+                f"a number {sign} {limit}",
+                value,
+            )
 
 
 @functools.cache

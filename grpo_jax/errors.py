@@ -37,7 +37,11 @@ def version() -> str:
 
 
 class UserError(Exception):
-    """Something the user can mend: the message says what is wrong and what to do. Commands exit with 2."""
+    """Something the user can mend: each line says what is wrong and what to do. Commands print them and exit with 2."""
+
+    def __str__(self) -> str:
+        """Return the lines as one."""
+        return "; ".join(map(str, self.args))
 
 
 class StopRun(UserError):
@@ -171,9 +175,9 @@ def guarded(function: Callable[[], Any], *, debug: bool = False, silent: Callabl
     except (UserError, StageError) as error:
         if debug or (isinstance(error, StageError) and error.stage.startswith("sample")):
             raise
-        # One line whatever a user's file, or a library, put into the message.
-        if not silent():
-            complain(f"error: {' '.join(str(error).split())}")
+        lines = error.args if isinstance(error, UserError) else [error]
+        for line in () if silent() else lines:  # on one line each, whatever a user's file or a library put into them
+            complain(f"error: {' '.join(str(line).split())}")
         return 2
     except KeyboardInterrupt:
         complain("interrupted")

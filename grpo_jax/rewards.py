@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Literal
 
-from grpo_jax.config.reading import read_json
+from grpo_jax.config.files import read_json
 from grpo_jax.errors import shown
 
 Unit = Literal["characters", "words", "tokens"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_jax.config.fields import may_change, require
 from grpo_jax.errors import UserError
@@ -62,6 +62,8 @@ class Pooled:
         called: What the config calls it, such as "judges.scorer"; "" for its class.
     """
 
+    section: ClassVar[type] = PoolSection
+
     judge: Any
     pool: PoolSection = field(default_factory=PoolSection)
     called: str = field(default="", compare=False)
@@ -71,6 +73,11 @@ class Pooled:
         if name.startswith("__") or name in ("judge", "pool", "called"):  # of one that is being copied
             raise AttributeError(name)
         return getattr(self.judge, name)
+
+    @property
+    def parts(self) -> tuple[Any, PoolSection]:
+        """The judge, and what stands beside its fields in a config."""
+        return self.judge, self.pool
 
     @property
     def runs_on(self) -> str:

@@ -1,14 +1,22 @@
-"""What is learned from a batch: the config's sections `algorithm` and `ppo`.
-
-Every field has its help line in the docstring of its class.
-"""
+"""Sections `algorithm` and `ppo` of the config: advantages and loss. Help lines stand in the docstrings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from grpo_jax.config.fields import COEFFICIENT, COUNT, require, require_sizes
+from annotated_types import Le
+
+from grpo_jax.config.fields import (
+    COEFFICIENT,
+    Coefficient,
+    Count,
+    Positive,
+    PositiveCount,
+    Share,
+    check_ranges,
+    require,
+)
 
 
 @dataclass(frozen=True)
@@ -49,48 +57,59 @@ class AlgorithmSection:
     advantage: Literal["gdpo", "grpo", "rloo", "batch", "gae"] = "gdpo"
     scale: Literal["group", "batch", "none"] | None = None
     whiten: Literal["sequence", "token", "none"] = "sequence"
-    clip_low: float | None = None
-    clip_high: float | None = None
-    kl_coef: float = 0.0
+    clip_low: Annotated[Positive, Le(1)] | None = None
+    clip_high: Positive | None = None
+    kl_coef: Coefficient = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_corrected: bool = False
     kl_straight_through: bool = False
-    entropy_coef: float = 0.0
-    entropy_share: float = 1.0
+    entropy_coef: Coefficient = 0.0
+    entropy_share: Annotated[Positive, Le(1)] = 1.0
     importance_cap: float | None = None
-    update_ref_every: int = 0
+    update_ref_every: Count = 0
     mask_truncated: bool = False
-    overlong_buffer: int = 0
+    overlong_buffer: Count = 0
     dead_groups: Literal["keep", "drop", "resample"] = "keep"
-    resample_rounds: int = 3
+    resample_rounds: PositiveCount = 3
     turn_advantage: Literal["last", "return"] = "last"
-    turn_discount: float = 1.0
+    turn_discount: Share = 1.0
 
     def __post_init__(self) -> None:
-        """Checks the ranges and what does not go together."""
-        ranges = {"update_ref_every": (0, COUNT), "overlong_buffer": (0, COUNT), "resample_rounds": (1, COUNT)}
-        require_sizes(self, "algorithm.", ranges | dict.fromkeys(("kl_coef", "entropy_coef"), (0, COEFFICIENT)))
-        self._check_clip()
-        share, cap = self.entropy_share, self.importance_cap
-        require(0 < share <= 1, "algorithm.entropy_share", "a share in (0, 1]", share)
+        """Check the ranges and what does not go together."""
+        check_ranges(self, "algorithm")
+        cap = self.importance_cap
         require(not cap or cap >= 1, "algorithm.importance_cap", "null, 0 or a number >= 1", cap)
-        discount, advantage = self.turn_discount, self.advantage
-        require(0 <= discount <= 1, "algorithm.turn_discount", "a number in [0, 1]", discount)
-        by_turn = self.turn_advantage == "last" or not self.learns_values
-        require(by_turn, "algorithm.turn_advantage", "'last' with advantage 'gae'", self.turn_advantage)
-        scaled = self.scale is None or advantage == "grpo"
         require(
-            scaled, "algorithm.scale", f"null with advantage {advantage!r}, which has a scale of its own", self.scale
+            self.turn_advantage == "last" or not self.learns_values,
+            "algorithm.turn_advantage",
+            "'last' with advantage 'gae'",
+            self.turn_advantage,
         )
-        grouped = self.dead_groups == "keep" or self.compares_groups
         require(
-            grouped,
+            self.scale is None or self.advantage == "grpo",
+            "algorithm.scale",
+            f"null with advantage {self.advantage!r}, which has a scale of its own",
+            self.scale,
+        )
+        require(
+            self.dead_groups == "keep" or self.compares_groups,
             "algorithm.dead_groups",
-            f"'keep' with advantage {advantage!r}, which compares no groups",
+            f"'keep' with advantage {self.advantage!r}, which compares no groups",
             self.dead_groups,
         )
-        one_gradient = not (self.kl_corrected and self.kl_straight_through)
-        require(one_gradient, "algorithm.kl_straight_through", "false with kl_corrected", self.kl_straight_through)
+        require(
+            not (self.kl_corrected and self.kl_straight_through),
+            "algorithm.kl_straight_through",
+            "false with kl_corrected",
+            self.kl_straight_through,
+        )
+        for name in ("clip_low", "clip_high"):
+            require(
+                getattr(self, name) is None or self.preset not in ("cispo", "sapo"),
+                f"algorithm.{name}",
+                f"null with preset {self.preset!r}, which has no clip bounds",
+                getattr(self, name),
+            )
 
     @property
     def learns_values(self) -> bool:
@@ -101,20 +120,6 @@ class AlgorithmSection:
     def compares_groups(self) -> bool:
         """Whether a completion is compared with the others of its prompt."""
         return self.advantage not in ("gae", "batch")
-
-    def _check_clip(self) -> None:
-        for name in ("clip_low", "clip_high"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"algorithm.{name}", "null or a number > 0", value)
-            unclipped = self.preset in ("cispo", "sapo")
-            require(
-                value is None or not unclipped,
-                f"algorithm.{name}",
-                f"null with preset {self.preset!r}, which has no clip bounds",
-                value,
-            )
-        low = self.clip_low
-        require(low is None or low <= 1, "algorithm.clip_low", "null or a number <= 1", low)
 
 
 @dataclass(frozen=True)
@@ -134,25 +139,23 @@ class PPOSection:
         kl_horizon: Completions in which the steering changes kl_coef by a fifth, at most (smaller is faster).
     """
 
-    discount: float = 1.0
-    trace: float = 0.95
+    discount: Share = 1.0
+    trace: Share = 0.95
     whiten: bool = True
-    value_coef: float = 0.5
-    value_rate: float = 1.0
-    value_clip: float | None = 0.2
-    kl_coef: float = 0.0
+    value_coef: Coefficient = 0.5
+    value_rate: Annotated[Positive, Le(COEFFICIENT)] = 1.0
+    value_clip: Positive | None = 0.2
+    kl_coef: Coefficient = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    kl_target: float = 0.0
-    kl_horizon: int = 10_000
+    kl_target: Coefficient = 0.0
+    kl_horizon: PositiveCount = 10_000
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        for name in ("discount", "trace"):
-            require(0 <= getattr(self, name) <= 1, f"ppo.{name}", "a number in [0, 1]", getattr(self, name))
-        require(self.value_rate > 0, "ppo.value_rate", "a number > 0", self.value_rate)
-        coefficients = ("value_coef", "value_rate", "kl_coef", "kl_target")
-        require_sizes(self, "ppo.", {"kl_horizon": (1, COUNT)} | dict.fromkeys(coefficients, (0, COEFFICIENT)))
-        clip = self.value_clip
-        require(clip is None or clip > 0, "ppo.value_clip", "null or a number > 0", clip)
-        steered = self.kl_target == 0 or self.kl_coef > 0
-        require(steered, "ppo.kl_coef", "a number > 0 to start from when there is a kl_target", self.kl_coef)
+        """Check the ranges."""
+        check_ranges(self, "ppo")
+        require(
+            self.kl_target == 0 or self.kl_coef > 0,
+            "ppo.kl_coef",
+            "a number > 0 to start from when there is a kl_target",
+            self.kl_coef,
+        )

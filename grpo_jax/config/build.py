@@ -1,36 +1,57 @@
-"""Dictionaries to frozen dataclasses and back, alike for every section there is or will be.
+"""Nested values to frozen dataclasses, validated by pydantic, and back.
 
-`complete` checks names and types and fills in defaults; `build` makes the dataclasses of that, which check their ranges
-themselves. A field declared with `fields.named` holds an object whose class the config names: {"kind": …, field: …}.
+Every section is a dataclass, a user's own task and judges too. `complete` brings what YAML, Python or the command line
+say into one shape; `build` validates it and reports every mistake with its path. A field declared with `fields.named`
+holds an object whose class the config names: {"kind": …, field: …}.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import functools
+import json
+import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from grpo_jax.config.beside import beside_of, object_of
-from grpo_jax.config.fields import CLASSES, MAY_CHANGE, require
-from grpo_jax.config.named import KEY, class_name, find_class
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from grpo_jax.config.fields import CLASSES, MAY_CHANGE
+from grpo_jax.config.files import checked, read_yaml
+from grpo_jax.config.named import KEY, class_name, find_class, shared_holder
+from grpo_jax.config.options import default_of, is_section, join, members_of, sections_of
 from grpo_jax.config.other_names import TRL
-from grpo_jax.config.reading import read_yaml, require_text
 from grpo_jax.errors import UserError, said, shown
 
-_LISTED = 155  # characters
+_LIST_WIDTH = 155  # characters of an error line
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "dataclass_type": "a mapping of fields",
+    "greater_than_equal": "a number >= {ge}",
+    "greater_than": "a number > {gt}",
+    "less_than_equal": "a number <= {le}",
+    "less_than": "a number < {lt}",
+}
+"""What a value should have been, by pydantic's type of error; else pydantic says it."""
 
 
-class Words(str):
-    """A value as a command line has it: text, of which its field says what it stands for."""
+class RawArgument(str):
+    """A value as the command line has it: text, which the type of its field says how to read."""
 
     def read(self, name: str) -> Any:
-        """What it stands for as YAML.
+        """Return its value as YAML.
 
         Raises:
-            UserError: It is none.
+            UserError: It is no YAML.
         """
         try:
             return read_yaml(self)
@@ -38,104 +59,389 @@ class Words(str):
             raise UserError(f"{name}: {error}") from error
 
 
-def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
-    """A dataclass of plain, nested values; those that are such dataclasses already are taken as they are.
-
-    Raises:
-        UserError: An unknown or missing field, a value of another type, or one out of range.
-    """
-    values = complete(kind, values, name)
-    hints = get_type_hints(kind)
-    fields = {
-        field.name: _made(field, hints[field.name], values[field.name], join(name, field.name)) for field in _of(kind)
-    }
-    return kind(**fields)
+# --------------------------------------------------------------------------------------------------- one plain shape
 
 
 def complete(kind: type, values: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Plain values of all fields of a dataclass: the given ones, checked in name and type, and all others' defaults.
+    """Return plain values of all fields of a dataclass in one shape: the given ones, unknown ones too, and defaults.
 
     Raises:
-        UserError: As `build`, ranges apart.
+        UserError: A class that does not exist, or what no file can hold.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{said(name)}: expected a mapping of fields, got {shown(values)}")
-    if not name:
-        _require_fields(kind, values)
-    fields, hints = {field.name: field for field in _of(kind)}, get_type_hints(kind)
-    for key in values:
-        require_known(str(key), fields, name)
+    hints = get_type_hints(kind)
     result = {}
+    for field in dataclasses.fields(kind):
+        value = values[field.name] if field.name in values else default_of(field)
+        if value is not dataclasses.MISSING:
+            plain = _plain_named if CLASSES in field.metadata else _plain
+            result[field.name] = plain(hints[field.name], value, join(name, field.name), field)
+    return result | {str(key): value for key, value in values.items() if key not in result}
+
+
+def _plain(hint: Any, value: Any, name: str, _: Any = None) -> Any:
+    """Return a value as the plain data that pydantic reads its type from.
+
+    A section may be null, a list of sections be given as texts, and a number as text, as YAML reads 1e-6.
+    """
+    if isinstance(value, RawArgument):
+        value = _read_argument(hint, value, name)
+    members = members_of(hint)
+    if is_section(hint):
+        value = to_dict(value) if isinstance(value, hint) else {} if value is None else value
+        return complete(hint, value, name) if isinstance(value, Mapping) else value
+    inner = next((get_args(member)[-1] for member in members if get_origin(member) in (list, dict)), Any)
+    value = _spelled_out(inner, value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise UserError(f"{name}: expected names as keys, got {shown(key)}")
+        return {key: _plain(inner, entry, join(name, key)) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, entry, f"{name}[{place}]") for place, entry in enumerate(value)]
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    try:
+        checked(value)
+        return float(value) if float in members and isinstance(value, str) else value
+    except ValueError as error:
+        if isinstance(value, str) and float in members:
+            return value
+        raise UserError(f"{name}: {error}") from error
+
+
+def _spelled_out(section: Any, value: Any) -> Any:
+    """Return a list of sections of which some are texts, or a text alone, as a list of mappings (`shorthand`)."""
+    shorthand = getattr(section, "shorthand", None)
+    if shorthand is None or not isinstance(value, str | list | tuple):
+        return value
+    entries = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    return [{shorthand: entry} if isinstance(entry, str) else entry for entry in entries]
+
+
+def _read_argument(hint: Any, text: RawArgument, name: str) -> Any:
+    """Return what a text of the command line stands for where a value of some type is expected."""
+    members = members_of(hint)
+    if text == "null" and types.NoneType in members:
+        return None
+    if str in members or any(get_origin(member) is Literal for member in members):
+        try:
+            value = read_yaml(text)
+        except ValueError:
+            value = None
+        others = tuple(get_origin(member) or member for member in members if get_origin(member) is not Literal)
+        return value if value is not None and isinstance(value, others) else str(text)
+    value = text.read(name)
+    entry = get_args(hint)[0] if get_origin(hint) is list else None
+    if entry is None or is_section(entry) or not isinstance(value, str | int | float):
+        return value
+    if str not in members_of(entry):  # several with commas, one without brackets
+        return [RawArgument(part.strip()) for part in text.split(",")]
+    if "," in text:
+        example = "a list, such as '[one, two]' or '[\"one, with a comma\"]'"
+        raise UserError(f"{name}: expected {example}, got {shown(str(text))}")
+    return [str(text)]
+
+
+def _plain_named(hint: Any, value: Any, name: str, field: dataclasses.Field) -> dict[str, Any]:
+    """Return plain values of the object of a field, or of its mapping of objects, with the names of their classes."""
+    if get_origin(hint) is dict:
+        value = value.read(name) if isinstance(value, RawArgument) else value
+        if not isinstance(value, Mapping):
+            raise UserError(f"{name}: expected a mapping, got {shown(value)}")
+        return {str(key): _plain_named(Any, entry, join(name, str(key)), field) for key, entry in value.items()}
+    if dataclasses.is_dataclass(value):
+        return _nested(_object_leaves(field, value, ()))
+    value = {KEY: str(value)} if isinstance(value, str) else value
+    if not isinstance(value, Mapping) or KEY not in value:
+        raise UserError(f"{name}.{KEY}: expected the name of a class, package.module:Class or file.py:Class")
+    kind, values, shared = _split(field, value, name)
+    names = [one.name for one in dataclasses.fields(kind)]
+    holder = shared_holder(field)
+    names += [one.name for one in dataclasses.fields(holder.section)] if holder else []
+    for key in values:
+        require_known(str(key), names, name)
+    more = complete(holder.section, shared, name) if holder and shared else {}
+    return {KEY: value[KEY], **complete(kind, values, name), **more}
+
+
+def _split(
+    field: dataclasses.Field, value: Mapping[str, Any], name: str
+) -> tuple[type, dict[str, Any], dict[str, Any]]:
+    """Return the class that a mapping names, its values, and those of the section beside it, if there is one.
+
+    Raises:
+        UserError: There is no such class, or it has a field that the section beside it, which is used, has too.
+    """
+    kind = find_class(value[KEY], field.metadata[CLASSES], name)
+    holder = shared_holder(field)
+    names = {one.name for one in dataclasses.fields(kind)}
+    beside = {one.name for one in dataclasses.fields(holder.section)} if holder else set()
+    shared = {key: entry for key, entry in value.items() if key in beside - names}
+    clash = sorted(beside & names)
+    if shared and clash:
+        raise UserError(
+            f"{name}.{clash[0]}: expected no field of {kind.__name__}'s own of this name beside {next(iter(shared))}; "
+            "give it another"
+        )
+    return kind, {key: entry for key, entry in value.items() if key not in shared and key != KEY}, shared
+
+
+# ---------------------------------------------------------------------------------------------------- to dataclasses
+
+
+def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
+    """Make a dataclass of nested plain values; those that are such dataclasses already are taken as they are.
+
+    Args:
+        kind: The dataclass.
+        values: Of its fields.
+        name: What errors call it; "" for a whole config.
+
+    Raises:
+        UserError: An unknown or missing field, a value of another type, or one out of range: a line for each.
+    """
+    values = complete(kind, values, name)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints = get_type_hints(kind, include_extras=True)
+    mistakes = [_unknown_field(kind, values, name, name, key, values[key]) for key in values if key not in fields]
+    arguments = {}
     for key, field in fields.items():
         dotted = join(name, key)
-        if key in values:
-            result[key] = _checked(field, hints[key], values[key], dotted)
-        else:
-            result[key] = _checked(field, hints[key], _default(field, dotted), dotted)
-    return result
+        try:
+            if key not in values:
+                raise UserError(f"{dotted}: expected a value, it has no default")
+            if CLASSES not in field.metadata:
+                arguments[key] = validate(hints[key], values[key])
+            elif get_origin(hints[key]) is dict:
+                arguments[key] = {one: _object(field, entry, join(dotted, one)) for one, entry in values[key].items()}
+            else:
+                arguments[key] = _object(field, values[key], dotted)
+        except UserError as error:
+            mistakes += error.args
+        except ValidationError as error:
+            mistakes += describe(error, values[key], dotted, functools.partial(_unknown_field, kind, values, name))
+    if mistakes:
+        raise UserError(*mistakes)
+    return kind(**arguments)
 
 
-def require_known(key: str, known: Mapping[str, Any] | Sequence[str], name: str = "") -> None:
-    """Raises UserError for a field that does not exist; it says the nearest one that does."""
-    if key in known:
-        return
-    near = difflib.get_close_matches(key, [str(one) for one in known], n=1, cutoff=0.55)
-    hint = f"did you mean {join(name, near[0])}?" if near else f"there are: {listed(known)}"
-    raise UserError(f"{said(join(name, key))}: no such field; {hint}")
+def _object(field: dataclasses.Field, value: Mapping[str, Any], name: str) -> Any:
+    kind, values, shared = _split(field, value, name)
+    try:
+        made = build(kind, values, name)
+        holder = shared_holder(field)
+        return holder(made, build(holder.section, shared, name), name) if holder and shared else made
+    except UserError as error:  # the class names its own fields; what it is called here it does not know
+        raise UserError(*(line if line.startswith(name) else f"{name}.{line}" for line in error.args)) from error
 
 
-def _require_fields(kind: type, values: Mapping[str, Any]) -> None:
-    """Raises UserError for a name that no section of a whole config has.
+def validate(hint: Any, value: Any) -> Any:
+    """Return plain data as a value of a type, strictly: no text is a number, no number is text.
 
-    It says where TRL's field of that name has its place, which section has a field of that name, or the nearest name.
+    Raises:
+        ValidationError: It is none; `describe` says it in lines.
     """
-    unknown: list[_Unknown] = []
-    rest = _known(kind, values, unknown)
-    if not unknown:
-        return
-    known = list(flat(complete(kind, rest)))
-    path, section, own = unknown[0]
-    name, last = join(*path), path[-1]
-    same = [field for field in known if field.rpartition(".")[2] == last]
-    for part in reversed(path[len(section) :]):
+    return _adapter(hint).validate_json(json.dumps(value, default=shown))
+
+
+def typed(hint: Any, value: Any, name: str) -> Any:
+    """Return plain data as a value of a type that has no sections.
+
+    Raises:
+        UserError: It is none.
+    """
+    try:
+        return validate(hint, value)
+    except ValidationError as error:
+        raise UserError(*describe(error, value, name)) from error
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter:
+    # pydantic hands a config on to dataclasses inside a type, and refuses one for a dataclass itself
+    return TypeAdapter(hint | None if is_section(hint) else hint, config=_STRICT)
+
+
+def describe(error: ValidationError, value: Any, name: str, unknown: Any = None) -> list[str]:
+    """Return a line for each mistake that pydantic found: where, what was expected, what came.
+
+    Args:
+        error: What it raised.
+        value: The data.
+        name: What they are called.
+        unknown: (section, key, value) → the line about a name that a section has not.
+    """
+    lines: dict[str, str] = {}
+    for mistake in error.errors(include_url=False):
+        where, section, inner = name, name, value
+        reason, came = mistake["type"], mistake["input"]
+        for part in mistake["loc"]:
+            if isinstance(part, str) and not (isinstance(inner, Mapping) and (part in inner or reason == "missing")):
+                continue  # a member of a union
+            section = where
+            where = f"{where}[{part}]" if isinstance(part, int) else join(where, part)
+            inner = inner[part] if isinstance(part, int) else inner.get(part)
+        if reason == "unexpected_keyword_argument":
+            line = unknown(section, mistake["loc"][-1], came)
+        elif reason == "missing":
+            line = f"{where}: expected a value, it has no default"
+        elif reason == "value_error":  # of the user's own section
+            line = f"{where}: {mistake['ctx']['error']}"
+        else:
+            line = f"{where}: expected {_expected(mistake)}, got {shown(came)}"
+        lines.setdefault(where, line)  # of the members of a union, what the first one says
+    return list(lines.values())
+
+
+def _expected(mistake: Any) -> str:
+    reason, came = mistake["type"], mistake["input"]
+    if reason == "literal_error":
+        choices = re.findall(r"'([^']*)'|(\d+)", mistake["ctx"]["expected"])
+        names = [text or number for text, number in choices]
+        near = difflib.get_close_matches(str(came), names, n=1)
+        return f"one of {', '.join(names)}" + (f" (did you mean {near[0]}?)" if near else "")
+    expected = _EXPECTED.get(reason, mistake["msg"].removeprefix("Input should be "))
+    if reason == "list_type" and isinstance(came, str | int | float):
+        expected += f", such as [{came}]"
+    limits = mistake.get("ctx", {})
+    return expected.format(
+        **{name: f"{limit:.12g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
+    )
+
+
+def _unknown_field(kind: type, values: Mapping[str, Any], name: str, section: str, key: str, value: Any) -> str:
+    """Return the line about a name that a section has not.
+
+    In a whole config it says where TRL's field of that name has its place, or which section has a field of that name.
+    """
+    classes = {one.name: values[one.name] for one in dataclasses.fields(kind) if CLASSES in one.metadata}
+    options = [option for part in sections_of(kind, complete(kind, classes, name), name) for option in part.options]
+    prefix = re.sub(r"\[\d+]", "[]", f"{section}." if section else "")
+    inside = [option.name.removeprefix(prefix) for option in options if option.name.startswith(prefix)]
+    siblings = [*dict.fromkeys(inner.partition(".")[0].removesuffix("[]") for inner in inside)]
+    if name:
+        return no_such_field(key, siblings, section)
+    path = [key]
+    while isinstance(value, Mapping) and value:  # to the first field that is meant
+        inner, value = next(iter(value.items()))
+        path.append(str(inner))
+    names = [option.name for option in options if option.is_argument]
+    same = [one for one in names if one.rpartition(".")[2] == path[-1]]
+    dotted = join(section, *path)
+    for part in reversed(path):
         place = TRL.get(part)
-        if place and (place.stands_in(known) if place.fields else not same):
-            raise UserError(f"{said(name)}: no such field; {place.hint}")
+        if place and (place.stands_in(names) if place.fields else not same):
+            return f"{said(dotted)}: no such field; {place.hint}"
     if not section:
-        require_known(name, same or [*own, *known])
-    elif same and not difflib.get_close_matches(last, own, n=1, cutoff=0.8):
-        require_known(name, same)
-    require_known(path[len(section)], own, join(*section))
+        return no_such_field(dotted, same or [*siblings, *names])
+    if same and not difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.8):
+        return no_such_field(dotted, same)
+    return no_such_field(key, siblings, section)
 
 
-class _Unknown(NamedTuple):
-    """A field that does not exist: its path and its section's, and the fields which that section has."""
+def no_such_field(key: str, names: Iterable[str], section: str = "") -> str:
+    """Return the line about a field that does not exist, with the nearest one that does."""
+    names = [str(name) for name in names]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.55)
+    hint = f"did you mean {join(section, near[0])}?" if near else f"there are: {listed(names)}"
+    return f"{said(join(section, key))}: no such field; {hint}"
 
-    path: tuple[str, ...]
-    section: tuple[str, ...]
-    own: list[str]
+
+def require_known(key: str, names: Iterable[str], section: str = "") -> None:
+    """Raise UserError for a field that does not exist; it says the nearest one that does."""
+    if key not in names:
+        raise UserError(no_such_field(key, names, section))
 
 
-def _known(
-    kind: type, values: Mapping[str, Any], unknown: list[_Unknown], section: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """The values of fields that exist; the others are added to `unknown`."""
-    hints, own, result = get_type_hints(kind), [field.name for field in _of(kind)], {}
-    for key, value in values.items():
-        path = (*section, str(key))
-        if key in own:
-            inside = is_section(hints[key]) and isinstance(value, Mapping)
-            result[key] = _known(hints[key], value, unknown, path) if inside else value
+def listed(names: Iterable[str]) -> str:
+    """Return names in their order, as many as a line of an error has room for."""
+    text = ", ".join(sorted(names)) or "none"
+    return text if len(text) <= _LIST_WIDTH else f"{text[:_LIST_WIDTH].rpartition(', ')[0]}, …"
+
+
+# ---------------------------------------------------------------------------------------------------- to plain values
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return nested plain values of a dataclass; `build` makes it again of them."""
+    return _nested(_leaves(config))
+
+
+def to_yaml(config: Any) -> str:
+    """Return a dataclass as YAML that `--config` reads back."""
+    import yaml
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """Return the fields that change what is learned, {"section.field": plain value}: those without `may_change`."""
+    return {".".join(path): value for path, value in _leaves(config, lasting=True)}
+
+
+def differences(saved: Mapping[str, Any], config: Any) -> list[str]:
+    """Return the fields in which a config differs from a saved `identity`, each as "name: saved → now"."""
+    now = identity(config)
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    return [f"{name}: {saved.get(name)} → {now.get(name)}" for name in names]
+
+
+_Leaves = Iterator[tuple[tuple[str, ...], Any]]
+
+
+def _leaves(config: Any, path: tuple[str, ...] = (), *, lasting: bool = False) -> _Leaves:
+    """Yield the path and the plain value of each field, of all sections; `lasting` leaves out those that may change."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        here = (*path, field.name)
+        if lasting and field.metadata.get(MAY_CHANGE):
             continue
-        while isinstance(value, Mapping) and value:  # to the first field that is meant
-            inner, value = next(iter(value.items()))
-            path = (*path, str(inner))
-        unknown.append(_Unknown(path, section, own))
+        if CLASSES in field.metadata and isinstance(value, Mapping):
+            if not value and not lasting:
+                yield here, {}
+            for key, entry in value.items():
+                yield from _object_leaves(field, entry, (*here, key), lasting=lasting)
+        elif CLASSES in field.metadata:
+            yield from _object_leaves(field, value, here, lasting=lasting)
+        elif dataclasses.is_dataclass(value):
+            yield from _leaves(value, here, lasting=lasting)
+        else:
+            value = _dumped(value, lasting=lasting)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            yield here, float(value) if whole and float in members_of(hints[field.name]) else value
+
+
+def _object_leaves(field: dataclasses.Field, value: Any, path: tuple[str, ...], *, lasting: bool = False) -> _Leaves:
+    holder = shared_holder(field)
+    parts = value.parts if holder and isinstance(value, holder) else (value,)
+    yield (*path, KEY), class_name(type(parts[0]), field.metadata[CLASSES])
+    for part in parts:
+        yield from _leaves(part, path, lasting=lasting)
+
+
+def _dumped(value: Any, *, lasting: bool) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _nested(_leaves(value, lasting=lasting))
+    if isinstance(value, Mapping):
+        return {str(key): _dumped(entry, lasting=lasting) for key, entry in value.items()}
+    return [_dumped(entry, lasting=lasting) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _nested(leaves: _Leaves) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for path, value in leaves:
+        inner = result
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
     return result
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values as {"section.field": value}."""
+    """Return nested values as {"section.field": value}."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{prefix}{name}"
@@ -143,42 +449,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def listed(names: Iterable[str]) -> str:
-    """Names in their order, as many as a line of an error has room for."""
-    text = ", ".join(sorted(names)) or "none"
-    return text if len(text) <= _LISTED else f"{text[:_LISTED].rpartition(', ')[0]}, …"
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain values of a dataclass; `build` makes it again of them."""
-    hints = get_type_hints(type(config))
-    return {
-        field.name: _widened(hints[field.name], _plain(getattr(config, field.name), field.metadata))
-        for field in _of(type(config))
-    }
-
-
-def to_yaml(config: Any) -> str:
-    """A dataclass as YAML that `--config` reads back."""
-    import yaml
-
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
-
-
-def identity(config: Any) -> dict[str, Any]:
-    """The fields that change what is learned, {"section.field": plain value}: those not declared `may_change`."""
-    return dict(_identity(config, ""))
-
-
-def differences(saved: Mapping[str, Any], config: Any) -> list[str]:
-    """The fields in which a config differs from a saved `identity`, each as "name: saved → now"."""
-    now = identity(config)
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-    return [f"{name}: {saved.get(name)} → {now.get(name)}" for name in names]
-
-
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings laid one over the other: the later ones win; lists are replaced whole."""
+    """Return nested mappings laid one over the other: the later ones win; lists are replaced whole."""
     result: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -187,247 +459,3 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
                 value = merged(below, value)
             result[key] = value
     return result
-
-
-def _of(kind: type) -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(kind)
-
-
-def is_section(hint: Any) -> TypeGuard[type]:
-    """Whether the type of a field is a dataclass."""
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
-
-
-def join(*parts: str) -> str:
-    """Names as one dotted name; empty ones are left out."""
-    return ".".join(part for part in parts if part)
-
-
-def _default(field: dataclasses.Field, name: str) -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    raise UserError(f"{name}: expected a value, it has no default")
-
-
-# ------------------------------------------------------------------------------------------------- to dataclasses
-
-
-def _checked(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
-    """The value as plain data of the field's type."""
-    places = field.metadata.get(CLASSES)
-    if places is None:
-        return typed(hint, value, name)
-    if get_origin(hint) is not dict:
-        return _named_values(field, value, name)
-    value = typed(dict[str, Any], value, name)
-    return {key: _named_values(field, entry, join(name, key)) for key, entry in value.items()}
-
-
-def _named_values(field: dataclasses.Field, value: Any, name: str) -> dict[str, Any]:
-    places = field.metadata[CLASSES]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(value, field.metadata)
-    value = {KEY: value} if isinstance(value, str) else value
-    if not isinstance(value, Mapping) or KEY not in value:
-        raise UserError(f"{name}.{KEY}: expected the name of a class, package.module:Class or file.py:Class")
-    kind = find_class(value[KEY], places, name)
-    others = {key: entry for key, entry in value.items() if key != KEY}
-    shared = beside_of(field.metadata)
-    if shared is None:
-        return {KEY: value[KEY], **complete(kind, others, name)}
-    known = [*(one.name for one in _of(kind)), *shared.fields]
-    for key in others:
-        require_known(str(key), known, name)
-    own, more = shared.split(others, kind, name)
-    return {KEY: value[KEY], **complete(kind, own, name), **(complete(shared.section, more, name) if more else {})}
-
-
-def _made(field: dataclasses.Field, hint: Any, value: Any, name: str) -> Any:
-    """The object that the field holds, of complete plain values."""
-    places = field.metadata.get(CLASSES)
-    if places is None:
-        return _object(hint, value, name)
-    if get_origin(hint) is not dict:
-        return _named_object(field, value, name)
-    return {key: _named_object(field, entry, join(name, key)) for key, entry in value.items()}
-
-
-def _named_object(field: dataclasses.Field, value: Mapping[str, Any], name: str) -> Any:
-    others = {key: entry for key, entry in value.items() if key != KEY}
-    kind = find_class(value[KEY], field.metadata[CLASSES], name)
-    shared = beside_of(field.metadata)
-    own, more = (others, {}) if shared is None else shared.split(others, kind, name)
-    try:
-        made = build(kind, own, name)
-        return shared.holder(made, build(shared.section, more, name), name) if shared and more else made
-    except UserError as error:  # the class names its own fields; what it is called here it does not know
-        raise error if str(error).startswith(name) else UserError(f"{name}.{error}") from error
-
-
-def _object(hint: Any, value: Any, name: str) -> Any:
-    """Plain values with the dataclasses that a type asks for in their places."""
-    if is_section(hint):
-        return build(hint, value, name)
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is list and is_section(inner[0]):
-        return [build(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
-    if origin is dict and is_section(inner[1]):
-        return {key: build(inner[1], entry, join(name, key)) for key, entry in value.items()}
-    return value
-
-
-# ----------------------------------------------------------------------------------------------------------- types
-
-
-def typed(hint: Any, value: Any, name: str) -> Any:
-    """A plain value of a type; numbers may be written as text, as YAML gives 1e-6.
-
-    Raises:
-        UserError: It is of another type.
-    """
-    if is_section(hint):
-        value = value.read(name) if isinstance(value, Words) else value
-        return complete(hint, to_dict(value) if isinstance(value, hint) else ({} if value is None else value), name)
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return _one_of(inner, value, name)
-    if isinstance(value, Words) and origin is list and not is_section(inner[0]):
-        value = _entries_of(inner[0], value, name)
-    elif isinstance(value, Words):
-        value = str(value) if hint is str or origin is Literal else value.read(name)
-    if origin is Literal:
-        near = difflib.get_close_matches(str(value), [str(choice) for choice in inner], n=1)
-        words = ", ".join(map(str, inner)) + (f" (did you mean {near[0]}?)" if near else "")
-        require(value in inner and not isinstance(value, bool), name, f"one of {words}", value)
-        return value
-    if origin is list:
-        value = _spelled_out(inner[0], value)
-        expected = f"a list, such as [{value}]" if isinstance(value, str | int | float) else "a list"
-        require(isinstance(value, list | tuple), name, expected, value)
-        return [typed(inner[0], entry, f"{name}[{index}]") for index, entry in enumerate(value)]
-    if origin is dict:
-        require(isinstance(value, Mapping), name, "a mapping", value)
-        for key in value:
-            require(isinstance(key, str), name, "names as keys", key)
-        return {str(key): typed(inner[1], entry, join(name, str(key))) for key, entry in value.items()}
-    return _scalar(hint, value, name)
-
-
-def _entries_of(kind: Any, words: Words, name: str) -> Any:
-    """A list, which words may be without brackets: one entry, or several with commas where entries are no texts."""
-    value = words.read(name)
-    if not isinstance(value, str | int | float):
-        return value
-    texts = kind is str or str in get_args(kind)
-    require(
-        "," not in words or not texts, name, "a list, such as '[one, two]' or '[\"one, with a comma\"]'", str(words)
-    )
-    return [words] if texts else [Words(part.strip()) for part in words.split(",")]
-
-
-def _spelled_out(kind: Any, value: Any) -> Any:
-    """A list of sections of which some are texts, or a text alone, where the section says what a text stands for."""
-    shorthand = getattr(kind, "shorthand", None)
-    if shorthand is None:
-        return value
-    value = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-    if not isinstance(value, list | tuple):
-        return value
-    return [{shorthand: entry} if isinstance(entry, str) else entry for entry in value]
-
-
-def _one_of(choices: Sequence[Any], value: Any, name: str) -> Any:
-    none = value is None or (isinstance(value, Words) and value == "null")
-    if none and type(None) in choices:
-        return None
-    errors = []
-    for choice in (choice for choice in choices if choice is not type(None)):
-        try:
-            return typed(choice, value, name)
-        except UserError as error:
-            errors.append(error)
-    raise errors[0]
-
-
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-
-
-def _scalar(hint: Any, value: Any, name: str) -> Any:
-    if hint is Any:
-        return value
-    if hint is float:
-        return _number(value, name)
-    fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    require(fits, name, _WORDS.get(hint, str(hint)), value)
-    if isinstance(value, str):
-        try:
-            require_text(value)
-        except ValueError as error:
-            raise UserError(f"{name}: {error}") from error
-    elif not isinstance(value, bool) and isinstance(value, int):
-        require(-(2**63) <= value < 2**63, name, "a whole number of 64 bits", value)
-    return value
-
-
-def _number(value: Any, name: str) -> float:
-    """A finite float; no field has a meaning for others."""
-    number = None
-    if isinstance(value, float | int | str) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):  # no number, or a whole one beyond all floats
-            number = math.inf if isinstance(value, int) else None
-    require(number is not None, name, _WORDS[float], value)
-    assert number is not None
-    require(math.isfinite(number), name, "a finite number", value if isinstance(value, int) else number)
-    return number
-
-
-# -------------------------------------------------------------------------------------------------- to plain values
-
-
-def _plain(value: Any, metadata: Mapping[str, Any]) -> Any:
-    places = metadata.get(CLASSES)
-    if places is not None and isinstance(value, Mapping):
-        return {key: _plain(entry, metadata) for key, entry in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if places is None:
-            return to_dict(value)
-        held, section = object_of(value, metadata)
-        return {KEY: class_name(type(held), places), **to_dict(held), **({} if section is None else to_dict(section))}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry, {}) for key, entry in value.items()}
-    return [_plain(entry, {}) for entry in value] if isinstance(value, list | tuple) else value
-
-
-def _lasting(value: Any) -> Any:
-    """A plain value; of the sections in a list, the fields that may not change."""
-    if isinstance(value, list | tuple):
-        return [dict(_identity(entry, "")) if is_section(type(entry)) else _plain(entry, {}) for entry in value]
-    return _plain(value, {})
-
-
-def _widened(hint: Any, value: Any) -> Any:
-    """A whole number that Python code gave for a float as that float, as a file of it would be read."""
-    floats = hint is float or float in get_args(hint)
-    return float(value) if floats and isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _identity(config: Any, prefix: str) -> list[tuple[str, Any]]:
-    found, hints = [], get_type_hints(type(config))
-    for field in _of(type(config)):
-        if field.metadata.get(MAY_CHANGE):
-            continue
-        value, name = getattr(config, field.name), join(prefix, field.name)
-        places = field.metadata.get(CLASSES)
-        entries = value.items() if places is not None and isinstance(value, Mapping) else [("", value)]
-        for key, held in entries:
-            inner, (entry, _) = join(name, key), object_of(held, field.metadata)
-            if dataclasses.is_dataclass(entry):
-                found += [(f"{inner}.{KEY}", class_name(type(entry), places))] if places is not None else []
-                found += _identity(entry, inner)
-            else:
-                found.append((inner, _widened(hints[field.name], _lasting(entry))))
-    return found

@@ -1,16 +1,21 @@
-"""Files that a run reads whole: its own and its users' configs, JSON and lists, within bounds of size, time and depth.
+"""Files that a run reads whole, and the YAML and JSON in them, within bounds of size, time and depth.
 
 A path may lead to a device without an end, to a pipe that nobody writes into, or to what a disk has damaged. Whatever
-it is, it takes at most the memory of its bound to find that out, and the error is one line with the path.
+it is, it takes at most the memory of its bound to find that out, and the error is one line with the path. YAML and JSON
+allow what no config or prompt means and later code cannot hold: a key twice, texts that are not Unicode, numbers of a
+thousand digits, nesting without end, and in YAML ten lines that stand for a billion entries.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import select
 import stat
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +26,22 @@ MOST_BYTES = 2**28
 """Of a file that is read whole, by default."""
 SILENCE_SECONDS = 60.0
 """How long nothing may come from a pipe or a terminal."""
-_AT_ONCE = 2**20  # bytes
-_DEEPEST = 100  # levels of JSON that a program wrote; those who walk it call themselves
+DEEPEST = 32
+"""Levels of nesting of what users write; it is walked by functions that call themselves."""
+LONGEST = 2**20
+"""Characters of a YAML text: a config, not data."""
+_PART = 2**20  # bytes read at once
+_DEEPEST_WRITTEN = 100  # levels of JSON that a program wrote
+_MOST_ENTRIES = 100_000  # that a YAML text stands for
+_DIGITS = 400  # of a number: a float's 309 among them
+_JSON_TYPES = {dict: "object", list: "list"}
+
+
+# ------------------------------------------------------------------------------------------------------------ bytes
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a file; of a pipe or a device, as `/dev/stdin` and `<(command)` are, what comes until its end.
+    """Return the content of a file; of a pipe or a device, as `/dev/stdin` and `<(command)` are, what comes to its end.
 
     Args:
         path: Of the file.
@@ -39,11 +54,12 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         regular = stat.S_ISREG(os.fstat(handle).st_mode)
-        parts, size = [], 0
+        parts = []
+        size = 0
         while size <= most:
             if not regular:
                 _wait(handle)
-            part = os.read(handle, min(_AT_ONCE, most + 1 - size))
+            part = os.read(handle, min(_PART, most + 1 - size))
             if not part:
                 return b"".join(parts)
             parts.append(part)
@@ -53,8 +69,18 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     raise ValueError(f"it holds more than {most:,} bytes")
 
 
+def _wait(handle: int) -> None:
+    """Wait until a pipe or a device has more, or has ended."""
+    end = time.monotonic() + SILENCE_SECONDS
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    while not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+        if time.monotonic() >= end:
+            raise ValueError(f"nothing came from it for {SILENCE_SECONDS:g} s, it is no file but a pipe or a device")
+
+
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
-    """A file as text, without the mark that some programs put before UTF-8.
+    """Return a file as text, without the mark that some programs put before UTF-8.
 
     Raises:
         UserError: It cannot be read, is too long (as `read_bytes`) or not UTF-8.
@@ -69,8 +95,11 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
         raise UserError(f"{said(path, 200)}: cannot be read ({error})") from error
 
 
+# ---------------------------------------------------------------------------------------- JSON that a program wrote
+
+
 def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
-    """The value in a JSON file that a program wrote.
+    """Return the value in a JSON file that a program wrote.
 
     Args:
         path: Of the file.
@@ -89,7 +118,7 @@ def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ign
 
 
 def parse_json(text: str | bytes, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
-    """The value of a JSON text that a program wrote: as `json.loads`, but every error is a ValueError of one line.
+    """Return the value of a JSON text that a program wrote: as `json.loads`, but every error is a one-line ValueError.
 
     Raises:
         ValueError: It is no JSON, nested deeper than any program writes it, or of another kind.
@@ -97,30 +126,179 @@ def parse_json(text: str | bytes, kind: type[Value] = dict) -> Value:  # type: i
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+        raise _too_deep(_DEEPEST_WRITTEN) from None
     except ValueError as error:
         raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from error
-    _require_shallow(value)
+    _require_depth(value, _DEEPEST_WRITTEN)
     if not isinstance(value, kind):
-        raise ValueError(f"expected a JSON {_CALLED.get(kind, kind.__name__)}, got {shown(value)}")
+        raise ValueError(f"expected a JSON {_JSON_TYPES.get(kind, kind.__name__)}, got {shown(value)}")
     return value
 
 
-_TOO_DEEP = f"nested deeper than {_DEEPEST} levels"
-_CALLED = {dict: "object", list: "list"}
-
-
-def _require_shallow(value: Any, depth: int = 0) -> None:
-    if depth > _DEEPEST:
-        raise ValueError(_TOO_DEEP)
+def _require_depth(value: Any, most: int, depth: int = 0) -> None:
+    if depth > most:
+        raise _too_deep(most)
     for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _require_shallow(entry, depth + 1)
+        _require_depth(entry, most, depth + 1)
 
 
-def _wait(handle: int) -> None:
-    """Waits until a pipe or a device has more, or has ended."""
-    poll, begun = select.poll(), time.monotonic()
-    poll.register(handle, select.POLLIN)
-    while not poll.poll(max(0.0, begun + SILENCE_SECONDS - time.monotonic()) * 1000):
-        if time.monotonic() - begun >= SILENCE_SECONDS:
-            raise ValueError(f"nothing came from it for {SILENCE_SECONDS:g} s, it is no file but a pipe or a device")
+def _too_deep(most: int) -> ValueError:
+    return ValueError(f"nested deeper than {most} levels")
+
+
+# --------------------------------------------------------------------------------------- YAML and JSON that users write
+
+
+def read_yaml(text: str) -> Any:
+    """Return the value of a YAML text: plain data that can be written again.
+
+    Raises:
+        ValueError: Says in one line why it is none, or none that can be used.
+    """
+    import yaml
+
+    if len(text) > LONGEST:
+        raise ValueError(f"expected a config, got {len(text):,} characters")
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_entries(node, {})
+        value = loader.construct_document(node)
+    except RecursionError:
+        raise _too_deep(DEEPEST) from None
+    except _Refused:
+        raise
+    except Exception as error:  # YAML's own constructors fail in many ways at numbers and dates that are none
+        reason = str(error).partition(";")[0] if not isinstance(error, yaml.YAMLError) else str(error)
+        raise ValueError(f"not valid YAML: {' '.join(reason.split())[:160]}") from error
+    return checked(value)
+
+
+class _Refused(ValueError):
+    """A YAML text that is valid and stands for what cannot be used."""
+
+
+def _count_entries(node: Any, sizes: dict[int, float], depth: int = 0) -> float:
+    """Return the entries that a YAML node stands for, references written out."""
+    import yaml
+
+    line = node.start_mark.line + 1
+    if id(node) in sizes:
+        if math.isnan(sizes[id(node)]):
+            raise _Refused(f"&reference of line {line} holds itself")
+        return sizes[id(node)]
+    if depth > DEEPEST:
+        raise _Refused(*_too_deep(DEEPEST).args)
+    sizes[id(node)] = math.nan  # until its size is known: whoever meets it now is inside it
+    children = []
+    if isinstance(node, yaml.MappingNode):
+        _refuse_twice(node)
+        children = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        children = node.value
+    size = 1.0 + sum(_count_entries(child, sizes, depth + 1) for child in children)
+    if size > _MOST_ENTRIES:
+        raise _Refused(f"line {line} stands for more than {_MOST_ENTRIES:,} entries")
+    sizes[id(node)] = size
+    return size
+
+
+def _refuse_twice(node: Any) -> None:
+    seen = set()
+    for key, _ in node.value:
+        if isinstance(key.value, str) and (key.tag, key.value) in seen:
+            raise _Refused(f"line {key.start_mark.line + 1}: {shown(key.value)} stands twice in one section")
+        seen.add((key.tag, key.value if isinstance(key.value, str) else id(key)))
+
+
+def read_json(text: str, *, whole: int | None = 2**63) -> Any:
+    """Return the value of a JSON text: plain data that can be written again.
+
+    Args:
+        text: One value.
+        whole: As `checked` has it.
+
+    Raises:
+        ValueError: Says in one line why it is none, or none that can be used.
+    """
+    if text.startswith("\ufeff"):
+        raise ValueError("not JSON (Unexpected UTF-8 BOM)")
+    try:
+        return checked(_decoder().decode(text), whole=whole)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    except RecursionError:
+        raise _too_deep(DEEPEST) from None
+
+
+@functools.cache
+def _decoder() -> json.JSONDecoder:
+    hooks: dict[str, Any] = {"parse_int": _whole, "parse_float": _finite, "parse_constant": _constant}
+    return json.JSONDecoder(object_pairs_hook=_object, **hooks)
+
+
+def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"{shown(key)} stands twice in one object")
+        values[key] = value
+    return values
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{shown(digits)} is too large a number")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def checked(value: Any, *, whole: int | None = 2**63, depth: int = 0) -> Any:
+    """Return the value, where all in it can be written again.
+
+    Args:
+        value: Plain data.
+        whole: Whole numbers are below this in size, by default those of 64 bits; None for any.
+        depth: Levels above it.
+
+    Raises:
+        ValueError: A text is not Unicode or holds NUL, a number is too large, or it is nested too deeply.
+    """
+    if depth > DEEPEST:
+        raise _too_deep(DEEPEST)
+    if isinstance(value, str):
+        require_text(value)
+    elif isinstance(value, int) and whole is not None and not -whole <= value < whole:
+        raise ValueError(f"{shown(value)} is a whole number beyond 64 bits")
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            checked(key, whole=whole, depth=depth + 1)
+            checked(entry, whole=whole, depth=depth + 1)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            checked(entry, whole=whole, depth=depth + 1)
+    elif not isinstance(value, int | float | None):
+        raise ValueError(f"{shown(value)} is read as a {type(value).__name__}: put it in quotes for text")
+    return value
+
+
+def require_text(text: str) -> None:
+    """Raise ValueError for text with NUL or half a character, which no file, path or tokenizer takes."""
+    if "\0" in text:
+        raise ValueError(f"{shown(text)} holds a NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{shown(text)} holds half a character (a lone surrogate): it is not Unicode text") from None

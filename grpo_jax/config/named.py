@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_jax.config.fields import SHARED
 from grpo_jax.errors import Stopped, UserError, extras_named, one_line, shown
 
 KEY = "kind"
@@ -65,6 +67,16 @@ def built_in_names(places: Sequence[str]) -> list[str]:
                 if inner.is_file() and inner.suffix == ".py" and not path.name.startswith("_"):
                     names.add(path.stem)
     return sorted(names)
+
+
+@functools.cache
+def _load_holder(path: str) -> Any:
+    return load_object(path, "config")
+
+
+def shared_holder(field: dataclasses.Field) -> Any:
+    """Return the class that holds an object of a field together with a shared section (`fields.named`), or None."""
+    return _load_holder(field.metadata[SHARED]) if field.metadata[SHARED] else None
 
 
 def load_object(path: str, what: str) -> Any:

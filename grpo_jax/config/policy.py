@@ -1,14 +1,13 @@
-"""The policy that is trained: the config's section `policy`.
-
-Every field has its help line in the docstring of its class.
-"""
+"""Section `policy` of the config. Help lines stand in the docstrings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from grpo_jax.config.fields import LENGTH, WIDTH, may_change, require, require_sizes
+from annotated_types import Ge, Le
+
+from grpo_jax.config.fields import LENGTH, WIDTH, Positive, check_ranges, may_change, require
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["default", "high", "highest"]
@@ -28,27 +27,28 @@ class LoraSection:
             those that it has.
     """
 
-    rank: int = 0
-    alpha: float = 32.0
+    rank: Annotated[int, Ge(0), Le(WIDTH)] = 0
+    alpha: Positive = 32.0
     targets: list[str] = field(default_factory=list)
     vision: bool = False
     path: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        require_sizes(self, "policy.lora.", {"rank": (0, WIDTH)})
-        require(self.alpha > 0, "policy.lora.alpha", "a number > 0", self.alpha)
-        if self.path is not None:
-            own = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
-            alone = own == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
-            require(
-                alone,
-                "policy.lora.path",
-                "no rank, alpha or targets beside it, nor vision: the adapter has its own",
-                own,
-            )
-        used = self.used or not self.vision
-        require(used, "policy.lora.vision", "false without adapters (policy.lora.rank 0; policy.vision train)", True)
+        """Check the ranges and what does not go together."""
+        check_ranges(self, "policy.lora")
+        beside = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
+        require(
+            self.path is None or beside == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False},
+            "policy.lora.path",
+            "no rank, alpha or targets beside it, nor vision: the adapter has its own",
+            beside,
+        )
+        require(
+            self.used or not self.vision,
+            "policy.lora.vision",
+            "false without adapters (policy.lora.rank 0; policy.vision train)",
+            self.vision,
+        )
 
     @property
     def used(self) -> bool:
@@ -70,18 +70,21 @@ class NewPolicySection:
     """
 
     architecture: Literal["llama", "gpt2"] = "llama"
-    width: int = 96
-    layers: int = 2
-    heads: int = 4
-    vocabulary: int = 0
-    window: int = 256
+    width: Annotated[int, Ge(1), Le(2**16)] = 96
+    layers: Annotated[int, Ge(1), Le(1024)] = 2
+    heads: Annotated[int, Ge(1), Le(2**16)] = 4
+    vocabulary: Annotated[int, Ge(0), Le(LENGTH)] = 0
+    window: Annotated[int, Ge(1), Le(WIDTH)] = 256
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        ranges = {"width": (1, 2**16), "layers": (1, 1024), "heads": (1, 2**16), "window": (1, WIDTH)}
-        require_sizes(self, "policy.new.", {**ranges, "vocabulary": (0, LENGTH)})
-        even = self.width % self.heads == 0 and self.width // self.heads % 2 == 0
-        require(even, "policy.new.heads", f"a number that divides width = {self.width} into even parts", self.heads)
+        """Check the ranges."""
+        check_ranges(self, "policy.new")
+        require(
+            self.width % (2 * self.heads) == 0,
+            "policy.new.heads",
+            f"a number that divides width = {self.width} into even parts",
+            self.heads,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,12 @@ class MeshSection:
         tensor: Parts that heads, MLP and vocabulary are cut into.
     """
 
-    fsdp: int = 1
-    tensor: int = 1
+    fsdp: Annotated[int, Ge(1), Le(2**16)] = 1
+    tensor: Annotated[int, Ge(1), Le(2**16)] = 1
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        require_sizes(self, "policy.mesh.", dict.fromkeys(("fsdp", "tensor"), (1, 2**16)))
+        """Check the ranges."""
+        check_ranges(self, "policy.mesh")
 
     @property
     def size(self) -> int:
@@ -147,8 +150,10 @@ class PolicySection:
         return self.mesh.size + (self.sampler_devices == "own")
 
     def __post_init__(self) -> None:
-        """Checks what cannot be together."""
-        alone = self.vision == "frozen" or not self.lora.used
+        """Check what cannot be together."""
         require(
-            alone, "policy.vision", "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)", "train"
+            self.vision == "frozen" or not self.lora.used,
+            "policy.vision",
+            "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)",
+            self.vision,
         )

@@ -73,7 +73,7 @@ class Config:
             "gpu:0,gpu:1". A part that is left out is on "auto".
     """
 
-    anew: ClassVar[Mapping[str, Any]] = {"policy.lora.path": {"policy": {"lora": to_dict(LoraSection())}}}
+    resets: ClassVar[Mapping[str, Any]] = {"policy.lora.path": {"policy": {"lora": to_dict(LoraSection())}}}
     """What a file says of other fields gives way to an argument of this name: an adapter has a rank of its own."""
 
     task: Any = named(*TASKS)
@@ -90,7 +90,7 @@ class Config:
     hub_private: bool = may_change(False)
     on_judge_error: Literal["stop", "missing"] = may_change("stop")
     judge_timeout: float = may_change(1800.0)
-    judges: dict[str, Any] = named(*JUDGES, default_factory=dict, beside=POOLED)
+    judges: dict[str, Any] = named(*JUDGES, default_factory=dict, shared=POOLED)
     policy: PolicySection = field(default_factory=PolicySection)
     data: DataSection = field(default_factory=DataSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)

@@ -1,15 +1,29 @@
-"""The sections of a run's config that every task of language shares, one frozen dataclass each.
+"""Sections of the config that all tasks of language share. Help lines stand in the classes' docstrings.
 
-The policy and the algorithm have modules of their own. Every field has its help line in the docstring of its class.
+The policy and the algorithm have modules of their own.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from grpo_jax.config.fields import COEFFICIENT, COUNT, LENGTH, may_change, require, require_sizes
+from annotated_types import Ge, Le, Lt
+
+from grpo_jax.config.fields import (
+    COEFFICIENT,
+    LENGTH,
+    Coefficient,
+    Count,
+    Length,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    check_ranges,
+    may_change,
+    require,
+)
 
 MOST_TURNS = 64
 _TEMPLATE_ARGUMENTS = (
@@ -57,31 +71,35 @@ class DataSection:
     validation: str = ""
     test: str = ""
     columns: dict[str, str] = field(default_factory=dict)
-    held_out: float = 0.2
+    held_out: Annotated[NonNegative, Lt(0.5)] = 0.2
     form: Literal["rewrite", "append"] = "rewrite"
     instruction: str = ""
     system_prompt: str = ""
     enable_thinking: bool = False
     tools: list[dict[str, Any]] | str = field(default_factory=list)
     chat_template_options: dict[str, Any] = field(default_factory=dict)
-    max_prompt_tokens: int = 256
-    picture_size: int | None = None
+    max_prompt_tokens: Length = 256
+    picture_size: Annotated[int, Ge(0), Le(LENGTH)] | None = None
     allowed_tokens: Literal["all", "ascii", "english"] = "all"
     forbidden_tokens: list[int | str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        require(0 <= self.held_out < 0.5, "data.held_out", "a share in [0, 0.5)", self.held_out)
+        """Check the ranges and what does not go together."""
+        check_ranges(self, "data")
         for name in ("system_prompt", "tools", "chat_template_options"):
-            given = getattr(self, name)
-            told = self.form != "append" or not given
-            require(told, f"data.{name}", "nothing with form 'append', which has no chat", given)
-        own = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
-        where = "data.chat_template_options"
-        require(not own, where, "what the template itself knows (data.tools and data.enable_thinking apart)", own)
-        require_sizes(self, "data.", {"max_prompt_tokens": (1, LENGTH)})
-        size = self.picture_size
-        require(size is None or 0 <= size <= LENGTH, "data.picture_size", "null, 0 or a number of pixels", size)
+            require(
+                self.form != "append" or not getattr(self, name),
+                f"data.{name}",
+                "nothing with form 'append', which has no chat",
+                getattr(self, name),
+            )
+        reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
+        require(
+            not reserved,
+            "data.chat_template_options",
+            "what the template itself knows (data.tools and data.enable_thinking apart)",
+            reserved,
+        )
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -115,41 +133,49 @@ class SamplingSection:
             pictures among them; a longer answer is refused as a failed judge is.
     """
 
-    group_size: int = 8
+    group_size: Length = 8
     group: Literal["samples", "distinct", "beams"] = "samples"
-    keep_prompt: int = 0
-    max_new_tokens: int = 32
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    min_new_tokens: int = 0
-    repetition_penalty: float = 1.0
+    keep_prompt: Annotated[int, Ge(0)] = 0
+    max_new_tokens: Length = 32
+    temperature: Positive = 1.0
+    top_k: Count = 0
+    top_p: Annotated[Positive, Le(1)] = 1.0
+    min_p: Annotated[NonNegative, Lt(1)] = 0.0
+    min_new_tokens: Annotated[int, Ge(0)] = 0
+    repetition_penalty: Positive = 1.0
     stop: list[str] = field(default_factory=list)
-    turns: int = 1
-    max_answer_tokens: int = 64
+    turns: Annotated[int, Ge(1), Le(MOST_TURNS)] = 1
+    max_answer_tokens: Length = 64
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        ranges = {"group_size": (1, LENGTH), "max_new_tokens": (1, LENGTH), "top_k": (0, COUNT)}
-        ranges |= {"turns": (1, MOST_TURNS), "max_answer_tokens": (1, LENGTH)}
-        require_sizes(self, "sampling.", ranges)
-        group, kept = self.group_size, self.keep_prompt
-        fewer = f"a number in [0, group_size - 1 = {group - 1}], for something must be written"
-        require(0 <= kept < group, "sampling.keep_prompt", fewer, kept)
-        once = kept == 0 or self.turns == 1
-        require(once, "sampling.keep_prompt", "0 with sampling.turns above 1: a prompt is not written in turns", kept)
-        require(self.temperature > 0, "sampling.temperature", "a number > 0", self.temperature)
-        require(0 < self.top_p <= 1, "sampling.top_p", "a number in (0, 1]", self.top_p)
-        require(0 <= self.min_p < 1, "sampling.min_p", "a number in [0, 1)", self.min_p)
-        longest, fewest, penalty = self.max_new_tokens, self.min_new_tokens, self.repetition_penalty
-        within = f"a number in [0, max_new_tokens = {longest}]"
-        require(0 <= fewest <= longest, "sampling.min_new_tokens", within, fewest)
-        require(penalty > 0, "sampling.repetition_penalty", "a number > 0", penalty)
+        """Check the ranges and what does not go together."""
+        check_ranges(self, "sampling")
+        require(
+            self.keep_prompt < self.group_size,
+            "sampling.keep_prompt",
+            f"a number in [0, group_size - 1 = {self.group_size - 1}], for something must be written",
+            self.keep_prompt,
+        )
+        require(
+            self.keep_prompt == 0 or self.turns == 1,
+            "sampling.keep_prompt",
+            "0 with sampling.turns above 1: a prompt is not written in turns",
+            self.keep_prompt,
+        )
+        require(
+            self.min_new_tokens <= self.max_new_tokens,
+            "sampling.min_new_tokens",
+            f"a number in [0, max_new_tokens = {self.max_new_tokens}]",
+            self.min_new_tokens,
+        )
         require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
-        for name, none in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1)):
-            alike, given = f"{none}: sampling.group {self.group} knows temperature alone", getattr(self, name)
-            require(self.group == "samples" or given == none, f"sampling.{name}", alike, given)
+        for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1)):
+            require(
+                self.group == "samples" or getattr(self, name) == off,
+                f"sampling.{name}",
+                f"{off}: sampling.group {self.group} knows temperature alone",
+                getattr(self, name),
+            )
 
     @property
     def written_completions(self) -> int:
@@ -183,22 +209,17 @@ class OptimizerSection:
         max_grad_norm: Gradients are scaled down to this global norm; 0 for never.
     """
 
-    learning_rate: float | None = None
+    learning_rate: Positive | None = None
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.99
-    max_grad_norm: float = 1.0
+    warmup_steps: Count = 0
+    weight_decay: Coefficient = 0.0
+    beta1: Annotated[NonNegative, Lt(1)] = 0.9
+    beta2: Annotated[NonNegative, Lt(1)] = 0.99
+    max_grad_norm: NonNegative = 1.0
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        rate = self.learning_rate
-        require(rate is None or rate > 0, "optimizer.learning_rate", "null or a number > 0", rate)
-        require_sizes(self, "optimizer.", {"warmup_steps": (0, COUNT), "weight_decay": (0, COEFFICIENT)})
-        require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "a number >= 0", self.max_grad_norm)
-        for name in ("beta1", "beta2"):
-            require(0 <= getattr(self, name) < 1, f"optimizer.{name}", "a number in [0, 1)", getattr(self, name))
+        """Check the ranges."""
+        check_ranges(self, "optimizer")
 
 
 @dataclass(frozen=True)
@@ -229,38 +250,26 @@ class TrainingSection:
             reward or of a watched measure.
     """
 
-    prompts_per_batch: int = 12
-    max_steps: int = may_change(100)
-    num_epochs: int = may_change(1)
-    inner_epochs: int = 1
-    minibatches: int = 1
-    accumulation: int = may_change(1)
-    memory_budget_gib: float = may_change(0.0)
-    chunk_prompts: int = may_change(0)
-    lag: int = 0
-    save_every: int = may_change(25)
-    keep_checkpoints: int = may_change(2)
-    keep_gib: float = may_change(0.0)
-    max_hours: float = may_change(0.0)
-    early_stopping_patience: int = may_change(0)
-    early_stopping_threshold: float = 0.0
+    prompts_per_batch: Length = 12
+    max_steps: Count = may_change(100)
+    num_epochs: PositiveCount = may_change(1)
+    inner_epochs: PositiveCount = 1
+    minibatches: PositiveCount = 1
+    accumulation: PositiveCount = may_change(1)
+    memory_budget_gib: NonNegative = may_change(0.0)
+    chunk_prompts: Annotated[int, Ge(0), Le(LENGTH)] = may_change(0)
+    lag: Annotated[int, Ge(0), Le(1)] = 0
+    save_every: Count = may_change(25)
+    keep_checkpoints: PositiveCount = may_change(2)
+    keep_gib: NonNegative = may_change(0.0)
+    max_hours: NonNegative = may_change(0.0)
+    early_stopping_patience: Count = may_change(0)
+    early_stopping_threshold: NonNegative = 0.0
     early_stopping_metric: str = "score"
 
     def __post_init__(self) -> None:
-        """Checks the ranges and that batches divide."""
-        positive = (
-            "prompts_per_batch",
-            "num_epochs",
-            "inner_epochs",
-            "minibatches",
-            "accumulation",
-            "keep_checkpoints",
-        )
-        ranges = dict.fromkeys(positive, (1, COUNT)) | dict.fromkeys(("max_steps", "save_every"), (0, COUNT))
-        ranges |= {"prompts_per_batch": (1, LENGTH), "chunk_prompts": (0, LENGTH), "lag": (0, 1)}
-        require_sizes(self, "training.", ranges | {"early_stopping_patience": (0, COUNT)})
-        for name in ("memory_budget_gib", "keep_gib", "max_hours", "early_stopping_threshold"):
-            require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
+        """Check the ranges and that batches divide."""
+        check_ranges(self, "training")
         parts = self.minibatches * self.accumulation
         require(
             self.prompts_per_batch % parts == 0,
@@ -293,7 +302,7 @@ class RewardSection:
     shorthand: ClassVar[str] = "name"  # the field that a text alone sets
 
     name: str
-    weight: float = 1.0
+    weight: Annotated[float, Ge(-COEFFICIENT), Le(COEFFICIENT)] = 1.0
     condition_on: str | None = None
     threshold: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -302,11 +311,10 @@ class RewardSection:
     label: str = ""
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         require(bool(self.name), "rewards.name", "a name", self.name)
-        section = f"rewards.{self.called}."
-        require_sizes(self, section, {"weight": (-COEFFICIENT, COEFFICIENT)})
-        require(math.isfinite(self.threshold), f"{section}threshold", "a finite number", self.threshold)
+        check_ranges(self, f"rewards.{self.called}")
+        require(math.isfinite(self.threshold), f"rewards.{self.called}.threshold", "a finite number", self.threshold)
 
     @property
     def called(self) -> str:
@@ -332,30 +340,26 @@ class EvaluationSection:
         pass_threshold: What a reward or watched measure must reach for a completion to pass.
     """
 
-    prompts: int = 128
-    validation_prompts: int = 32
-    every: int = 25
-    gallery: int = may_change(12)
+    prompts: Count = 128
+    validation_prompts: Count = 32
+    every: Count = 25
+    gallery: Count = may_change(12)
     sampled: bool = True
-    samples: int = 1
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    samples: Length = 1
+    temperature: Positive | None = None
+    top_k: Count | None = None
+    top_p: Annotated[Positive, Le(1)] | None = None
     pass_threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        names = ("prompts", "validation_prompts", "every", "gallery")
-        require_sizes(self, "evaluation.", dict.fromkeys(names, (0, COUNT)) | {"samples": (1, LENGTH)})
-        asked = self.samples == 1 or self.sampled
-        require(asked, "evaluation.samples", "1 with evaluation.sampled false", self.samples)
-        heat, most, mass = self.temperature, self.top_k, self.top_p
-        for name, given in (("temperature", heat), ("top_k", most), ("top_p", mass)):
-            drawn = given is None or self.sampled
-            require(drawn, f"evaluation.{name}", "null with evaluation.sampled false", given)
-        require(heat is None or heat > 0, "evaluation.temperature", "null or a number > 0", heat)
-        require(most is None or 0 <= most <= COUNT, "evaluation.top_k", "null or a number >= 0", most)
-        require(mass is None or 0 < mass <= 1, "evaluation.top_p", "null or a number in (0, 1]", mass)
+        """Check the ranges and what does not go together."""
+        check_ranges(self, "evaluation")
+        require(
+            self.samples == 1 or self.sampled, "evaluation.samples", "1 with evaluation.sampled false", self.samples
+        )
+        for name in ("temperature", "top_k", "top_p"):
+            value = getattr(self, name)
+            require(value is None or self.sampled, f"evaluation.{name}", "null with evaluation.sampled false", value)
 
 
 @dataclass(frozen=True)
@@ -369,12 +373,11 @@ class WarmStartSection:
         group_by_length: Make batches of prompts of like length, which need less padding: faster where lengths differ.
     """
 
-    steps: int = 0
-    batch: int = 64
-    learning_rate: float = 1e-3
+    steps: Count = 0
+    batch: Length = 64
+    learning_rate: Positive = 1e-3
     group_by_length: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        require_sizes(self, "warm_start.", {"steps": (0, COUNT), "batch": (1, LENGTH)})
-        require(self.learning_rate > 0, "warm_start.learning_rate", "a number > 0", self.learning_rate)
+        """Check the ranges."""
+        check_ranges(self, "warm_start")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from grpo_jax.config.reading import read_yaml
+from grpo_jax.config.files import read_yaml
 from grpo_jax.errors import UserError
 
 PLAN, MEMORY, JUDGES = "--plan", "--device_memory_gib", "--judges"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.reading import require_text
+from grpo_jax.config.files import require_text
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.inputs.pictures import read_rgb, source_of

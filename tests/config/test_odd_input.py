@@ -10,7 +10,7 @@ import yaml
 from grpo_jax import evaluate, export
 from grpo_jax.config import SamplingSection, build, identity
 from grpo_jax.config.command_line import load_config, parse
-from grpo_jax.config.reading import read_yaml
+from grpo_jax.config.files import read_yaml
 from grpo_jax.errors import UserError, guarded, shown
 from grpo_jax.predict import load_rewriter
 from grpo_jax.train import main
@@ -73,7 +73,7 @@ def test_run_directories_with_a_broken_config(tmp_path, capsys, content, message
         (["--algorithm.kl_coef", ".nan"], "algorithm.kl_coef: expected a finite number, got nan"),
         (["--judge_timeout", "-inf"], "judge_timeout: expected a finite number, got -inf"),
         (["--seed", str(2**63)], "seed: 9223372036854775808 is a whole number beyond 64 bits"),
-        (["--watch", "[" * 3000], "watch: it is nested deeper than 32 levels"),
+        (["--watch", "[" * 3000], "watch: nested deeper than 32 levels"),
         ([f"--{'a.' * 3000}b", "1"], "no such field"),
         (["--data.prompts", "a\0b"], "holds a NUL character"),
         (["--data.prompts", "\udcff.txt"], "half a character"),

@@ -14,8 +14,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from grpo_jax.config.files import read_json as read_json_text
 from grpo_jax.config.files import read_text
-from grpo_jax.config.reading import read_json as read_json_text
 from grpo_jax.errors import UserError, said
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig, family_of

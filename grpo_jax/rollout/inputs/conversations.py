@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo_jax.config.reading import read_json, require_text
+from grpo_jax.config.files import read_json, require_text
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models.hf.chat import PICTURE, Fixed, Message, Part
 from grpo_jax.rollout.inputs.pictures import File, Source, source_of

@@ -4,7 +4,6 @@ On the command line:
 
     python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]
     python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
-    python -m grpo_jax.train … --plan --judges [RUN_DIR | METRICS_FILE | sample=SECONDS,render=SECONDS,…]
     python -m grpo_jax.train … --help [SECTION]
 """
 
@@ -126,7 +125,7 @@ def _run(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 0, also when stopped by a signal after saving; 2 for a user's mistake.
 
-    With --plan 0 says that the run fits, 1 that it does not; with --judges, which asks for its pace alone, it is 0.
+    With --plan 0 says that the run fits, 1 that it does not.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--version" in words:
@@ -134,12 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     def act() -> int:
-        planned, rest = take_request(words)
-        config = parse(rest, "plan" if planned is not None else "resume" if "--resume" in rest else "train")
-        if planned is not None:
+        planned_gib, rest = take_request(words)
+        config = parse(rest, "plan" if planned_gib is not None else "resume" if "--resume" in rest else "train")
+        if planned_gib is not None:
             from grpo_jax.planning.command import show_plan
 
-            return show_plan(config, planned)
+            return show_plan(config, planned_gib)
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
             config = dataclasses.replace(config, run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")

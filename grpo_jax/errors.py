@@ -21,7 +21,6 @@ EXTRAS = {
     "ray": "ray",
     **dict.fromkeys(("gymnax", "six"), "cartpole"),
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
-    **{name: name for name in ("mlflow", "trackio")},
     "qwix": "quantised",
 }
 """The extra that brings a module which is imported only where it is needed."""

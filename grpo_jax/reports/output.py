@@ -14,8 +14,7 @@ from grpo_jax.reports.console import Console, Epoch, LiveLine, epoch_line, resul
 from grpo_jax.reports.kept import Kept, contents, keep
 from grpo_jax.reports.model_card import model_card
 from grpo_jax.reports.page import write_report
-from grpo_jax.reports.trackers import TRACKERS, require_tracker
-from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers
+from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers, require_writers
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.task import Finished
 
@@ -34,9 +33,7 @@ class RunOutput:
           UserError: the run directory cannot be used, a service of `report_to` is not installed, or nobody is logged
             in to the hub that the policy is to be pushed to.
         """
-        for name in TRACKERS:
-            if name in config.report_to:
-                require_tracker(name)
+        require_writers(config.report_to)
         self._repo = getattr(config, "push_to_hub", "")  # which a task may have no use for
         if self._repo:
             require_hub(self._repo)

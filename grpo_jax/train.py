@@ -50,8 +50,8 @@ def run(
             with that name, if there is one, sets its weight, condition, options and messages; otherwise it has weight
             1. Every entry must have its function. --resume and evaluate find functions at the top level of a module
             again, others must be given again.
-        on_iteration: Called with a `runs.loop.callbacks.Moment` when an iteration's metrics are written. Like the
-            others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
+        on_iteration: Called with a `runs.loop.callbacks.IterationEvent` when an iteration's metrics are written. Like
+            the others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
             --resume goes on.
         on_validation: Called behind it where the iteration was validated.
         on_checkpoint: Called when a checkpoint is on disk; its writing is waited for.
@@ -66,13 +66,13 @@ def run(
     """
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
+    from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.loop.callbacks import Callbacks
-    from grpo_jax.runs.loop.programs import keep_programs
     from grpo_jax.runs.processes import number_of, stop_requests
     from grpo_jax.runs.several.company import Follower
     from grpo_jax.runs.several.joining import join, leading, take_part
 
-    keep_programs()
+    enable_compile_cache()
     callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
     with stop_requests() as stop:
         try:

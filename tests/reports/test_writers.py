@@ -17,7 +17,7 @@ from grpo_jax import train
 from grpo_jax.errors import UserError
 from grpo_jax.reports.writers import JsonLines, open_writers
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.loop.callbacks import Moment
+from grpo_jax.runs.loop.callbacks import IterationEvent
 from grpo_jax.tasks.display import GalleryEntry
 
 
@@ -175,7 +175,7 @@ def test_the_recipe_of_another_tracker_gets_each_iteration(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "mlflow", service)
     metrics = {"loss": 0.5, "reward/a@b": 1.0, "kl": None}
-    moment = Moment(1, 2, metrics, Path("runs/mine"))
+    moment = IterationEvent(1, 2, metrics, Path("runs/mine"))
     monkeypatch.setattr(grpo_jax, "run", lambda config, on_iteration: on_iteration(moment))
     exec(recipe, {})
     assert logged == ["wishes", (1, {"loss": 0.5, "reward/a_b": 1.0}), "runs/mine/report.html"]

@@ -15,8 +15,7 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
 
   train      train a policy: --config FILE, --task NAME, --run_dir DIR, --section.field VALUE
   resume     go on with a run: resume DIR, --training.max_steps 200
-  plan       say what a run needs on each device, and whether it fits: as train, --device_memory_gib 80,80;
-             and how long its iterations take: --judges RUN
+  plan       say what a run needs on each device, and whether it fits: as train, --device_memory_gib 80,80
   evaluate   measure a run's policy on its held-out prompts: --run DIR
   export     write a run's policy as a Hugging Face folder: --run DIR --out FOLDER
   predict    ask a run's policy: --run DIR --prompt TEXT, or --file FILE

@@ -75,7 +75,7 @@ def read_words(commands: Sequence[str]) -> Words:
     from grpo_jax.config.named import built_in_names
     from grpo_jax.config.options import choices_of, clause, sections_of
     from grpo_jax.config.run import TASKS, find_task, with_defaults
-    from grpo_jax.planning.request import JUDGES, MEMORY, PLAN
+    from grpo_jax.planning.request import MEMORY, PLAN
 
     words = Words(tuple(commands), {_TRAINING: []}, {}, {})
     values: dict[str, dict[str, None]] = {"--config": dict.fromkeys(shipped_configs()), "--help": {"all": None}}
@@ -88,7 +88,7 @@ def read_words(commands: Sequence[str]) -> Words:
                     name = f"--{option.name}"
                     words.lines.setdefault(name, clause(option.line))
                     values.setdefault(name, {}).update(dict.fromkeys(option.names or choices_of(option.hint)))
-    others = ("--print_config", PLAN, MEMORY, JUDGES, "--version")
+    others = ("--print_config", PLAN, MEMORY, "--version")
     words.options[_TRAINING].extend([*dict.fromkeys([*values, *words.lines, *others])])
     for command, make_parser in _PARSERS.items():
         parser = make_parser()

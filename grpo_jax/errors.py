@@ -20,7 +20,6 @@ EXTRAS = {
     **dict.fromkeys(("sklearn", "sentence_transformers"), "recommendation"),
     "ray": "ray",
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
-    **{name: name for name in ("mlflow", "trackio")},
     "qwix": "quantised",
 }
 """The extra that brings a module which is imported only where it is needed."""

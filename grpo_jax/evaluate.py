@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _evaluate_run(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.loop.programs import keep_programs
+    from grpo_jax.runs.compile_cache import enable_compile_cache
 
-    keep_programs()
+    enable_compile_cache()
     with ExitStack() as leaving:
         _evaluate(options, leaving)
 

@@ -123,10 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _predict(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.loop.programs import keep_programs
+    from grpo_jax.runs.compile_cache import enable_compile_cache
 
     prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
-    keep_programs()
+    enable_compile_cache()
     rewrite = load_rewriter(options.run, options.checkpoint)
     for prompt in prompts:
         text = rewrite(prompt, options.picture)

@@ -100,9 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _recommend(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.loop.programs import keep_programs
+    from grpo_jax.runs.compile_cache import enable_compile_cache
 
-    keep_programs()
+    enable_compile_cache()
     if options.choose_prior:
         return _choose(options)
     if options.users is not None:

@@ -40,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> None:
     from grpo_jax.reports.comparison import write_comparison
-    from grpo_jax.reports.kept import contents
     from grpo_jax.reports.page import write_report
 
     megabytes = MEGABYTES if options.megabytes is None else options.megabytes
@@ -57,7 +56,7 @@ def _report(options: argparse.Namespace) -> None:
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"--out: expected a file in a folder that exists, got {said(out)}")
     if len(runs) == 1:
-        write_report(out, display=_display(runs[0]), **contents(runs[0], megabytes))
+        write_report(out, runs[0], _display(runs[0]), megabytes=megabytes)
     else:
         write_comparison(out, runs, [_display(run) for run in runs])
     print(f"report: {out}")

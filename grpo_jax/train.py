@@ -4,7 +4,6 @@ On the command line:
 
     python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]
     python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
-    python -m grpo_jax.train … --plan --judges [RUN_DIR | METRICS_FILE | sample=SECONDS,render=SECONDS,…]
     python -m grpo_jax.train … --help [SECTION]
 """
 
@@ -51,8 +50,8 @@ def run(
             with that name, if there is one, sets its weight, condition, options and messages; otherwise it has weight
             1. Every entry must have its function. --resume and evaluate find functions at the top level of a module
             again, others must be given again.
-        on_iteration: Called with a `runs.loop.callbacks.Moment` when an iteration's metrics are written. Like the
-            others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
+        on_iteration: Called with a `runs.loop.callbacks.IterationEvent` when an iteration's metrics are written. Like
+            the others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
             --resume goes on.
         on_validation: Called behind it where the iteration was validated.
         on_checkpoint: Called when a checkpoint is on disk; its writing is waited for.
@@ -67,13 +66,13 @@ def run(
     """
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
+    from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.loop.callbacks import Callbacks
-    from grpo_jax.runs.loop.programs import keep_programs
     from grpo_jax.runs.processes import number_of, stop_requests
     from grpo_jax.runs.several.company import Follower
     from grpo_jax.runs.several.joining import join, leading, take_part
 
-    keep_programs()
+    enable_compile_cache()
     callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
     with stop_requests() as stop:
         try:
@@ -126,7 +125,7 @@ def _run(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 0, also when stopped by a signal after saving; 2 for a user's mistake.
 
-    With --plan 0 says that the run fits, 1 that it does not; with --judges, which asks for its pace alone, it is 0.
+    With --plan 0 says that the run fits, 1 that it does not.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--version" in words:
@@ -134,12 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     def act() -> int:
-        planned, rest = take_request(words)
-        config = parse(rest, "plan" if planned is not None else "resume" if "--resume" in rest else "train")
-        if planned is not None:
+        planned_gib, rest = take_request(words)
+        config = parse(rest, "plan" if planned_gib is not None else "resume" if "--resume" in rest else "train")
+        if planned_gib is not None:
             from grpo_jax.planning.command import show_plan
 
-            return show_plan(config, planned)
+            return show_plan(config, planned_gib)
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
             config = dataclasses.replace(config, run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -87,8 +87,6 @@ CHECKS = {
         text_task("events", leaves="tensorboard/events*"),
         text_task("wandb", "--report_to=[wandb]", leaves="wandb/offline-run*"),
     ],
-    "mlflow": [text_task("run", "--report_to=[mlflow]", leaves="mlflow_id")],
-    "trackio": [text_task("run", "--report_to=[trackio]", leaves="trackio_name")],
     "quantised": [
         text_task("run", "--policy.lora.rank=2", "--policy.quantised=int8", leaves="adapter/*.safetensors"),
     ],

@@ -66,7 +66,7 @@ def impatient(monkeypatch):
     """A write that failed is tried again at once, and not for seconds."""
     from grpo_jax.runs import directory
 
-    monkeypatch.setattr(directory, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(directory, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ Prints JSON. Sampling, judging and learning wait `--unit` seconds of a batch eac
 and update of a tiny policy. A case is a run of its own: training.lag 0 or 1, the batch in one chunk or in
 several. `seconds` is the mean time between one iteration's end and the next one's, but for the first three, in which
 programs are compiled and the pipe is filled; `ratio` is that over the case that overlaps nothing (lag 0, one chunk).
-`floor` is what the waiting alone comes to by the formula of `--plan --judges` (`planning.stages`), `predicted` the same
+`floor` is what the waiting alone comes to by the formula of docs/scaling.md, `predicted` the same
 of the stages' seconds as the run measured them (medians): what is left is the pipeline's and the loop's own.
 """
 
@@ -50,9 +50,9 @@ def slowed(program, unit: float, chunks: int):
 
 def reckoned(sample: float, score: float, update: float, lag: int, chunks: int) -> float:
     """Seconds of an iteration by the formula; nobody shares a card here, for who waits takes none."""
-    from grpo_jax.planning.stages import Stages, iteration_seconds
-
-    return round(iteration_seconds(Stages({"sample": sample, "score": score}, update, 1 / chunks, lag)), 4)
+    slowest = max(sample, score)
+    batch = (sample + score) / chunks + (1 - 1 / chunks) * slowest
+    return round(max(slowest, update, (batch + update) / 2) if lag else batch + update, 4)
 
 
 def medians(run_dir: Path) -> dict[str, float]:

@@ -56,15 +56,12 @@ SCREENS = {
         ),
     ),
     "plan": Screen(
-        "grpo plan [--device_memory_gib GIB,GIB,…] [--judges [RUN_DIR]] [options of grpo train …]",
+        "grpo plan [--device_memory_gib GIB,GIB,…] [options of grpo train …]",
         "Says what each device would hold and whether the run fits, and what would make it fit; it reads no weights "
-        "and trains nothing. --device_memory_gib plans for devices that are not here. Exit code: 0 fits, 1 does not. "
-        "--judges says how long an iteration takes, by a run's seconds or by sample=12,score=40,update=9, which stage "
-        "is the slowest, and what to change next (docs/scaling.md).",
+        "and trains nothing. --device_memory_gib plans for devices that are not here. Exit code: 0 fits, 1 does not.",
         (
             ("grpo plan --config my.yaml", "on the devices of this machine"),
             ("grpo plan --config my.yaml --device_memory_gib 80,80", "on two cards of 80 GiB"),
-            ("grpo plan --config my.yaml --judges runs/short", "its pace, by that run's seconds"),
             (f"grpo plan {_TEXT}", ""),
         ),
     ),

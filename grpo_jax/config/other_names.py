@@ -123,7 +123,7 @@ TRAINING_ARGUMENTS = {
     "torch_empty_cache_steps": f"{NOT_HERE}the policy is not PyTorch's",
     "neftune_noise_alpha, label_smoothing_factor": f"{NOT_HERE}they belong to supervised training",
     "logging_steps, logging_strategy, logging_first_step": f"{NOT_HERE}every iteration is logged",
-    "report_to": "report_to; tensorboard, wandb, mlflow, trackio (docs/ending.md)",
+    "report_to": "report_to; tensorboard, wandb; others by a callback (docs/ending.md)",
     "project": "project",
     "disable_tqdm": f"{NOT_HERE}the live line shows where there is a terminal",
     "eval_strategy": "evaluation.every; 0 for never",

@@ -49,7 +49,7 @@ class Config:
         deterministic: Ask GPUs for repeatable kernels (slower); the CPU always is.
         debug: Show tracebacks of user errors.
         report_to: Metric writers beside metrics.jsonl (docs/ending.md).
-        project: What the run belongs to: project on Weights & Biases and trackio, experiment on MLflow.
+        project: What the run belongs to: project on Weights & Biases.
         push_to_hub: Repository of the Hugging Face hub, OWNER/NAME, that policy/ is pushed to when the run ends; empty
             for none (docs/publishing.md).
         hub_private: Whether a new repository is private.

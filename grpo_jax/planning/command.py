@@ -1,7 +1,6 @@
 """`python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`: what a run needs on each device, and does it fit.
 
 No weight is read: a folder with config.json is enough. The exit code is 0 if it fits, 1 if not, 2 for a user's mistake.
-With `--judges` it says instead how long an iteration takes, by measured seconds (`pace`); with both, both.
 """
 
 from __future__ import annotations
@@ -17,31 +16,24 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.policy import precision_of
 from grpo_jax.planning.advice import changes_that_fit
 from grpo_jax.planning.cards import FREE, Card, Planner
-from grpo_jax.planning.pace import show_pace
 from grpo_jax.planning.policy import GIB, PolicyMemory
-from grpo_jax.planning.request import PLAN, Request
+from grpo_jax.planning.request import PLAN
 from grpo_jax.planning.shapes import read_shape, read_shown
 from grpo_jax.runs.policy import NEW
 
 _PREALLOCATED = 0.75  # JAX's default share of a card
 
 
-def show_plan(config: Any, request: Request) -> int:
-    """Prints the plan of a config; returns the exit code: 0 if it fits or time alone was asked for, 1 if not.
+def show_plan(config: Any, gib: tuple[float, ...]) -> int:
+    """Prints the plan of a config; returns the exit code: 0 if it fits, 1 if not.
 
     Args:
         config: The run.
-        request: What is asked.
+        gib: GiB of each device; () for those of this machine.
 
     Raises:
-        UserError: There is nothing to plan, or a shape or a measured time cannot be read.
+        UserError: There is nothing to plan, or the policy's shape cannot be read.
     """
-    if request.times is not None:
-        show_pace(config, request)
-    return 0 if request.times is not None and not request.gib else _show_memory(config, request.gib)
-
-
-def _show_memory(config: Any, gib: tuple[float, ...]) -> int:
     if not isinstance(config, Config):
         name = to_dict(config)["task"]["kind"]
         raise UserError(f"{PLAN}: a {name} run has no language policy and takes little; there is nothing to plan")

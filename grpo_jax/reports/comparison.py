@@ -12,10 +12,18 @@ from grpo_jax.config.command_line import read_config
 from grpo_jax.config.help import spelled
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.reports.charts import MOST_LINES, Series, line_chart, number, series_of, swatch
-from grpo_jax.reports.curves import all_others, charts_of
-from grpo_jax.reports.document import document
-from grpo_jax.reports.kept import read_summary
+from grpo_jax.reports.charts import (
+    MOST_LINES,
+    Series,
+    all_others,
+    charts_of,
+    line_chart,
+    number,
+    series_of,
+    swatch,
+)
+from grpo_jax.reports.page import document, html_table, section
+from grpo_jax.reports.run_files import read_summary
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.display import Chart, Display
 
@@ -52,11 +60,10 @@ def write_comparison(path: str | Path, runs: Sequence[RunDirectory], displays: S
     """
     if len(runs) > MOST_LINES:
         raise UserError(f"at most {MOST_LINES} runs can be told apart in one page, got {len(runs)}")
-    names, rows = names_of([run.path for run in runs]), [read_metrics(run.metrics) for run in runs]
-    compared = [
-        Compared(name, found, read_summary(run, found), _fields(read_config(run.config)))
-        for name, found, run in zip(names, rows, runs, strict=True)
-    ]
+    compared = []
+    for name, run in zip(names_of([run.path for run in runs]), runs, strict=True):
+        rows = read_metrics(run.metrics)
+        compared.append(Compared(name, rows, read_summary(run, rows), _fields(read_config(run.config))))
     title = f"Comparison of {len(runs)} runs"
     sections = [
         f"<header><p class='over'>grpo_jax</p><h1>{title}</h1></header>",
@@ -85,21 +92,22 @@ def _runs(compared: Sequence[Compared]) -> str:
         done = str(run.summary.get("iterations", last)) if run.summary else f"{last}, not finished"
         seconds = run.summary.get("seconds", {}).get("total")
         best = run.summary.get("best") or {}
+        chosen = _MISSING
+        if best.get("iteration") is not None:
+            chosen = f"{best['iteration']} ({number(best.get('validation_score'))})"
         return [
             swatch(place) + html.escape(run.name),
             html.escape(str(run.fields.get("task.kind", _MISSING))),
             html.escape(str(run.fields.get("seed", _MISSING))),
             done,
-            _MISSING
-            if best.get("iteration") is None
-            else f"{best['iteration']} ({number(best.get('validation_score'))})",
+            chosen,
             _MISSING if seconds is None else f"{number(seconds / 60)} min",
         ]
 
     columns = ["run", "task", "seed", "iterations", "best iteration (score)", "time"]
     tasks = {run.fields.get("task.kind") for run in compared}
     note = "These are of different tasks: what has the same name may not be the same." if len(tasks) > 1 else ""
-    return _section("Runs", note, _table(columns, [row(place, run) for place, run in enumerate(compared)], "runs"))
+    return section("Runs", html_table(columns, map(row, range(len(compared)), compared), "runs"), note)
 
 
 def _measures(compared: Sequence[Compared]) -> str:
@@ -108,7 +116,7 @@ def _measures(compared: Sequence[Compared]) -> str:
     names = dict.fromkeys(name for measures in found for name in measures)
     rows = [[html.escape(name), *(measures.get(name, _MISSING) for measures in found)] for name in names]
     note = "On the held-out prompts after training; in grey before it. In brackets 95 % intervals, over prompts."
-    return _section("Measures", note, _table(["measure", *_headings(compared)], rows, "across")) if rows else ""
+    return section("Measures", html_table(["measure", *_headings(compared)], rows, "across"), note) if rows else ""
 
 
 def _final(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -139,7 +147,7 @@ def _curves(compared: Sequence[Compared], displays: Sequence[Display]) -> str:
     seconds = [_series(run, place, "seconds/total", rows=run.rows[1:]) for place, run in enumerate(compared)]
     took = line_chart("Seconds per iteration", seconds, note="Without the first, in which programs are compiled.")
     note = "Faint: each iteration. Bold: smoothed. Under the pointer, or by the arrow keys, the values of an iteration."
-    return _section("Training", note, f"<div class='charts'>{shown}{took}</div>{further}")
+    return section("Training", f"<div class='charts'>{shown}{took}</div>{further}", note)
 
 
 def _laid_over(chart: Chart, compared: Sequence[Compared]) -> str:
@@ -158,12 +166,12 @@ def _series(run: Compared, place: int, metric: str, *, rows: Any = None, sparse:
 
 def _configs(compared: Sequence[Compared]) -> str:
     names = sorted({name for run in compared for name in run.fields} - {*_PASSING})
-    told = {name: [_said(run.fields, name) for run in compared] for name in names}
-    rows = [[html.escape(name), *map(html.escape, values)] for name, values in told.items() if len(set(values)) > 1]
+    values = {name: [_spelled(run.fields, name) for run in compared] for name in names}
+    rows = [[html.escape(name), *map(html.escape, texts)] for name, texts in values.items() if len(set(texts)) > 1]
     note = "Fields that differ; – where a run has none of that name."
     if not rows:
-        return _section("Configuration", "All fields are the same.", "")
-    return _section("Configuration", note, _table(["field", *_headings(compared)], rows, "across"))
+        return section("Configuration", "", "All fields are the same.")
+    return section("Configuration", html_table(["field", *_headings(compared)], rows, "across"), note)
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,25 +183,9 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat(values)
 
 
-def _said(fields: Mapping[str, Any], name: str) -> str:
-    if name not in fields:
-        return _MISSING
-    return spelled(fields[name], None)
+def _spelled(fields: Mapping[str, Any], name: str) -> str:
+    return spelled(fields[name], None) if name in fields else _MISSING
 
 
 def _headings(compared: Sequence[Compared]) -> list[str]:
     return [swatch(place) + html.escape(run.name) for place, run in enumerate(compared)]
-
-
-def _section(title: str, note: str, content: str) -> str:
-    return f"<section><h2>{title}</h2>{f'<p class=note>{note}</p>' if note else ''}{content}</section>"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """Of HTML, in which texts are escaped."""
-    head = "".join(f"<th>{column}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return (
-        f"<div class='scroll'><table class='data {kind}'><thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div>"
-    )

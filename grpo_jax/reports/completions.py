@@ -23,7 +23,7 @@ _FIRST = ("step", "episode", "turn", "prompt")  # columns
 Row = dict[str, Any]
 
 
-class Logged(NamedTuple):
+class LoggedCompletions(NamedTuple):
     """What a page holds of a run's completions.
 
     Attributes:
@@ -36,7 +36,7 @@ class Logged(NamedTuple):
     note: str
 
 
-def read_completions(folder: str | Path, megabytes: float = MEGABYTES) -> Logged | None:
+def read_completions(folder: str | Path, megabytes: float = MEGABYTES) -> LoggedCompletions | None:
     """Reads completions/step_*.parquet; where not all of it fits, iterations that are spread evenly over the run.
 
     Args:
@@ -50,58 +50,60 @@ def read_completions(folder: str | Path, megabytes: float = MEGABYTES) -> Logged
     import pyarrow.parquet
 
     files = sorted(Path(folder).glob("step_*.parquet"))
-    room, share = megabytes * 1e6, megabytes * 1e6 / max(1, min(_SHARE, len(files)))
-    taken: dict[int, list[Row]] = {}
-    known: set[Any] = set()  # texts and pictures that stand in the page once already
-    opened: dict[Any, str] = {}
-    damaged, cut = [], False
+    room = megabytes * 1e6
+    share = room / max(1, min(_SHARE, len(files)))
+    iterations: dict[int, list[Row]] = {}
+    stored: set[Any] = set()  # texts and pictures that stand in the page once already
+    pictures: dict[Any, str] = {}
+    damaged = []
+    cut = False
     for place in spread(len(files)):
         try:
             with pyarrow.parquet.ParquetFile(files[place]) as file:
-                read = file.read()
+                table = file.read()
         except (OSError, pyarrow.ArrowException):
             damaged.append(files[place].name)
             continue
-        rows, size = _fitting((_cells(row, opened) for row in read.to_pylist()), share, known)
-        if taken and size > room:
+        rows, size = _first_rows([_cells(row, pictures) for row in table.to_pylist()], share, stored)
+        if iterations and size > room:
             break
-        taken[place], room = rows, room - size
-        known.update(key for row in rows for key in _stored(row))
-        cut |= len(rows) < read.num_rows
-    found = [row for place in sorted(taken) for row in taken[place]]
-    if not found and not damaged:
+        iterations[place] = rows
+        room -= size
+        stored.update(key for row in rows for key in _texts(row))
+        cut |= len(rows) < table.num_rows
+    if not iterations and not damaged:
         return None
-    return Logged(_data(found), _note(found, len(taken), len(files) - len(damaged), cut, damaged, megabytes))
+    rows = [row for place in sorted(iterations) for row in iterations[place]]
+    note = f"{len(rows)} completions of {len(iterations)} iteration{'' if len(iterations) == 1 else 's'}"
+    sound = len(files) - len(damaged)
+    if len(iterations) == sound and not cut:
+        note = f"{note}." if damaged else f"All {note}."
+    else:
+        part = ", evenly spread" if len(iterations) < sound else ""
+        first = "; of an iteration that has too many, those of its first prompts" if cut else ""
+        note += f" of {sound}{part}{first}: what fits into {number(megabytes)} MB. All are in completions/."
+    if any(len(cell) > _LONGEST for row in rows for cell in row.values() if isinstance(cell, str)):
+        note += f" Texts are cut after {_LONGEST} characters."
+    if damaged:
+        note += f" Could not be read: {', '.join(damaged)}."
+    return LoggedCompletions(_data(rows), note)
 
 
 def spread(count: int) -> list[int]:
     """0 … count − 1, both ends first, so ordered that each beginning of it is spread evenly (van der Corput)."""
     bits = max(count - 1, 1).bit_length()
-    turned = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(1 << bits))
-    return list(dict.fromkeys(place for place in (0, count - 1, *turned) if 0 <= place < count))
+    reversed_bits = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(1 << bits))
+    return list(dict.fromkeys(place for place in (0, count - 1, *reversed_bits) if 0 <= place < count))
 
 
-def _note(rows: Sequence[Row], taken: int, files: int, cut: bool, damaged: Sequence[str], megabytes: float) -> str:
-    told = f"{len(rows)} completions of {taken} iteration{'' if taken == 1 else 's'}"
-    if taken == files and not cut:
-        told = f"{told}." if damaged else f"All {told}."
-    else:
-        part = ", evenly spread" if taken < files else ""
-        first = "; of an iteration that has too many, those of its first prompts" if cut else ""
-        told = f"{told} of {files}{part}{first}: what fits into {number(megabytes)} MB. All are in completions/."
-    if any(len(cell) > _LONGEST for row in rows for cell in row.values() if isinstance(cell, str)):
-        told += f" Texts are cut after {_LONGEST} characters."
-    return told + (f" Could not be read: {', '.join(damaged)}." if damaged else "")
-
-
-def _cells(row: Mapping[str, Any], opened: dict[Any, str]) -> Row:
-    """A row as the page has it; None where there is nothing to show."""
+def _cells(row: Mapping[str, Any], pictures: dict[Any, str]) -> Row:
+    """Convert a row for the page; None where there is nothing to show."""
     cells = {name: _cell(value) for name, value in row.items() if name != _PICTURES}
     written, judged = row.get("completion"), row.get("text")
     if isinstance(written, str) and isinstance(judged, str) and "".join(written.split()) == "".join(judged.split()):
         cells["text"] = None  # what was judged is what was written, but for spaces
     if row.get(_PICTURES):
-        cells[_PICTURES] = [_picture(reference, opened) for reference in row[_PICTURES]]
+        cells[_PICTURES] = [_picture(reference, pictures) for reference in row[_PICTURES]]
     return cells
 
 
@@ -115,39 +117,38 @@ def _cell(value: Any) -> Any:
     return None
 
 
-def _picture(reference: Mapping[str, Any], opened: dict[Any, str]) -> str:
-    """A data address; the name of a file that cannot be shown."""
+def _picture(reference: Mapping[str, Any], pictures: dict[Any, str]) -> str:
+    """Return a picture as a data address, the name of a file that cannot be shown."""
     key = reference["bytes"] or reference["path"]
-    if key not in opened:
+    if key not in pictures:
         source = reference["bytes"] or File(Path(reference["path"]), reference["path"])
         try:
             picture = read_rgb(source)
             picture.thumbnail((_PICTURE_SIZE, _PICTURE_SIZE))
-            opened[key] = f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
+            pictures[key] = f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
         except (ImportError, ValueError, OSError):
-            opened[key] = Path(reference["path"] or "a picture that cannot be read").name
-    return opened[key]
+            pictures[key] = Path(reference["path"] or "a picture that cannot be read").name
+    return pictures[key]
 
 
-def _fitting(rows: Iterator[Row], most: float, known: set[Any]) -> tuple[list[Row], float]:
-    """The first rows that take so many bytes at most, the last prompt's all or none; one prompt in any case."""
-    taken: list[Row] = []
+def _first_rows(rows: Sequence[Row], most: float, stored: set[Any]) -> tuple[list[Row], float]:
+    """Return the rows of the first prompts that take `most` bytes, those of one prompt in any case, and their bytes."""
     new: set[Any] = set()
-    size, whole, ending = 0.0, 0, 0.0
-    for row in rows:
-        if taken and any(row.get(name) != taken[-1].get(name) for name in ("prompt", _PICTURES)):
-            whole, ending = len(taken), size
-        keys = {*_stored(row)} - known - new
-        size += 8 * len(row) + sum(len(json.dumps(text, ensure_ascii=False).encode()) for _, text in keys)
+    size = 0.0
+    whole, whole_size = 0, 0.0  # rows of the prompts before this one
+    for count, row in enumerate(rows):
+        if count and any(row.get(name) != rows[count - 1].get(name) for name in ("prompt", _PICTURES)):
+            whole, whole_size = count, size
+        added = {*_texts(row)} - stored - new
+        size += 8 * len(row) + sum(len(json.dumps(text, ensure_ascii=False).encode()) for _, text in added)
         if size > most and whole:
-            return taken[:whole], ending
-        taken.append(row)
-        new |= keys
-    return taken, size
+            return list(rows[:whole]), whole_size
+        new |= added
+    return list(rows), size
 
 
-def _stored(row: Row) -> Iterator[tuple[str, str]]:
-    """What stands in the page once however often it is in the rows: texts of a column, pictures."""
+def _texts(row: Row) -> Iterator[tuple[str, str]]:
+    """Yield what stands in the page once however often it is in the rows: texts of a column, pictures."""
     yield from ((name, cell) for name, cell in row.items() if isinstance(cell, str))
     yield from ((_PICTURES, picture) for picture in row.get(_PICTURES, ()))
 
@@ -164,7 +165,7 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _column(name: str, values: Sequence[Any]) -> dict[str, Any] | None:
-    """None where it has no value."""
+    """Describe a column; None where it has no value."""
     kinds = {bool: "flag", int: "number", float: "number", str: "text"}
     kind = next((kinds[type(value)] for value in values if value is not None), None)
     if kind is None:
@@ -177,5 +178,5 @@ def _column(name: str, values: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _places(texts: Iterable[str]) -> dict[str, int]:
-    """Each once, in the order of first appearance."""
+    """Number texts in the order of first appearance."""
     return {text: place for place, text in enumerate(dict.fromkeys(texts))}

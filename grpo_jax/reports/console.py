@@ -4,18 +4,15 @@ import io
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
-import numpy as np
-
 from grpo_jax.runs.directory import AppendedFile
 from grpo_jax.tasks.display import Display
 
-_EPOCH = ("reward/total/mean", "loss", "dead_groups/total", "seconds/total")
 _LIVE = (("loss", "loss"), ("dead_groups/total", "dead"), ("kl", "kl"), ("entropy", "entropy"))
 
 
@@ -69,8 +66,8 @@ class Console:
         """Opens the log to append.
 
         Args:
-          log: path of train.log; None writes none.
-          stream: in place of standard output.
+            log: Path of train.log; None writes none.
+            stream: In place of standard output.
         """
         from rich.console import Console as Terminal
 
@@ -115,10 +112,10 @@ class Console:
         """A bar over the steps of a run: one line, in which the figures have what bar, count and time leave.
 
         Args:
-          total: steps in all.
-          display: which figures of the task are shown.
-          done: steps done before a resume.
-          every: steps between lines where there is no terminal; None makes about twenty.
+            total: Steps in all.
+            display: Which figures of the task are shown.
+            done: Steps done before a resume.
+            every: Steps between lines where there is no terminal; None makes about twenty.
         """
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
@@ -184,9 +181,9 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
     shown = [(name, label) for name, label in _LIVE if metrics.get(name) is not None]
     # Without a reference there is no KL, and rows hold 0.
     shown = [(name, label) for name, label in shown if name != "kl" or metrics[name]]
-    first = [pair for pair in own if not pair[0].startswith("watch/")]
-    last = [pair for pair in own if pair not in first]
-    parts += [f"{label} {metrics[name]:.3g}" for name, label in (*first, *shown, *last)]
+    watched = [pair for pair in own if pair[0].startswith("watch/")]
+    first = [pair for pair in own if pair not in watched]
+    parts += [f"{label} {metrics[name]:.3g}" for name, label in (*first, *shown, *watched)]
     if metrics.get("epoch") is not None and total is not None:
         parts.insert(0, f"epoch {metrics['epoch']:.2f}")
     for name, unit in (("tokens_per_second", "tok/s"), ("environment_steps_per_second", "steps/s")):
@@ -197,41 +194,6 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
 
 def _is_reward(name: str) -> bool:
     return name.startswith("reward/") and name.endswith("/mean")
-
-
-class Epoch:
-    """What a line needs of the rows of the epoch that goes on; earlier ones are forgotten, or a long run would grow."""
-
-    def __init__(self) -> None:
-        """Before the first."""
-        self.number = 0
-        self.rows: list[dict[str, float]] = []
-
-    def ends_with(self, row: Mapping[str, float]) -> bool:
-        """Takes a row; whether it is the last of an epoch of ten iterations or more."""
-        if "epoch" not in row:
-            return False
-        number = math.ceil(row["epoch"])
-        if number != self.number:
-            self.number, self.rows = number, []
-        self.rows.append({name: row[name] for name in _EPOCH if name in row})
-        return row["epoch"] == number and len(self.rows) >= 10
-
-
-def epoch_line(epoch: int, rows: Sequence[Mapping[str, float]]) -> str:
-    """An epoch's iterations in one line: rewards at its start, on average and at its end, loss, dead groups, time."""
-
-    def mean(name: str, part: Sequence[Mapping[str, float]] = rows) -> float:
-        values = [row[name] for row in part if isinstance(row.get(name), int | float)]
-        return float(np.mean(values)) if values else float("nan")
-
-    tenth = max(1, len(rows) // 10)
-    first, last = mean("reward/total/mean", rows[:tenth]), mean("reward/total/mean", rows[-tenth:])
-    seconds = timedelta(seconds=round(sum(row.get("seconds/total", 0.0) for row in rows)))
-    return (
-        f"epoch {epoch}: {len(rows)} iterations in {seconds}  reward {mean('reward/total/mean'):.3f} "
-        f"({first:.3f} → {last:.3f})  loss {mean('loss'):.3g}  dead groups {mean('dead_groups/total'):.0%}"
-    )
 
 
 def result_lines(summary: Mapping[str, Any], display: Display = Display()) -> list[str]:

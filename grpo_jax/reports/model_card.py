@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.config.build import to_dict
-from grpo_jax.reports.kept import read_summary
+from grpo_jax.reports.run_files import read_summary
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.tasks.display import Display, of_turns
 

@@ -10,12 +10,11 @@ from typing import Any, TextIO
 from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.errors import StageError, UserError, one_line
 from grpo_jax.models.hf.hub import push_folder, require_hub
-from grpo_jax.reports.console import Console, Epoch, LiveLine, epoch_line, result_lines
-from grpo_jax.reports.kept import Kept, contents, keep
+from grpo_jax.reports.console import Console, LiveLine, result_lines
 from grpo_jax.reports.model_card import model_card
-from grpo_jax.reports.page import write_report
-from grpo_jax.reports.trackers import TRACKERS, require_tracker
-from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers
+from grpo_jax.reports.page import end_sections, write_report
+from grpo_jax.reports.run_files import RunEnd, write_end
+from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers, require_writers
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.task import Finished
 
@@ -27,16 +26,14 @@ class RunOutput:
         """Makes or opens the run directory and writes config.yaml.
 
         Args:
-          config: of a run: its `run_dir`, `resume`, `report_to` and `task` are read.
-          stream: in place of standard output.
+            config: Of a run: its `run_dir`, `resume`, `report_to` and `task` are read.
+            stream: In place of standard output.
 
         Raises:
-          UserError: the run directory cannot be used, a service of `report_to` is not installed, or nobody is logged
-            in to the hub that the policy is to be pushed to.
+            UserError: The run directory cannot be used, a service of `report_to` is not installed, or nobody is logged
+              in to the hub that the policy is to be pushed to.
         """
-        for name in TRACKERS:
-            if name in config.report_to:
-                require_tracker(name)
+        require_writers(config.report_to)
         self._repo = getattr(config, "push_to_hub", "")  # which a task may have no use for
         if self._repo:
             require_hub(self._repo)
@@ -52,7 +49,6 @@ class RunOutput:
             raise
         self.say, self.part, self.note = self.console.say, self.console.part, self.console.note
         self._writers: list[MetricWriter] = []
-        self._epoch = Epoch()
         self._live: LiveLine | None = None
         self._open_line = ExitStack()
 
@@ -60,14 +56,14 @@ class RunOutput:
         """Cuts off what was written after a step (0 for a new run) and opens the metric writers.
 
         Args:
-          step: the last whose completions stay.
-          rows: the last whose metrics stay; the same if None.
+            step: The last whose completions stay.
+            rows: The last whose metrics stay; the same if None.
 
         Returns:
-          How many rows of metrics there are.
+            How many rows of metrics there are.
 
         Raises:
-          UserError: a writer that was asked for is missing or cannot write.
+            UserError: A writer that was asked for is missing or cannot write.
         """
         resume_step = (step if rows is None else rows) if self._config.resume else None
         if self._config.resume:
@@ -77,10 +73,7 @@ class RunOutput:
         )
         for note in notes:
             self.note(note)
-        written = read_metrics(self.directory.metrics)
-        for row in written:
-            self._epoch.ends_with(row)
-        return len(written)
+        return len(read_metrics(self.directory.metrics))
 
     def start(self, total: int, done: int = 0) -> None:
         """Starts the live line of `total` iterations, `done` of them before a resume."""
@@ -93,14 +86,12 @@ class RunOutput:
             self._try(writer, lambda writer=writer: writer.completions(step, columns))
 
     def iteration(self, row: Mapping[str, Any]) -> None:
-        """Writes and shows one iteration by its metrics, with "step"; an epoch that ends with it is summed up."""
+        """Writes and shows one iteration by its metrics, with "step"."""
         step = int(row["step"])
         for writer in list(self._writers):
             self._try(writer, lambda writer=writer: writer.write(step, row))
         if self._live is not None:
             self._live.update(step, row)
-        if self._epoch.ends_with(row):
-            self.say(epoch_line(self._epoch.number, self._epoch.rows))
 
     def _try(self, writer: MetricWriter, act: Callable[[], None]) -> None:
         """What one writes that is not needed to go on ends with a note where it fails, and the run does not."""
@@ -116,17 +107,20 @@ class RunOutput:
         """Writes summary.json, images/, report.json, report.html and the policy's card, and prints the end of a run.
 
         Args:
-          finished: what the run shows.
-          config: of the run, shown in the report.
-          starts: iterations done when a process began: the one after compiles.
+            finished: What the run shows.
+            config: Of the run, shown in the report.
+            starts: Iterations done when a process began: the one after compiles.
         """
         self._end_line()
         summary, tables = finished.summary, finished.tables
         if self.directory.policy.is_dir():
             write_atomically(self.directory.policy / "README.md", model_card(config, summary, self._display))
-        kept = Kept(finished.gallery, finished.episodes, [*tables, *finished.tables_below], starts, to_yaml(config))
-        keep(self.directory, kept)
-        write_report(self.directory.report, display=self._display, **contents(self.directory, summary=summary))
+        self.directory.write_images(finished.gallery)
+        self.directory.write_episodes(finished.episodes)
+        shown = [*tables, *finished.tables_below]
+        sections = end_sections(finished.gallery, finished.episodes, shown, self._display)
+        write_end(self.directory, RunEnd(sections, starts, to_yaml(config)))
+        write_report(self.directory.report, self.directory, self._display, summary=summary)
         for writer in list(self._writers):
             self._try(writer, lambda writer=writer: writer.finish(summary, tables, finished.gallery))
         self.directory.write_summary(summary)  # last: a run that has one is complete

@@ -1,78 +1,153 @@
 """report.html: one self-contained page that shows what a run did and learned. Nothing is fetched."""
 
+from __future__ import annotations
+
 import base64
+import hashlib
 import html
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.reports.charts import number
-from grpo_jax.reports.completions import Logged
-from grpo_jax.reports.curves import curves_section
-from grpo_jax.reports.document import document
-from grpo_jax.reports.episodes import episodes_section
-from grpo_jax.runs.directory import encode_png, write_atomically
-from grpo_jax.tasks.display import Display, EpisodeEntry, GalleryEntry, Table, of_turns
+from grpo_jax.reports.charts import curves_section, number
+from grpo_jax.reports.completions import MEGABYTES, LoggedCompletions, read_completions
+from grpo_jax.reports.run_files import RunEnd, read_config, read_end, read_summary
+from grpo_jax.runs.directory import RunDirectory, encode_png, finite, read_metrics, write_atomically
+from grpo_jax.tasks.display import Display, EpisodeEntry, GalleryEntry, ShownTurn, Table, of_turns
 
 _SHOWN_SIZE = 128  # pictures are shown about this wide: small ones enlarged by whole factors
 _ROWS_SHOWN = 200
+_HERE = Path(__file__).parent
+Measures = Mapping[str, float | None]
 
 
 def write_report(
     path: str | Path,
+    run: RunDirectory,
+    display: Display = Display(),
     *,
+    megabytes: float = MEGABYTES,
+    summary: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the page of a run, finished or not, from its directory.
+
+    Args:
+        path: Of the HTML file.
+        run: With metrics.
+        display: How the task's measures are shown.
+        megabytes: Of completions in the page.
+        summary: Of a run that is about to write it.
+
+    Raises:
+        UserError: A file of the run is damaged, or the page cannot be written.
+    """
+    rows = read_metrics(run.metrics)
+    summary = read_summary(run, rows) if summary is None else finite(summary)
+    end = read_end(run) if summary else RunEnd(config=read_config(run))
+    completions = read_completions(run.completions, megabytes)
+    page = render_report(run.path.name, summary or {}, display, rows, end, completions)
+    write_atomically(path, page)
+
+
+def render_report(
     title: str,
     summary: Mapping[str, Any],
     display: Display = Display(),
-    metrics_rows: Sequence[Mapping[str, Any]] = (),
-    gallery: Sequence[GalleryEntry] = (),
-    episodes: Sequence[EpisodeEntry] = (),
-    tables: Sequence[Table] = (),
-    config_text: str = "",
-    starts: Sequence[int] = (),
-    completions: Logged | None = None,
-) -> None:
-    """Writes the page of a run.
+    rows: Sequence[Mapping[str, Any]] = (),
+    end: RunEnd = RunEnd(),
+    completions: LoggedCompletions | None = None,
+) -> str:
+    """Render the page of a run.
 
     Args:
-      path: of the HTML file.
-      title: the run's name.
-      summary: what summary.json holds; `evaluation.<measure>.{before, after, oracle}` makes the headline. Empty for a
-        run that has not finished.
-      display: how the task's measures are shown.
-      metrics_rows: rows of metrics.jsonl, for the curves.
-      gallery: pairs of pictures.
-      episodes: as they went.
-      tables: rewards per prompt, most added words, …
-      config_text: the configuration as YAML.
-      starts: iterations done when a process began: the one after compiles.
-      completions: what was written in training, to be searched.
-
-    Raises:
-      UserError: the disk is full or the place is not writable.
+        title: The run's name.
+        summary: What summary.json holds; `evaluation.<measure>.{before, after, oracle}` makes the headline. Empty for a
+            run that has not finished.
+        display: How the task's measures are shown.
+        rows: Of metrics.jsonl, for the curves.
+        end: Gallery, episodes and tables (`end_sections`), and how the run was begun.
+        completions: What was written in training, to be searched.
     """
     sections = [
-        _headline(title, summary, display, metrics_rows),
-        _gallery(gallery, display),
-        episodes_section(episodes, _picture, lambda name, value: _value(name, value, display)),
-        curves_section(metrics_rows, starts, display),
+        _headline(title, summary, display, rows),
+        end.sections.get("gallery", ""),
+        end.sections.get("episodes", ""),
+        curves_section(rows, end.starts, display),
         _completions(completions),
-        *(_table(table) for table in tables if table.rows),
-        _facts(summary, config_text),
+        end.sections.get("tables", ""),
+        _facts(summary, end.config),
     ]
-    write_atomically(path, document(title, sections, None if completions is None else completions.data))
+    return document(title, sections, None if completions is None else completions.data)
 
 
-def _headline(title, summary, display, rows):
+def end_sections(
+    gallery: Sequence[GalleryEntry], episodes: Sequence[EpisodeEntry], tables: Sequence[Table], display: Display
+) -> dict[str, str]:
+    """Render what a run shows at its end, by name, as `RunEnd.sections` has it."""
+    return {
+        "gallery": _gallery(gallery, display),
+        "episodes": _episodes(episodes, display),
+        "tables": "".join(_table(table) for table in tables if table.rows),
+    }
+
+
+def document(title: str, sections: Iterable[str], data: Mapping[str, Any] | None = None) -> str:
+    """Make an HTML file that stands alone: a policy lets nothing but its one script run, and nothing be fetched.
+
+    Args:
+        title: Of the browser's window.
+        sections: HTML, in which all text is escaped.
+        data: What page.js reads, as JSON.
+    """
+    style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "tables.js", "page.js"))
+    script = "".join(scripts)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    embedded = ""
+    if data is not None:  # no < is left in it that would end its element
+        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+        embedded = f"<script type='application/json' id='data'>{text}</script>"
+    return (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{html.escape(title)}</title><style>{style}</style></head>"
+        f"<body><main>{''.join(sections)}</main>{embedded}<script>{script}</script></body></html>\n"
+    )
+
+
+def section(title: str, content: str, note: str = "") -> str:
+    """Make a section of HTML texts; the note stands under its heading."""
+    shown = f"<p class='note'>{note}</p>" if note else ""
+    return f"<section><h2>{title}</h2>{shown}{content}</section>"
+
+
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """Make a table of HTML texts; a cell may be a whole `<td>`."""
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    body = "".join(
+        f"<tr>{''.join(cell if cell.startswith('<td') else f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return (
+        f"<div class='scroll'><table class='data{kind and f' {kind}'}'><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the headline
+
+
+def _headline(title: str, summary: Mapping[str, Any], display: Display, rows: Sequence[Mapping[str, Any]]) -> str:
     evaluation = dict(summary.get("evaluation", {}))
     total = evaluation.get("total")
     if any(values == total for name, values in evaluation.items() if name != "total"):
         del evaluation["total"]  # of a single objective, which it is
-    known = (name for name in (*display.headline, "total") if name in evaluation)
-    main = next(known, next(iter(evaluation), None))
+    candidates = (name for name in (*display.headline, "total", *evaluation) if name in evaluation)
+    main = next(candidates, None)
     parts = [f"<header><p class='over'>grpo_jax run</p><h1>{html.escape(title)}</h1>"]
     if main is not None:
         parts.append(f"<p class='claim'>{_claim(main, evaluation[main], summary.get('prompts'), display)}</p>")
@@ -86,52 +161,49 @@ def _headline(title, summary, display, rows):
     return "".join(parts)
 
 
-def _claim(name, values, prompts, display):
+def _claim(name: str, values: Measures, prompts: int | None, display: Display) -> str:
     before, after, oracle = (values.get(kind) for kind in ("before", "after", "oracle"))
     change = f"{_label(name)} {_value(name, before, display)} → <strong>{_value(name, after, display)}</strong>"
     if prompts:
         change += f" on {prompts} held-out prompts"
-    gap = _gap_closed(before, after, oracle)
-    if gap is not None:
+    if before is not None and after is not None and oracle is not None and abs(oracle - before) >= 1e-9:
+        gap = (after - before) / (oracle - before)
         change += f", {gap:.0%} of the way to {display.best} ({_value(name, oracle, display)})"
     return change + "."
 
 
-def _gap_closed(before, after, oracle):
-    if None in (before, after, oracle) or abs(oracle - before) < 1e-9:
-        return None
-    return (after - before) / (oracle - before)
-
-
-def _card(name, values, display, first):
-    before, after, oracle = (values.get(kind) for kind in ("before", "after", "oracle"))
-    known = [value for value in (before, after, oracle) if value is not None]
-    low, high = min([0.0, *known]), max([1e-9, *known])
+def _card(name: str, values: Measures, display: Display, first: bool) -> str:
+    measured = {kind: values[kind] for kind in ("before", "after", "oracle") if values.get(kind) is not None}
+    low = min([0.0, *measured.values()])
+    high = max([1e-9, *measured.values()])
     bars = "".join(
         f"<div class='bar {kind}'><span>{kind}</span>{_bar(value, low, high)}"
         f"<b>{_value(name, value, display)}</b></div>"
-        for kind, value in (("before", before), ("after", after), ("oracle", oracle))
-        if value is not None
+        for kind, value in measured.items()
     )
-    change = _change(name, before, after, display) if before is not None and after is not None else ""
+    change = ""
+    if "before" in measured and "after" in measured:
+        difference = measured["after"] - measured["before"]
+        size = f"{abs(difference) * 100:.1f} points" if _is_share(name) else _value(name, abs(difference), display)
+        change = f"<em>{'+' if difference >= 0 else '−'}{size}</em>"
     return f"<article class='card{' first' if first else ''}'><h3>{_label(name)}{change}</h3>{bars}</article>"
 
 
-def _bar(value, low, high):
-    zero, end = (-low) / (high - low), (value - low) / (high - low)
-    left, width = min(zero, end), abs(end - zero)
-    return f"<div class='track'><div style='left: {left:.1%}; width: {width:.1%}'></div></div>"
+def _bar(value: float, low: float, high: float) -> str:
+    zero = -low / (high - low)
+    end = (value - low) / (high - low)
+    return f"<div class='track'><div style='left: {min(zero, end):.1%}; width: {abs(end - zero):.1%}'></div></div>"
 
 
-def _label(name):
+def _label(name: str) -> str:
     return html.escape(name.replace("_", " ").replace("/", " · "))
 
 
-def _is_share(name):
+def _is_share(name: str) -> bool:
     return any(word in name for word in ("accuracy", "usable", "share"))
 
 
-def _value(name, value, display):
+def _value(name: str, value: float | None, display: Display) -> str:
     if value is None or not math.isfinite(value):
         return "–"
     if _is_share(name):
@@ -142,13 +214,10 @@ def _value(name, value, display):
     return (f"{value:.2f}" if abs(value) < 100 else number(value)).replace("-", "−")
 
 
-def _change(name, before, after, display):
-    sign = "+" if after >= before else "−"
-    size = f"{abs(after - before) * 100:.1f} points" if _is_share(name) else _value(name, abs(after - before), display)
-    return f"<em>{sign}{size}</em>"
+# ------------------------------------------------------------------------------------------------ pictures and episodes
 
 
-def _gallery(gallery, display):
+def _gallery(gallery: Sequence[GalleryEntry], display: Display) -> str:
     if not gallery:
         return ""
     items = "".join(_pair(entry, display) for entry in gallery)
@@ -160,20 +229,19 @@ def _gallery(gallery, display):
         note = (
             "Left: what the prompt shows. Right: what was drawn." if alone else f"{note} Above: what the prompt shows."
         )
-    return f"<section><h2>Before and after</h2><p class='note'>{note}</p><div class='gallery'>{items}</div></section>"
+    return section("Before and after", f"<div class='gallery'>{items}</div>", note)
 
 
-def _pair(entry, display):
-    pictures = "".join(_picture(picture, "shown by the prompt") for picture in entry.shown)
-    before = _picture(entry.before, "before")
-    if pictures and entry.before is None:
-        pictures, before = "", pictures
-    pictures = f"<div class='pair'>{pictures}</div>" if pictures else ""
-    if entry.before is not None or entry.after is not None:
-        after = _picture(entry.after, "after")
-        pictures += f"<div class='pair'>{before}<span class='arrow'>→</span>{after}</div>"
-    elif entry.shown:
-        pictures = f"<div class='pair'>{before}</div>"
+def _pair(entry: GalleryEntry, display: Display) -> str:
+    shown = "".join(_picture(picture, "shown by the prompt") for picture in entry.shown)
+    drawn = entry.before is not None or entry.after is not None
+    rows = []
+    if shown and (entry.before is not None or not drawn):
+        rows.append(shown)
+    if drawn:
+        before = shown if shown and entry.before is None else _picture(entry.before, "before")
+        rows.append(f"{before}<span class='arrow'>→</span>{_picture(entry.after, 'after')}")
+    pictures = "".join(f"<div class='pair'>{row}</div>" for row in rows)
     scores = "".join(
         f"<tr><td>{_label(name)}</td><td>{_value(name, before, display)}</td><td>→</td>"
         f"<td class='{_trend(before, after)}'>{_value(name, after, display)}</td></tr>"
@@ -185,8 +253,8 @@ def _pair(entry, display):
     )
 
 
-def _trend(before, after):
-    if before is None or after is None or before == after or math.isnan(before):
+def _trend(before: float | None, after: float | None) -> str:
+    if before is None or after is None or before == after or math.isnan(before) or math.isnan(after):
         return "same"
     return "better" if after > before else "worse"
 
@@ -202,55 +270,74 @@ def _picture(image: np.ndarray | None, kind: str) -> str:
     return f"<img{crisp} {size} alt='{kind}' src='data:image/png;base64,{data}'>"
 
 
-def _completions(logged):
+def _episodes(entries: Sequence[EpisodeEntry], display: Display) -> str:
+    if not entries:
+        return ""
+    articles = []
+    for entry in entries:
+        turns = "".join(_turn(place, turn, display) for place, turn in enumerate(entry.turns, 1))
+        articles.append(f"<article class='entry episode'>{_read(entry.prompt, entry.pictures)}{turns}</article>")
+    note = "Held-out prompts after training, greedy, chosen by place. Grey: what the policy read. Black: what it wrote."
+    return section("Episodes", f"<div class='episodes'>{''.join(articles)}</div>", note)
+
+
+def _read(text: str, pictures: Sequence[np.ndarray]) -> str:
+    shown = "".join(_picture(picture, "read by the policy") for picture in pictures)
+    return f"{shown}<p class='prompt'>{html.escape(text)}</p>"
+
+
+def _turn(place: int, turn: ShownTurn, display: Display) -> str:
+    drawn = "" if turn.image is None else _picture(turn.image, f"turn {place}")
+    written = f"<p class='rewrite'>{html.escape(turn.text)}</p>"
+    scores = ", ".join(
+        f"{html.escape(name.replace('_', ' '))} <b>{_value(name, value, display)}</b>"
+        for name, value in turn.scores.items()
+    )
+    answer = "" if turn.answer is None else _read(turn.answer, turn.pictures)
+    return f"<div class='turn'><h3>turn {place}</h3>{written}{drawn}<p class='note'>{scores}</p></div>{answer}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- rest
+
+
+def _completions(logged: LoggedCompletions | None) -> str:
     if logged is None:
         return ""
     note = "A click on a line unfolds it, on a heading sorts; a prompt has its history."
     missing = "<p class='note'>A browser that runs scripts shows them here.</p>"
-    return (
-        f"<section><h2>Completions</h2><p class='note'>{html.escape(logged.note)} {note}</p>"
-        f"<div id='completions'>{missing}</div></section>"
-    )
+    return section("Completions", f"<div id='completions'>{missing}</div>", f"{html.escape(logged.note)} {note}")
 
 
-def _table(table):
-    def cell(value):
-        if value is None:
-            return "<td>–</td>"
+def _table(table: Table) -> str:
+    def cell(value: Any) -> str:
+        value = value.item() if isinstance(value, np.generic) else value
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        return f"<td class='number'>{number(value)}</td>" if numeric else f"<td>{html.escape(str(value))}</td>"
+        if value is None or not numeric:
+            return "–" if value is None else f"<td>{html.escape(str(value))}</td>"
+        return f"<td class='number'>{number(value)}</td>"
 
-    head = "".join(f"<th>{_label(str(column))}</th>" for column in table.columns)
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in table.rows[:_ROWS_SHOWN])
+    rows = [[cell(value) for value in row] for row in table.rows[:_ROWS_SHOWN]]
     left = len(table.rows) - _ROWS_SHOWN
     more = f"<p class='note'>and {left} more</p>" if left > 0 else ""
-    note = f"<p class='note'>{html.escape(table.note)}</p>" if table.note else ""
-    return (
-        f"<section><h2>{html.escape(table.title)}</h2>{note}<div class='scroll'><table class='data'><thead>"
-        f"<tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}</section>"
-    )
+    content = html_table([_label(str(column)) for column in table.columns], rows)
+    return section(html.escape(table.title), content + more, html.escape(table.note))
 
 
-def _facts(summary, config_text):
-    groups = []
+def _facts(summary: Mapping[str, Any], config: str) -> str:
+    plain = {k: v for k, v in summary.items() if k != "evaluation" and not isinstance(v, Mapping | list | tuple)}
+    groups = {"run": plain}
     for name in ("seconds", "versions", "devices"):
-        values = summary.get(name)
-        if isinstance(values, Mapping):
-            groups.append((name, [(key, values[key]) for key in values]))
-    plain = [(k, v) for k, v in summary.items() if k != "evaluation" and not isinstance(v, Mapping | list | tuple)]
+        if isinstance(summary.get(name), Mapping):
+            groups[name] = summary[name]
     lists = "".join(
         f"<div><h3>{_label(name)}</h3><dl>"
-        + "".join(f"<dt>{_label(key)}</dt><dd>{_fact(value)}</dd>" for key, value in pairs)
+        + "".join(f"<dt>{_label(key)}</dt><dd>{_fact(value)}</dd>" for key, value in facts.items())
         + "</dl></div>"
-        for name, pairs in [("run", plain), *groups]
+        for name, facts in groups.items()
     )
-    config = ""
-    if config_text:
-        config = f"<details><summary>Configuration</summary><pre>{html.escape(config_text)}</pre></details>"
-    return f"<section><h2>How it was run</h2><div class='facts'>{lists}</div>{config}</section>"
+    shown = f"<details><summary>Configuration</summary><pre>{html.escape(config)}</pre></details>" if config else ""
+    return section("How it was run", f"<div class='facts'>{lists}</div>{shown}")
 
 
-def _fact(value):
-    if value is None or isinstance(value, float):
-        return number(value)
-    return html.escape(str(value))
+def _fact(value: Any) -> str:
+    return number(value) if value is None or isinstance(value, float) else html.escape(str(value))

@@ -1,34 +1,52 @@
-"""Where the numbers of each step go: metrics.jsonl always, TensorBoard and services (`trackers`) when asked."""
+"""Metric writers: metrics.jsonl always, TensorBoard and Weights & Biases where `report_to` names them."""
 
+from __future__ import annotations
+
+import importlib
 import json
+import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from grpo_jax.errors import UserError
-from grpo_jax.reports.trackers import TRACKERS, numbers, require_tracker
-from grpo_jax.runs.directory import AppendedFile, RunDirectory, disk_errors, encode_png, finite, truncate_metrics
-from grpo_jax.tasks.display import GalleryEntry
+from grpo_jax.config.files import read_text
+from grpo_jax.errors import UserError, one_line
+from grpo_jax.runs.directory import (
+    AppendedFile,
+    RunDirectory,
+    disk_errors,
+    encode_png,
+    finite,
+    truncate_metrics,
+    write_atomically,
+)
+from grpo_jax.tasks.display import GalleryEntry, Table
+
+_COMPLETIONS = 64  # of an iteration, in a table of Weights & Biases
+_CELLS = (str, bool, int, float, type(None))
+_BY_CALLBACK = ("mlflow", "trackio")
 
 
-class MetricWriter(Protocol):
-    """Takes the numbers of one step."""
+class MetricWriter:
+    """Takes the numbers of each step; what it has no place for it leaves out."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one row."""
+        raise NotImplementedError
 
     def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Takes the completions of an iteration, columns of one entry each, if it has a place for them."""
+        """Takes the completions of an iteration, columns of one entry each."""
 
-    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any], gallery: Sequence[GalleryEntry] = ()) -> None:
-        """Takes what summary.json holds, `Table`s and pictures of a finished run, if it has a place for them."""
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
+        """Takes what summary.json holds, tables and pictures of a finished run."""
 
     def close(self) -> None:
-        """Flushes."""
+        """Flushes and closes."""
 
 
-class JsonLines:
+class JsonLines(MetricWriter):
     """metrics.jsonl: one object per row, on disk when `write` returns."""
 
     def __init__(self, path: str | Path):
@@ -39,74 +57,142 @@ class JsonLines:
         """Appends one row; what is not finite becomes null.
 
         Raises:
-          UserError: the disk is full.
+            UserError: The disk is full.
         """
         self._file.write(json.dumps(finite({"step": step, **metrics})) + "\n")
-
-    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Nothing: completions/ lies beside."""
-
-    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any], gallery: Sequence[GalleryEntry] = ()) -> None:
-        """Nothing: summary.json and report.html lie beside."""
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
 
-class TensorBoard:
+class TensorBoard(MetricWriter):
     """Event files, through the tensorboard package alone."""
 
     def __init__(self, folder: str | Path, *, resume_step: int | None = None):
         """Opens a new event file; `resume_step` makes TensorBoard forget what came after that step."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        import tensorboard.compat.proto.event_pb2 as event_pb2
+        import tensorboard.compat.proto.summary_pb2 as summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._folder, self._last = folder, 0
+        self._folder = folder
+        self._last = 0
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
         with disk_errors(folder):
             self._writer = EventFileWriter(str(folder))
             if resume_step is not None:
-                start = SessionLog(status=SessionLog.START)
-                self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+                start = self._events.SessionLog(status=self._events.SessionLog.START)
+                event = self._events.Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
+                self._writer.add_event(event)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the numbers as scalars."""
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-        self._add(step, [Summary.Value(tag=name, simple_value=value) for name, value in numbers(metrics).items()])
+        value = self._summaries.Summary.Value
+        self._add(step, [value(tag=name, simple_value=number) for name, number in numbers(metrics).items()])
         self._last = step
 
-    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Nothing: TensorBoard has no place for tables."""
-
-    def finish(self, summary: Mapping[str, Any], tables: Sequence[Any], gallery: Sequence[GalleryEntry] = ()) -> None:
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
         """Writes the gallery's pictures, at the last step."""
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
+        message = self._summaries.Summary
         values = []
         for index, entry in enumerate(gallery):
             for name, picture in (("before", entry.before), ("after", entry.after)):
                 if picture is not None:
                     height, width = picture.shape[:2]
-                    image = Summary.Image(
-                        height=height, width=width, colorspace=3, encoded_image_string=encode_png(picture)
-                    )
-                    values.append(Summary.Value(tag=f"gallery/{index:03d}/{name}", image=image))
+                    png = encode_png(picture)
+                    image = message.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
+                    values.append(message.Value(tag=f"gallery/{index:03d}/{name}", image=image))
         if values:
             self._add(self._last, values)
 
     def _add(self, step: int, values: Sequence[Any]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
+        summary = self._summaries.Summary(value=values)
         with disk_errors(self._folder):
-            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
             self._writer.flush()
 
     def close(self) -> None:
         """Flushes and closes."""
         with disk_errors(self._folder):
             self._writer.close()
+
+
+class WeightsAndBiases(MetricWriter):
+    """A run on Weights & Biases, the same one again on resume: the run directory keeps its id."""
+
+    def __init__(self, run: RunDirectory, config: Mapping[str, Any]):
+        """Starts or continues the run.
+
+        Raises:
+            UserError: wandb refuses to start.
+        """
+        import wandb
+
+        self._wandb = wandb
+        id_file = run.path / "wandb_id"
+        identity = read_text(id_file).strip() if id_file.exists() else f"{time.time_ns():x}"
+        project = config.get("project") or "grpo_jax"
+        options: dict[str, Any] = {"project": project, "name": run.path.name, "dir": str(run.path)}
+        try:
+            self._run = wandb.init(**options, id=identity, resume="allow", config=dict(config))
+        except Exception as error:
+            reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0])
+            hint = "run `wandb login`, or set WANDB_MODE=offline"
+            raise UserError(f"report_to: wandb does not start ({reason}); {hint}") from error
+        write_atomically(id_file, identity)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs one row."""
+        self._run.log(numbers(metrics), step=step)
+
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Logs the first of them as a table, with the iteration's numbers."""
+        first = {name: [_plain(value) for value in column[:_COMPLETIONS]] for name, column in columns.items()}
+        cells = {name: column for name, column in first.items() if all(isinstance(cell, _CELLS) for cell in column)}
+        rows = [list(row) for row in zip(*cells.values(), strict=True)]
+        self._run.log({"completions": self._wandb.Table(columns=list(cells), data=rows)}, step=step)
+
+    def finish(self, summary: Mapping[str, Any], tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
+        """Updates the run's summary, logs each table under its title, and the gallery as one with pictures."""
+        self._run.summary.update(finite(summary))
+        for table in tables:
+            name = re.sub(r"\W+", "_", table.title)  # part of a file's name
+            rows: list[Any] = [list(row) for row in table.rows]
+            self._run.log({f"table/{name}": self._wandb.Table(columns=list(table.columns), data=rows)})
+        if gallery:
+            rows = [
+                [entry.prompt, entry.rewrite, self._image(entry.before), self._image(entry.after)] for entry in gallery
+            ]
+            columns: list[Any] = ["prompt", "text", "before", "after"]
+            self._run.log({"table/gallery": self._wandb.Table(columns=columns, data=rows)})
+
+    def _image(self, picture: Any) -> Any:
+        return None if picture is None else self._wandb.Image(picture)
+
+    def close(self) -> None:
+        """Finishes the run."""
+        self._run.finish()
+
+
+def require_writers(report_to: Sequence[str]) -> None:
+    """Refuses writers that this process does not have; TensorBoard alone may be missing.
+
+    Raises:
+        UserError: A service is unknown, or its package is not installed.
+    """
+    for name in report_to:
+        if name in _BY_CALLBACK:
+            raise UserError(f"report_to: {name} gets a run's numbers by a callback (docs/ending.md); take it out")
+        if name not in ("tensorboard", "wandb"):
+            raise UserError(f"report_to: expected tensorboard, wandb, got {name}")
+    if "wandb" in report_to:
+        try:
+            importlib.import_module("wandb")
+        except ImportError as error:
+            raise UserError(
+                "report_to: wandb is not installed; pip install wandb, or leave it out of report_to"
+            ) from error
 
 
 def open_writers(
@@ -119,20 +205,18 @@ def open_writers(
     """Opens metrics.jsonl and the writers asked for.
 
     Args:
-      run: where they write; on resume, rewound to `resume_step`.
-      report_to: any of "tensorboard", "wandb", "mlflow", "trackio".
-      resume_step: the step that the run continues after; None for a new run.
-      config: shown by the services; its `project` is where.
+        run: Where they write; on resume, rewound to `resume_step`.
+        report_to: Any of "tensorboard", "wandb".
+        resume_step: The step that the run continues after; None for a new run.
+        config: Shown by Weights & Biases; its `project` is where.
 
     Returns:
-      The writers, and notes for the user about those left out.
+        The writers, and notes for the user about those left out.
 
     Raises:
-      UserError: a writer is unknown or cannot write, or a service was asked for and is missing or does not start.
+        UserError: A writer is unknown, missing, or cannot write.
     """
-    unknown = sorted(set(report_to) - {"tensorboard", *TRACKERS})
-    if unknown:
-        raise UserError(f"report_to: expected tensorboard, {', '.join(TRACKERS)}, got {', '.join(unknown)}")
+    require_writers(report_to)
     if resume_step is not None:
         truncate_metrics(run.metrics, resume_step)
     writers: list[MetricWriter] = [JsonLines(run.metrics)]
@@ -143,12 +227,24 @@ def open_writers(
                 writers.append(TensorBoard(run.tensorboard, resume_step=resume_step))
             except ImportError:
                 notes.append("no TensorBoard events: pip install tensorboard adds them")
-        for name, tracker in TRACKERS.items():
-            if name in report_to:
-                require_tracker(name)
-                writers.append(tracker(run, config or {}))
+        if "wandb" in report_to:
+            writers.append(WeightsAndBiases(run, config or {}))
     except BaseException:
         for writer in writers:
             writer.close()
         raise
     return writers, notes
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a row, without its step."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if name != "step" and value is not None and not isinstance(value, str) and math.isfinite(float(value))
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A cell of a table: a plain number or text."""
+    return value.item() if hasattr(value, "item") else value

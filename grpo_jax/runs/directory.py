@@ -21,8 +21,9 @@ from grpo_jax.runs.lock import RunLock
 from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry
 
 Result = TypeVar("Result")
-PAUSES = (0.5, 2.0, 8.0)
-"""Seconds before each further try of a write that failed: a disk is full or away for a moment, and a run is long."""
+MAX_ATTEMPTS = 4
+FIRST_PAUSE = 0.5
+"""Seconds before the second attempt; each further pause is four times as long."""
 
 
 @contextmanager
@@ -34,21 +35,38 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         raise _unwritable(Path(path), error) from error
 
 
-def insist(write: Callable[[], Result], path: str | Path) -> Result:
-    """What `write` gives; where the system refuses it, it is called again a few times (`PAUSES`).
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EBADF)
+
+
+def retry_write(
+    write: Callable[[], Result],
+    *,
+    may_pass: Callable[[Exception], bool] = _may_pass,
+    on_retry: Callable[[Exception, float], None] = lambda error, pause: None,
+    max_attempts: int = MAX_ATTEMPTS,
+) -> Result:
+    """Call `write` until it succeeds: a disk is full or away for a moment, and a run is long.
+
+    Args:
+        write: What is tried.
+        may_pass: Whether an error is worth another attempt.
+        on_retry: on_retry(error, seconds of the pause) is called before each pause.
+        max_attempts: Attempts in all.
 
     Raises:
-      UserError: it was refused every time, or the folder is gone; names the path.
+        Exception: The last attempt's, or one that does not pass.
     """
-    for pause in PAUSES:
+    for attempt in range(max_attempts - 1):
         try:
             return write()
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EBADF):
-                raise _unwritable(Path(path), error) from error
-            time.sleep(pause)
-    with disk_errors(path):
-        return write()
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            pause = FIRST_PAUSE * 4**attempt
+            on_retry(error, pause)
+        time.sleep(pause)
+    return write()
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
@@ -72,7 +90,7 @@ def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable
     What is much is given as a function of its pieces, which is called again where writing is tried again.
 
     Raises:
-      UserError: the disk is full or the place is not writable; the old file, if any, is still there.
+        UserError: The disk is full or the place is not writable; the old file, if any, is still there.
     """
     path = Path(path)
     content = [data.encode() if isinstance(data, str) else data] if isinstance(data, bytes | str) else data
@@ -88,7 +106,8 @@ def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable
             Path(temporary).unlink(missing_ok=True)
             raise
 
-    insist(write, path)
+    with disk_errors(path):
+        retry_write(write)
 
 
 class AppendedFile:
@@ -98,7 +117,7 @@ class AppendedFile:
         """Opens or makes the file.
 
         Raises:
-          UserError: it cannot be opened for writing.
+            UserError: It cannot be opened for writing.
         """
         self._path = path
         with disk_errors(path):
@@ -107,8 +126,10 @@ class AppendedFile:
     def write(self, text: str) -> None:
         """Appends text. Raises UserError on a full disk."""
         data = memoryview(text.encode(errors="backslashreplace"))
-        while data:
-            data = data[insist(lambda left=data: self._file.write(left), self._path) :]
+        with disk_errors(self._path):
+            while data:
+                written = retry_write(lambda left=data: self._file.write(left))
+                data = data[written:]
 
     def close(self) -> None:
         """Closes the file."""
@@ -142,7 +163,7 @@ class RunDirectory:
         self.completions = self.path / "completions"
         self.images = self.path / "images"
         self.report = self.path / "report.html"
-        self.kept = self.path / "report.json"  # what the report shows and no other file holds
+        self.end = self.path / "report.json"  # what the report shows and no other file holds
         self.checkpoints = self.path / "checkpoints"
         self.warm_start = self.path / "warm_start"  # its checkpoints, until the first of the run itself
         self.policy = self.path / "policy"
@@ -158,11 +179,11 @@ class RunDirectory:
         """Makes the folder, or opens an earlier run's with `resume`.
 
         Args:
-          path: of the run.
-          resume: it must hold a run already.
+            path: Of the run.
+            resume: It must hold a run already.
 
         Raises:
-          UserError: it holds a run already, there is none to resume, or it is not writable.
+            UserError: It holds a run already, there is none to resume, or it is not writable.
         """
         run, made = cls(path), []
         try:
@@ -285,8 +306,8 @@ class RunDirectory:
         """Writes completions/step_00000N.parquet, one row per completion.
 
         Args:
-          step: the iteration; becomes the first column.
-          columns: equally long; prompt, completion, each reward, advantage, length, truncated.
+            step: The iteration; becomes the first column.
+            columns: Equally long; prompt, completion, each reward, advantage, length, truncated.
         """
         import pyarrow
         import pyarrow.parquet
@@ -317,7 +338,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Rows of a metrics.jsonl; a last line that a kill cut short is left out.
 
     Raises:
-      UserError: a line before the last is not JSON.
+        UserError: A line before the last is not JSON.
     """
     path = Path(path)
     if not path.is_file():

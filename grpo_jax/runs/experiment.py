@@ -12,12 +12,13 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_jax.config.build import to_yaml
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.loop.callbacks import Callbacks, Moment
+from grpo_jax.runs.loop.callbacks import Callbacks, IterationEvent
 from grpo_jax.runs.loop.early_stopping import SCORE, Waited, after_validation, reason_to_end
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import Progress, added, identity_of, require_same, with_total
@@ -25,6 +26,7 @@ from grpo_jax.runs.results import versions
 from grpo_jax.tasks.task import Program
 
 State = Any
+Row = Mapping[str, Any]
 
 
 class Run(NamedTuple):
@@ -36,6 +38,7 @@ class Run(NamedTuple):
         output: Terminal, metric files and the run directory (`reports.output.RunOutput`).
         clock: `time.monotonic()` at the start of this process's part of the run.
         callbacks: Who is told of it.
+        stop: Whether it is to be left early.
     """
 
     program: Program
@@ -43,11 +46,17 @@ class Run(NamedTuple):
     output: Any
     clock: float
     callbacks: Callbacks = Callbacks()
+    stop: StopRequests = StopRequests()
 
     @property
     def config(self) -> Any:
         """The program's."""
         return self.program.config
+
+    @property
+    def again(self) -> str:
+        """The command line that goes on."""
+        return f"--resume --run_dir {self.config.run_dir}"
 
 
 def execute(run: Run, stop: StopRequests) -> dict[str, Any]:
@@ -56,12 +65,13 @@ def execute(run: Run, stop: StopRequests) -> dict[str, Any]:
     Returns:
         The summary, with "stopped".
     """
+    run = run._replace(stop=stop)
     try:
         begun = begin(run)
         if begun is None:
             return _stopped(run, None)
-        state, progress = train(run, *begun, stop)
-        if not _over(run, progress):
+        state, progress = train(run, *begun)
+        if not _is_over(run, progress):
             return _stopped(run, progress.iteration)
         with _saved_where_it_ends(run, state, progress):
             return {**finish(run, state, progress), "stopped": False}
@@ -71,30 +81,26 @@ def execute(run: Run, stop: StopRequests) -> dict[str, Any]:
         run.program.close()
 
 
-def _ended_early(run: Run, progress: Progress) -> str:
-    """Why no iteration is to follow although there are more; "" otherwise."""
-    return reason_to_end(_waited(progress), run.config.training)
+def _early_end(run: Run, progress: Progress) -> str:
+    """Return why no iteration is to follow although there are more; "" otherwise."""
+    return reason_to_end(Waited(**(progress.waited or {})), run.config.training)
 
 
-def _waited(progress: Progress) -> Waited:
-    return Waited(**(progress.waited or {}))
-
-
-def _over(run: Run, progress: Progress) -> bool:
+def _is_over(run: Run, progress: Progress) -> bool:
     """Whether no iteration is to follow."""
-    return progress.iteration >= run.program.iterations or bool(_ended_early(run, progress))
+    return progress.iteration >= run.program.iterations or bool(_early_end(run, progress))
 
 
 def _stopped(run: Run, iteration: int | None) -> dict[str, Any]:
-    """Says where it was stopped; what a summary has of it."""
+    """Says where the run was stopped; returns what a summary has of it."""
     saved = "stopped and saved" if run.output.directory.holds_checkpoint() else "stopped"
     when = f"after iteration {iteration}" if iteration else "before the first iteration"
-    run.output.say(f"{saved} {when}: --resume --run_dir {run.config.run_dir} goes on")
+    run.output.say(f"{saved} {when}: {run.again} goes on")
     return {"stopped": True, "iteration": iteration or 0}
 
 
 def begin(run: Run) -> tuple[State, Progress] | None:
-    """The state to start from: the last sound checkpoint's on --resume, else the program's own, measured.
+    """Return the state to start from: the last sound checkpoint's on --resume, else the program's own, measured.
 
     None if it was stopped on the way.
     """
@@ -119,7 +125,7 @@ def begin(run: Run) -> tuple[State, Progress] | None:
 
 
 def resume(run: Run) -> tuple[State, Progress]:
-    """The last sound checkpoint's state.
+    """Restore the last sound checkpoint.
 
     Raises:
         UserError: The checkpoint is of another configuration, or of other data; or it is further than the run is to go.
@@ -159,78 +165,67 @@ def _keep_config(run: Run) -> None:
         run.output.directory.write_config(to_yaml(dataclasses.replace(run.config, resume=False)))
 
 
-def train(run: Run, state: State, progress: Progress, stop: StopRequests) -> tuple[State, Progress]:
-    """Advances to the end, an early one perhaps, or until `stop` is set; the last state is saved.
+def train(run: Run, state: State, progress: Progress) -> tuple[State, Progress]:
+    """Advances to the end, an early one perhaps, or until a stop is asked for; the last state is saved.
 
     Raises:
         Stopped: On the way through an iteration; the state before it is saved.
         UserError: A judge failed; the state before that step is saved. Or nothing could be learned for a few iterations
             in a row; the last good state is saved.
     """
-    every, told = run.config.training.save_every, progress.iteration
+    training = run.config.training
+    announced = progress.iteration  # the last whose checkpoint callbacks were told of
     run.output.start(run.program.iterations, progress.iteration)
     if progress.unvalidated is not None:
-        progress = validate(run, state, progress, stop)
-    while not _over(run, progress) and not stop.is_set():
-        state, progress, failure = step(run, state, progress, stop)
+        progress = validate(run, state, progress)
+    while not _is_over(run, progress) and not run.stop.is_set():
+        state, progress, failure = step(run, state, progress)
         if failure:
             save(run, state, progress, wait=True)
             raise UserError(failure)
-        if every and progress.iteration % every == 0:
-            told = _save_and_tell(run, state, progress, stop)
-        _look_at_the_clock(run, progress, stop)
-    if told < progress.iteration:
-        _save_and_tell(run, state, progress, stop)
+        if training.save_every and progress.iteration % training.save_every == 0:
+            _save_and_tell(run, state, progress)
+            announced = progress.iteration
+        worked = time.monotonic() - run.clock
+        if training.max_hours and worked >= 3600 * training.max_hours and not _is_over(run, progress):
+            run.output.say(f"training.max_hours = {training.max_hours:g} are over")
+            run.stop.set()
+    if announced < progress.iteration:
+        _save_and_tell(run, state, progress)
     save(run, state, progress, wait=True)
-    if reason := _ended_early(run, progress):
+    if reason := _early_end(run, progress):
         run.output.say(f"early stopping after iteration {progress.iteration}: {reason}")
     return state, progress
 
 
-def _save_and_tell(run: Run, state: State, progress: Progress, stop: StopRequests) -> int:
-    """Saves a checkpoint of the loop; in the background unless somebody is told of it. Gives its iteration."""
+def _save_and_tell(run: Run, state: State, progress: Progress) -> None:
+    """Saves a checkpoint of the loop; in the background unless somebody is told of it."""
     save(run, state, progress, wait=run.callbacks.on_checkpoint is not None)
     path = run.checkpoints.folder / f"step_{progress.iteration}"
-    _tell(run, state, progress, stop, "on_checkpoint", {}, checkpoint=path)
-    return progress.iteration
+    _tell(run, state, progress, "on_checkpoint", {}, path)
 
 
-def _look_at_the_clock(run: Run, progress: Progress, stop: StopRequests) -> None:
-    """Asks for a stop once this process has worked for training.max_hours."""
-    hours = run.config.training.max_hours
-    if hours and time.monotonic() - run.clock >= 3600 * hours and not _over(run, progress):
-        run.output.say(f"training.max_hours = {hours:g} are over")
-        stop.set()
-
-
-def _tell(
-    run: Run,
-    state: State,
-    progress: Progress,
-    stop: StopRequests,
-    name: str,
-    metrics: Mapping[str, Any],
-    **more: Any,
-) -> None:
-    """Tells the callback of that name, and sets `stop` if it asks for that and there is anything left to do.
+def _tell(run: Run, state: State, progress: Progress, name: str, metrics: Row, checkpoint: Path | None = None) -> None:
+    """Tells the callback of that name, and asks for a stop if it does and there is anything left to do.
 
     Raises:
         UserError: It failed; the state is saved.
     """
-    step, folder = int(metrics.get("step", progress.iteration)), run.output.directory.path.absolute()
-    moment = Moment(step, run.program.iterations, dict(metrics), folder, **more)
+    number = int(metrics.get("step", progress.iteration))
+    folder = run.output.directory.path.absolute()
+    event = IterationEvent(number, run.program.iterations, dict(metrics), folder, checkpoint)
     try:
-        asked = run.callbacks.ask(name, moment)
+        asked = run.callbacks.ask(name, event)
     except UserError as error:
         save(run, state, progress, wait=True)
-        again = f"mend it and go on with --resume --run_dir {run.config.run_dir}"
-        raise UserError(f"{error}. Saved after iteration {progress.iteration}; {again}") from error
-    if asked and not _over(run, progress):
+        saved = f"Saved after iteration {progress.iteration}; mend it and go on with {run.again}"
+        raise UserError(f"{error}. {saved}") from error
+    if asked and not _is_over(run, progress):
         run.output.say(f"{name} asks to stop")
-        stop.set()
+        run.stop.set()
 
 
-def step(run: Run, state: State, progress: Progress, stop: StopRequests) -> tuple[State, Progress, str]:
+def step(run: Run, state: State, progress: Progress) -> tuple[State, Progress, str]:
     """One step of the program with its validation and its records, and why it is the last ("" if it need not be)."""
     with _saved_where_it_ends(run, state, progress):
         advanced = run.program.advance(state, progress.iteration, progress.notes)
@@ -245,13 +240,11 @@ def step(run: Run, state: State, progress: Progress, stop: StopRequests) -> tupl
     )
     if advanced.completions is not None:
         run.output.completions(progress.iteration, advanced.completions)
-    progress = validate(run, advanced.state, progress, stop, before)
+    progress = validate(run, advanced.state, progress, before)
     return advanced.state, progress, advanced.failure
 
 
-def validate(
-    run: Run, state: State, progress: Progress, stop: StopRequests, before: Sequence[Mapping[str, Any]] = ()
-) -> Progress:
+def validate(run: Run, state: State, progress: Progress, before: Sequence[Row] = ()) -> Progress:
     """Measures the last iteration if it is time to, writes its row, and tells of it and of those `before` it."""
     row = progress.unvalidated or {}
     try:
@@ -260,30 +253,31 @@ def validate(
     except BaseException:
         run.output.iteration(row)  # written again, with its measures, when the run goes on
         raise
-    run.output.iteration({**row, **measures})
-    for written in (*before, {**row, **measures}):
-        _tell(run, state, progress, stop, "on_iteration", written)
+    row = {**row, **measures}
+    run.output.iteration(row)
+    for written in (*before, row):
+        _tell(run, state, progress, "on_iteration", written)
     if measures:
-        _tell(run, state, progress, stop, "on_validation", measures)
+        _tell(run, state, progress, "on_validation", measures)
     return progress
 
 
 def _measured(run: Run, state: State, progress: Progress) -> tuple[Progress, dict[str, float]]:
-    """Measures what chooses the best checkpoint when it is time, and keeps it; gives the measures."""
+    """Measures what chooses the best checkpoint when it is time, and keeps it; returns the measures."""
     started = time.monotonic()
-    found = run.program.validate(state, progress.iteration)
-    if found is None:
+    validation = run.program.validate(state, progress.iteration)
+    if validation is None:
         return progress, {}
-    measures, score = found
-    training = run.config.training
-    waited = after_validation(_waited(progress), {**measures, SCORE: score}, progress.iteration, training)
+    measures, score = validation
+    scored = {**measures, SCORE: score}
+    waited = after_validation(Waited(**(progress.waited or {})), scored, progress.iteration, run.config.training)
     seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
     progress = progress._replace(seconds=seconds, waited=waited._asdict())
     # Without a single reward the score is NaN, which no later score would exceed.
     if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
         progress = progress._replace(best_score=score, best_iteration=progress.iteration)
         run.checkpoints.save_best(progress.iteration, run.program.saved(state), _meta(run, progress))
-    return progress, {f"validation/{name}": value for name, value in measures.items()} | {f"validation/{SCORE}": score}
+    return progress, {f"validation/{name}": value for name, value in scored.items()}
 
 
 def finish(run: Run, state: State, progress: Progress) -> dict[str, Any]:
@@ -293,16 +287,16 @@ def finish(run: Run, state: State, progress: Progress) -> dict[str, Any]:
         What summary.json holds.
     """
     run.checkpoints.save_final(progress.iteration, run.program.saved(state), _meta(run, progress))
-    found = run.program.finish(state, progress, run.output.directory)
+    finished = run.program.finish(state, progress, run.output.directory)
     summary = {
-        **found.summary,
-        "seconds": with_total(found.summary["seconds"], run.clock),
+        **finished.summary,
+        "seconds": with_total(finished.summary["seconds"], run.clock),
         "seed": run.config.seed,
         "versions": versions(),
     }
-    if reason := _ended_early(run, progress):
+    if reason := _early_end(run, progress):
         summary["early_stopping"] = reason
-    run.output.finish(found._replace(summary=summary), config=run.config, starts=progress.starts)
+    run.output.finish(finished._replace(summary=summary), config=run.config, starts=progress.starts)
     return summary
 
 
@@ -332,25 +326,18 @@ def _saved_where_it_ends(run: Run, state: State | None, progress: Progress | Non
             saved = f"Saved after iteration {progress.iteration}"
         # An interrupted warm start is saved too; without anything saved the folder does not stay.
         resumable = run.output.directory.holds_checkpoint() or run.config.resume
-        again = f"go on with --resume --run_dir {run.config.run_dir}" if resumable else "start again"
-        gone = error if isinstance(error, StopRun) else error.__cause__
-        if isinstance(gone, StopRun):
-            raise StopRun(f"{' '.join(str(gone).split())}. {saved}; {again} when that is mended") from error
+        again = f"go on with {run.again}" if resumable else "start again"
+        cause = error if isinstance(error, StopRun) else error.__cause__
+        if isinstance(cause, StopRun):
+            raise StopRun(f"{' '.join(str(cause).split())}. {saved}; {again} when that is mended") from error
         assert isinstance(error, StageError)
         if error.stage == "sample":  # the policy's own stage: there is no judge to mend
-            if isinstance(gone, UserError):
-                raise UserError(f"{' '.join(str(gone).split())}. {saved}; {again} when that is mended") from error
+            if isinstance(cause, UserError):
+                raise UserError(f"{' '.join(str(cause).split())}. {saved}; {again} when that is mended") from error
             raise
-        told = gone if isinstance(gone, UserError) else error  # a reward names itself
-        raise UserError(
-            f"{' '.join(str(told).split())}. {saved}; mend the judge and {again}{_other_way(run, error)}"
-        ) from error
-
-
-def _other_way(run: Run, error: StageError) -> str:
-    """What helps where a judge cannot be mended, and was not chosen yet."""
-    if isinstance(error, StageTimeout):
-        return ", or give it a process that can be ended: isolated: true"
-    if run.config.on_judge_error == "missing":
-        return ""
-    return ", or choose --on_judge_error missing"
+        if isinstance(error, StageTimeout):
+            other_way = ", or give it a process that can be ended: isolated: true"
+        else:
+            other_way = "" if run.config.on_judge_error == "missing" else ", or choose --on_judge_error missing"
+        reason = cause if isinstance(cause, UserError) else error  # a reward names itself
+        raise UserError(f"{' '.join(str(reason).split())}. {saved}; mend the judge and {again}{other_way}") from error

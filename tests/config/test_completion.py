@@ -9,7 +9,7 @@ import pytest
 from support.text_task import ROOT
 
 from grpo_jax import __main__
-from grpo_jax.planning.request import JUDGES, MEMORY, PLAN
+from grpo_jax.planning.request import MEMORY, PLAN
 
 ASK = """
 source "$1"
@@ -19,7 +19,6 @@ CASES = {
     "grpo tr": "train",
     "grpo train --sampling.group_": "--sampling.group_size",
     "grpo plan --dev": "--devices --device_memory_gib",
-    "grpo plan --judges runs": "",
     "grpo train --judges.renderer.st": "--judges.renderer.steps",
     "grpo train --rollout.gr": "--rollout.groups --rollout.group_size",
     "grpo train --task te": "text",
@@ -65,7 +64,7 @@ def test_bash_completes_commands_options_and_values(script):
 
 
 def test_what_a_plan_is_asked_is_among_the_words(script):
-    assert {PLAN, MEMORY, JUDGES} <= {*script("bash").read_text().replace(";", " ").replace('"', " ").split()}
+    assert {PLAN, MEMORY} <= {*script("bash").read_text().replace(";", " ").replace('"', " ").split()}
 
 
 def test_bash_knows_whose_completion_it_is(script):

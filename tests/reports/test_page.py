@@ -13,7 +13,8 @@ import pytest
 
 from grpo_jax.reports.charts import Series, line_chart, nice_ticks, number, series_of, smoothed
 from grpo_jax.reports.completions import read_completions
-from grpo_jax.reports.page import write_report
+from grpo_jax.reports.page import end_sections, render_report
+from grpo_jax.reports.run_files import RunEnd
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.display import GalleryEntry, Table
 from grpo_jax.tasks.prompt_enhancement.task import PromptEnhancement
@@ -148,12 +149,15 @@ def write_page(path, **changes):
             "prompts": 128, "seed": 3, "seconds": {"sample": 1.5, "total": 9.25}, "versions": {"jax": "0.10.2"},
             "devices": {"policy": "cpu"},
         },
-        "metrics_rows": [{"step": s, "reward/x/mean": s / 50, "kl": 0.1, "loss": None} for s in range(1, 50)],
+        "rows": [{"step": s, "reward/x/mean": s / 50, "kl": 0.1, "loss": None} for s in range(1, 50)],
         "gallery": [GalleryEntry("<b>casual</b>", "canonical", image, image + 255, {"alignment": (0.1, 0.4)})],
         "tables": [Table("Words", ("word", "share"), [["<i>", 0.5]])],
         "config_text": "seed: 3 # <config>",
     }  # fmt: skip
-    write_report(path, **(arguments | changes))
+    arguments |= changes
+    gallery, tables, config = (arguments.pop(name) for name in ("gallery", "tables", "config_text"))
+    end = RunEnd(end_sections(gallery, [], tables, arguments["display"]), config=config)
+    path.write_text(render_report(**arguments, end=end))
     checker = Checker()
     checker.feed(path.read_text())
     assert checker.open == []
@@ -183,7 +187,7 @@ def test_what_a_run_wrote_stays_text_in_the_page(tmp_path):
         completions=logged,
         gallery=[GalleryEntry(evil, evil, image, image, {evil: (0.1, 0.4)})],
         tables=[Table(evil, (evil, "share"), [[evil, 0.5]], note=evil)],
-        metrics_rows=[{"step": s, f"reward/{evil}/mean": s / 50} for s in range(1, 50)],
+        rows=[{"step": s, f"reward/{evil}/mean": s / 50} for s in range(1, 50)],
         config_text=evil,
     )
     assert text.count("<script>alert(1)") >= 7 and page.count("<script>") == 1
@@ -195,6 +199,6 @@ def test_what_a_run_wrote_stays_text_in_the_page(tmp_path):
 def test_a_page_without_pictures_or_rows(tmp_path):
     _, text, sources = write_page(
         tmp_path / "report.html",
-        summary={}, gallery=[GalleryEntry("question", "answer")], metrics_rows=[], tables=[], config_text="",
+        summary={}, gallery=[GalleryEntry("question", "answer")], rows=[], tables=[], config_text="",
     )  # fmt: skip
     assert sources == [] and "question" in text and "answer" in text and "Training" not in text

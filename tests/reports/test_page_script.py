@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.reports import document
+from grpo_jax.reports import page as module
 from grpo_jax.reports.completions import read_completions
-from grpo_jax.reports.page import write_report
+from grpo_jax.reports.page import render_report
 from grpo_jax.runs.directory import RunDirectory
 
-TABLES = Path(document.__file__).with_name("tables.js")
+TABLES = Path(module.__file__).with_name("tables.js")
 NODE = shutil.which("node")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser", "chrome"))), None)
 
@@ -144,8 +144,7 @@ document.body.append(Object.assign(document.createElement("pre"), { id: "told", 
 def test_the_page_in_a_browser(tmp_path):
     path = tmp_path / "report.html"
     rows = [{"step": step, "reward/x/mean": step / 8, "reward/y/mean": 0.5} for step in range(1, 30)]
-    write_report(path, title="run", summary={}, metrics_rows=rows, completions=logged(tmp_path))
-    page = path.read_text()
+    page = render_report("run", {}, rows=rows, completions=logged(tmp_path))
     path.write_text(page.replace("</body>", "<script>document.body.id = 'changed'</script></body>"))
     came = dom(path, tmp_path)
     assert '<body id="changed">' not in came and "<button" in came  # its own script runs, and no other

@@ -1,17 +1,23 @@
 """Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when asked."""
 
+import contextlib
 import json
+import re
 import sys
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import grpo_jax
+from grpo_jax import train
 from grpo_jax.errors import UserError
 from grpo_jax.reports.writers import JsonLines, open_writers
 from grpo_jax.runs.directory import RunDirectory
+from grpo_jax.runs.loop.callbacks import IterationEvent
 from grpo_jax.tasks.display import GalleryEntry
 
 
@@ -62,7 +68,7 @@ def test_missing_writers(tmp_path, monkeypatch):
     assert len(writers) == 1 and notes == ["no TensorBoard events: pip install tensorboard adds them"]
     with pytest.raises(UserError, match="wandb is not installed; pip install wandb"):
         open_writers(run, ["wandb"])
-    with pytest.raises(UserError, match="expected tensorboard, wandb, mlflow, trackio, got comet"):
+    with pytest.raises(UserError, match="expected tensorboard, wandb, got comet"):
         open_writers(run, ["comet"])
 
 
@@ -143,3 +149,33 @@ def test_wandb_gets_completions_and_pictures(tmp_path, monkeypatch):
     rows = json.loads(table.read_text())["data"]
     assert [row[:2] for row in rows] == [["a dog", "a brown dog"], ["a text", "another"]]
     assert [row[2:] for row in rows] == [["Image", "Image"], [None, None]]  # the pictures are in its artifact
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_what_cannot_be_told_is_said_before_anything_is_loaded(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words = ["--task=text", "--policy.path=nowhere", "--data.prompts=nowhere.txt", "--rewards=m:f"]
+    assert train.main([*words, f"--report_to=[{name}]", f"--run_dir={tmp_path / 'run'}"]) == 2
+    expected = {
+        "wandb": "error: report_to: wandb is not installed; pip install wandb, or leave it out of report_to\n",
+        "mlflow": "error: report_to: mlflow gets a run's numbers by a callback (docs/ending.md); take it out\n",
+    }
+    assert capsys.readouterr().err == expected[name] and not (tmp_path / "run").exists()
+
+
+def test_the_recipe_of_another_tracker_gets_each_iteration(monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "ending.md").read_text()
+    (recipe,) = re.findall(r"^```python\n(import re.*?)^```", page, re.M | re.S)
+    logged = []
+    service = types.SimpleNamespace(
+        log_metrics=lambda metrics, step: logged.append((step, metrics)),
+        set_experiment=logged.append,
+        start_run=lambda run_name: contextlib.nullcontext(),
+        log_artifact=logged.append,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", service)
+    metrics = {"loss": 0.5, "reward/a@b": 1.0, "kl": None}
+    moment = IterationEvent(1, 2, metrics, Path("runs/mine"))
+    monkeypatch.setattr(grpo_jax, "run", lambda config, on_iteration: on_iteration(moment))
+    exec(recipe, {})
+    assert logged == ["wishes", (1, {"loss": 0.5, "reward/a_b": 1.0}), "runs/mine/report.html"]

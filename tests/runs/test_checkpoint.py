@@ -326,17 +326,19 @@ def small_files_only(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_failing_disk_keeps_what_was_committed_and_can_be_mended(folder):
+def test_a_failing_disk_keeps_what_was_committed_and_can_be_mended(folder, impatient):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     notes = []
-    with Checkpoints(folder, note=notes.append, pauses=(0.01, 0.02)) as checkpoints:
+    with Checkpoints(folder, note=notes.append) as checkpoints:
         checkpoints.save(1, big, {}, wait=True)
         with (
             small_files_only(50_000),
             pytest.raises(UserError, match="committed so far stay valid: make room"),
         ):
             checkpoints.save(2, big, {}, wait=True)
-        assert [note.partition(")")[2] for note in notes] == ["; trying again in 0.01 s", "; trying again in 0.02 s"]
+        assert [note.partition(")")[2] for note in notes] == [
+            *("; trying again in 0.01 s", "; trying again in 0.04 s", "; trying again in 0.16 s")
+        ]
         assert checkpoints.latest_step() == 1
         assert_same(checkpoints.restore("latest", big)[0], big)
         assert not (folder / ".writing").exists()  # gives the space back
@@ -344,10 +346,10 @@ def test_a_failing_disk_keeps_what_was_committed_and_can_be_mended(folder):
         assert_same(checkpoints.restore(2, big)[0], big)
 
 
-def test_a_write_that_failed_in_the_background_is_made_up_for_by_the_next(folder):
+def test_a_write_that_failed_in_the_background_is_made_up_for_by_the_next(folder, impatient):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     notes = []
-    with Checkpoints(folder, note=notes.append, pauses=(0.01,)) as checkpoints:
+    with Checkpoints(folder, note=notes.append) as checkpoints:
         with small_files_only(50_000):
             checkpoints.save(1, big, {})
             for thread in [thread for thread in threading.enumerate() if thread.name == "commit"]:

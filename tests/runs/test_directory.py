@@ -113,7 +113,7 @@ def test_a_write_that_fails_for_a_moment_is_made_again(tmp_path, monkeypatch):
             raise left.pop()
         replace(*arguments)
 
-    monkeypatch.setattr("grpo_jax.runs.directory.PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("grpo_jax.runs.directory.FIRST_PAUSE", 0.01)
     monkeypatch.setattr("os.replace", sometimes)
     write_atomically(tmp_path / "a.json", "new")
     assert (tmp_path / "a.json").read_text() == "new" and not left
@@ -152,7 +152,7 @@ def test_nothing_to_resume_a_file_and_an_unwritable_place(tmp_path):
 def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     write_atomically(path, "old")
-    monkeypatch.setattr("grpo_jax.runs.directory.PAUSES", (0.01,))
+    monkeypatch.setattr("grpo_jax.runs.directory.FIRST_PAUSE", 0.01)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

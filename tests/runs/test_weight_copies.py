@@ -60,9 +60,9 @@ def test_a_warm_start_leaves_nothing_behind(place, tmp_path, monkeypatch):
     counted, before = [], copies((272, 32))
     train = experiment.train
 
-    def counting(given, state, progress, stop):
+    def counting(run, state, progress):
         counted.append((copies((272, 32)) - before) / 2)
-        return train(given, state, progress, stop)
+        return train(run, state, progress)
 
     monkeypatch.setattr(experiment, "train", counting)
     values = yaml.safe_load(place.config.read_text()) | {

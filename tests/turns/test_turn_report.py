@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from grpo_jax.reports.page import write_report
+from grpo_jax.reports.page import end_sections, render_report
+from grpo_jax.reports.run_files import RunEnd
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.turns import turn_measures, turns_table
-from grpo_jax.tasks.display import EpisodeEntry, ShownTurn, of_turns
+from grpo_jax.tasks.display import Display, EpisodeEntry, ShownTurn, of_turns
 
 nan = math.nan
 VALUES = [  # of each prompt, of each turn: a share that is right at 1, and a score that may be missing
@@ -96,9 +97,8 @@ def test_the_page_shows_episodes_as_they_went(tmp_path):
     measures = {"share": 1.0, **turn_measures(judged(), ["share"])}
     summary = {"evaluation": {name: {"before": 0.0, "after": value} for name, value in measures.items()}}
     metrics = [{"step": step, "reward/share@turn1": 0.5, "reward/share/mean": 0.6, "turns": 2.0} for step in (1, 2)]
-    path = tmp_path / "report.html"
-    write_report(path, title="run", summary=summary, metrics_rows=metrics, episodes=[entry])
-    page = path.read_text()
+    end = RunEnd(end_sections([], [entry], [], Display()))
+    page = render_report("run", summary, rows=metrics, end=end)
     section = page[page.index("<h2>Episodes</h2>") :]
     order = ["red &amp; round", "a &lt;red&gt; disc", "mend it", "a red disc"]
     places = [section.index(text) for text in order]

@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from grpo_jax.config.files import read_bytes
-from grpo_jax.config.reading import checked, read_json
+from grpo_jax.config.files import checked, read_bytes, read_json
 from grpo_jax.errors import UserError, one_line, said
 
 if TYPE_CHECKING:  # importing it takes seconds

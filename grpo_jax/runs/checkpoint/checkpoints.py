@@ -9,36 +9,59 @@ checkpoints/final/version_1       the end of training
 Each is written elsewhere, listed in a manifest with the checksums of its files and only then put in its place
 (`series`); `best` and `final` are replaced by writing the next version and then deleting the previous one. So whatever
 has a name is whole, and what a disk did to it later is noticed. Checkpoints of one step have their arrays' files in
-common (`sharing`). What Orbax sees is nested dictionaries of arrays: the types of the state (optax's tuples, typed
-keys, Python numbers) come back from the template, not from the file.
+common (`manifest.link_files`). What Orbax sees is nested dictionaries of arrays: the types of the state (optax's
+tuples, typed keys, Python numbers) come back from the template, not from the file.
 """
 
+from __future__ import annotations
+
+import errno
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
-from grpo_jax.errors import UserError, shown
-from grpo_jax.runs import directory
-from grpo_jax.runs.checkpoint.disk_errors import first_line, is_disk_error
-from grpo_jax.runs.checkpoint.echoes import silence
-from grpo_jax.runs.checkpoint.manifest import find_damage
+from grpo_jax.errors import UserError, one_line, shown
+from grpo_jax.runs.checkpoint.manifest import disk_usage, find_damage
 from grpo_jax.runs.checkpoint.series import Series
-from grpo_jax.runs.checkpoint.sharing import bytes_held
-from grpo_jax.runs.checkpoint.tree import EVALUATED, as_template, check_fits, items, leaves, plain, storable
+from grpo_jax.runs.checkpoint.tree import EVALUATED, PyTree, as_template, check_fits, items, leaves, storable
+from grpo_jax.runs.directory import retry_write
 from grpo_jax.runs.several.company import ALONE, Company
 
-PyTree = Any
+Result = TypeVar("Result")
+Meta = dict[str, Any]
 _NAMED = ("best", "final")
 
 
-class _Gone(Exception):
+class _Removed(Exception):
     """A run that goes on removed the checkpoint that was being looked at; it has a newer one."""
+
+
+class _Entry(NamedTuple):
+    """A checkpoint, sound or damaged."""
+
+    series: Series
+    number: int
+
+    @property
+    def path(self) -> Path:
+        return self.series.path(self.number)
+
+
+class _Damaged(NamedTuple):
+    """A damaged checkpoint and what is wrong with it."""
+
+    entry: _Entry
+    damage: str
 
 
 class Checkpoints:
@@ -56,33 +79,31 @@ class Checkpoints:
         keep_bytes: float = 0,
         read_only: bool = False,
         note: Callable[[str], None] = lambda text: None,
-        pauses: Sequence[float] | None = None,
         company: Company = ALONE,
     ):
         """Opens a folder and removes what an interrupted write left in it.
 
         Args:
-          folder: the `checkpoints` folder of a run; made if absent.
-          keep: how many `step_N` checkpoints stay; older ones are deleted after a newer one is committed.
-          keep_bytes: what all may take, `best` and `final` included; beyond it the oldest `step_N` are deleted, never
-            the newest. 0 for no bound.
-          read_only: for restoring alone: nothing is made or removed (another process may be writing).
-          note: tells of a write that failed and is tried again.
-          pauses: seconds before each further try; None for `runs.directory.PAUSES`.
-          company: the processes of the run.
+            folder: The `checkpoints` folder of a run; made if absent.
+            keep: How many `step_N` checkpoints stay; older ones are deleted after a newer one is committed.
+            keep_bytes: What all may take, `best` and `final` included; beyond it the oldest `step_N` are deleted, never
+                the newest. 0 for no bound.
+            read_only: For restoring alone: nothing is made or removed (another process may be writing).
+            note: Tells of a write that failed and is tried again.
+            company: The processes of the run.
 
         Raises:
-          UserError: the folder cannot be made or written, or is absent with `read_only`.
+            UserError: The folder cannot be made or written, or is absent with `read_only`.
         """
         if keep < 1:
             raise ValueError(f"keep: expected at least 1, got {keep}")
-        silence()
+        _silence_libraries()
         self.folder = Path(folder).absolute()
-        self._read_only, self._note = read_only, note
-        self._pauses = tuple(directory.PAUSES if pauses is None else pauses)
+        self._read_only = read_only
+        self._note = note
         self._keep_bytes = keep_bytes
         self._sound: set[Path] = set()
-        self._held: tuple[int, Path] | None = None  # a step whose state is on the disk, and where
+        self._stored: tuple[int, Path] | None = None  # a step whose state is on the disk, and where
         if read_only and not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder; give the run directory of a training run")
         try:
@@ -92,35 +113,35 @@ class Checkpoints:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def save(self, step: int, state: Mapping[str, PyTree], meta: dict, *, wait: bool = False) -> None:
+    def save(self, step: int, state: Mapping[str, PyTree], meta: Meta, *, wait: bool = False) -> None:
         """Saves `step_<step>`, in the background unless `wait`. A saved step is not rewritten.
 
         A write that failed in the background is noted, and this one is waited for in its place.
 
         Raises:
-          UserError: writing failed (full disk, permissions), also when it was tried again.
+            UserError: Writing failed (full disk, permissions), also when it was tried again.
         """
         if step != self._steps.writing and step not in self._steps.numbers():
-            self._write(self._steps, step, state, meta | {"step": step}, wait=wait)
+            self._write(_Entry(self._steps, step), state, meta | {"step": step}, wait=wait)
         elif wait:
             self.wait()
 
-    def save_best(self, step: int, state: Mapping[str, PyTree], meta: dict) -> None:
+    def save_best(self, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
         """Replaces `best`; the previous one stays until this one is committed. It is when this returns."""
         self._save_named("best", step, state, meta)
 
-    def save_final(self, step: int, state: Mapping[str, PyTree], meta: dict) -> None:
+    def save_final(self, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
         """Replaces `final`; the previous one stays until this one is committed. It is when this returns."""
         self._save_named("final", step, state, meta)
 
     def latest_step(self) -> int | None:
-        """The step that `restore("latest")` would continue from: of `step_N` and `final`; None if there is neither.
+        """Return the step that `restore("latest")` would continue from; None if there is none.
 
         Raises:
-          UserError: there are some, and all are damaged.
+            UserError: There are some, and all are damaged.
         """
-        found = self._as_it_stands(self._latest)
-        return None if found is None else found[2]
+        entry = self._looking(self._latest)[0]
+        return None if entry is None else self._looking(lambda: self._meta(entry)["step"])
 
     def set_aside_damaged(self) -> list[str]:
         """Takes those out of the way that are damaged and newer than the one that `restore("latest")` goes on from.
@@ -128,70 +149,72 @@ class Checkpoints:
         Those before it are not read: nothing goes on from them.
 
         Returns:
-          What is wrong with each, in a line; also with `best`.
+            What is wrong with each, in a line; also with `best`.
 
         Raises:
-          UserError: no sound one of `step_N` and `final` would remain.
+            UserError: No sound one of `step_N` and `final` would remain.
         """
-        damaged = self._as_it_stands(lambda: self._newest()[1] + self._first_sound(self._named["best"])[1])
-        for series, number, _ in damaged:
-            series.set_aside(number)
-        return [f"{series.path(number)} is damaged ({why}) and was set aside" for series, number, why in damaged]
+        found = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
+        for entry, _ in found:
+            entry.series.set_aside(entry.number)
+        return [f"{entry.path} is damaged ({damage}) and was set aside" for entry, damage in found]
 
     def available(self) -> list[str]:
-        """Names that can be restored, as they are written on the command line."""
+        """Return the names that can be restored, as they are written on the command line."""
         named = [name for name, series in self._named.items() if series.numbers()]
         return [*map(str, self._steps.numbers()), *named]
 
-    def restore(self, which: int | str, template: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict]:
+    def restore(self, which: int | str, template: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], Meta]:
         """Restores a whole state.
 
         Args:
-          which: a step, or "latest", "best", "final".
-          template: a state of the same structure; its shapes and dtypes must be those of the checkpoint, and
-            each array is placed as the template's is.
+            which: A step, or "latest", "best", "final".
+            template: A state of the same structure; its shapes and dtypes must be those of the checkpoint, and
+                each array is placed as the template's is.
 
         Returns:
-          The state, of the template's types, and its meta (with `"step"`).
+            The state, of the template's types, and its meta (with `"step"`).
 
         Raises:
-          UserError: there is no such checkpoint, it is damaged, or it does not fit the template.
+            UserError: There is no such checkpoint, it is damaged, or it does not fit the template.
         """
 
-        def read(series, number):
-            restored = {}
+        def read() -> tuple[dict[str, PyTree], Meta]:
+            entry = self._find(which)
+            restored: dict[str, PyTree] = {}
             for item, part in items(template).items():
-                restored |= self._read(series, number, item, part)
-            meta = self._meta(series, number)
-            self._held = meta["step"], series.path(number)
+                restored |= self._read(entry, item, part)
+            meta = self._meta(entry)
+            self._stored = meta["step"], entry.path
             return {name: restored[name] for name in template}, meta
 
-        return self._as_it_stands(lambda: read(*self._find(which)))
+        return self._looking(read)
 
-    def read_meta(self, which: int | str) -> dict:
-        """The meta of a checkpoint alone (with `"step"`). Raises UserError as `restore` does."""
-        return self._as_it_stands(lambda: self._meta(*self._find(which)))
+    def read_meta(self, which: int | str) -> Meta:
+        """Read the meta of a checkpoint alone (with `"step"`). Raises UserError as `restore` does."""
+        return self._looking(lambda: self._meta(self._find(which)))
 
-    def restore_variables(self, which: int | str, template: PyTree = None) -> tuple[PyTree, dict]:
+    def restore_variables(self, which: int | str, template: PyTree = None) -> tuple[PyTree, Meta]:
         """Restores the variables alone; without a template they go to the first device."""
 
-        def read(series, number):
-            if template is not None:
-                part = {EVALUATED: template}
-            else:
-                place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-                saved = self._described(series, number, EVALUATED)
-                part = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), saved)
-            return self._read(series, number, EVALUATED, part)[EVALUATED], self._meta(series, number)
+        def read() -> tuple[PyTree, Meta]:
+            entry = self._find(which)
+            part = {EVALUATED: template}
+            if template is None:
+                sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+                with self._reading(entry):
+                    saved = entry.series.described(entry.number, EVALUATED)
+                part = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), saved)
+            return self._read(entry, EVALUATED, part)[EVALUATED], self._meta(entry)
 
-        return self._as_it_stands(lambda: read(*self._find(which)))
+        return self._looking(read)
 
     def wait(self) -> None:
-        """Waits for the write in the background. Raises UserError if it failed."""
+        """Blocks until the write in the background is done. Raises UserError if it failed."""
         try:
             self._steps.wait()
         except Exception as error:
-            if not is_disk_error(error):
+            if not _is_disk_error(error):
                 raise
             self._steps.clear()
             raise self._unwritable(error) from error
@@ -201,11 +224,11 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            for series in self._every():
+            for series in (self._steps, *self._named.values()):
                 with suppress(Exception):  # of a write that failed, and was told already
                     series.close()
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> Checkpoints:
         """Returns itself."""
         return self
 
@@ -218,190 +241,238 @@ class Checkpoints:
                 raise
             self._note(str(error))
 
-    def _save_named(self, name, step, state, meta):
+    def _save_named(self, name: str, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
         series = self._named[name]
         # versions count up whatever the step: a resumed run may find its best at an earlier step than before
         number = max(series.numbers(), default=0) + 1
-        self._write(series, number, state, meta | {"step": step}, wait=True)
+        self._write(_Entry(series, number), state, meta | {"step": step}, wait=True)
 
-    def _write(self, series, number, state, meta, *, wait):
+    def _write(self, entry: _Entry, state: Mapping[str, PyTree], meta: Meta, *, wait: bool) -> None:
         if self._read_only:
             raise ValueError("these checkpoints were opened with read_only=True")
         trees = {item: storable(part) for item, part in items(state).items()}
-        meta = json.loads(json.dumps(meta, default=plain))
-        if self._shares(series, number, meta):
+        meta = json.loads(json.dumps(meta, default=_plain))
+        if self._link(entry, meta):
             return
-        self._held = meta["step"], series.path(number)
-        for pause in (*self._pauses, None):
-            try:
-                series.save(number, trees, meta)
-                if wait:
-                    series.wait()
-                return
-            except Exception as error:
-                if not is_disk_error(error):
-                    raise
-                series.clear()
-                if pause is None or not self.folder.is_dir():
-                    raise self._unwritable(error) from error
-                self._note(f"a checkpoint could not be written ({first_line(error)}); trying again in {pause:g} s")
-            time.sleep(pause)
-            wait = True
+        self._stored = meta["step"], entry.path
+        series, retrying = entry.series, False
 
-    def _shares(self, series, number, meta) -> bool:
-        """Makes a checkpoint of a step whose arrays this object wrote or restored last, if it is, of their files."""
-        if self._held is None or self._held[0] != meta["step"]:
+        def write() -> None:
+            try:
+                series.save(entry.number, trees, meta)
+                if wait or retrying:
+                    series.wait()
+            except Exception as error:
+                if _is_disk_error(error):
+                    series.clear()
+                raise
+
+        def may_pass(error: Exception) -> bool:
+            return _is_disk_error(error) and self.folder.is_dir()
+
+        def on_retry(error: Exception, pause: float) -> None:
+            nonlocal retrying
+            retrying = True
+            self._note(f"a checkpoint could not be written ({_reason(error)}); trying again in {pause:g} s")
+
+        try:
+            retry_write(write, may_pass=may_pass, on_retry=on_retry)
+        except Exception as error:
+            if not _is_disk_error(error):
+                raise
+            raise self._unwritable(error) from error
+
+    def _link(self, entry: _Entry, meta: Meta) -> bool:
+        """Makes a checkpoint of the files of the one that was written or restored last, if that is of its step."""
+        if self._stored is None or self._stored[0] != meta["step"]:
             return False
         try:
             self._steps.wait()  # they may be on their way
-            series.link(number, self._held[1], meta)
+            entry.series.link(entry.number, self._stored[1], meta)
         except (OSError, UserError):  # then it is written in full
             return False
         return True
 
     def _make_room(self) -> None:
-        for old in self._steps.numbers()[:-1] if self._keep_bytes else ():
-            every = (series.path(number) for series in self._every() for number in series.numbers())
-            if bytes_held(every) <= self._keep_bytes:
+        if not self._keep_bytes:
+            return
+        for old in self._steps.numbers()[:-1]:
+            every = (self._steps, *self._named.values())
+            if disk_usage(series.path(number) for series in every for number in series.numbers()) <= self._keep_bytes:
                 return
             self._steps.remove(old)
-
-    def _every(self) -> tuple[Series, ...]:
-        return self._steps, *self._named.values()
 
     def _unwritable(self, error: BaseException) -> UserError:
         if not self._read_only and isinstance(error, FileNotFoundError) and not self.folder.is_dir():
             return UserError(f"{self.folder} is gone: it was deleted under the run, and nothing more can be saved")
         return UserError(
-            f"cannot write a checkpoint to {self.folder} ({first_line(error)}); the checkpoints"
+            f"cannot write a checkpoint to {self.folder} ({_reason(error)}); the checkpoints"
             " committed so far stay valid: make room or mend the permissions, then continue with --resume"
         )
 
-    def _read(self, series, number, item, part):
+    def _read(self, entry: _Entry, item: str, part: PyTree) -> PyTree:
         wanted = leaves(part)
-        with self._reading(series, number):
-            saved = series.described(number, item)
-            check_fits(leaves(saved), wanted, series.path(number))
-            found = leaves(series.read(number, item, part)) if saved else {}
-        restored = [as_template(leaf, found[name]) for name, leaf in wanted.items()]
+        with self._reading(entry):
+            saved = entry.series.described(entry.number, item)
+            check_fits(leaves(saved), wanted, entry.path)
+            arrays = leaves(entry.series.read(entry.number, item, part)) if saved else {}
+        restored = [as_template(leaf, arrays[name]) for name, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(part), restored)
 
-    def _described(self, series, number, item):
-        with self._reading(series, number):
-            return series.described(number, item)
+    def _meta(self, entry: _Entry) -> Meta:
+        with self._reading(entry):
+            return entry.series.read_meta(entry.number)
 
-    def _meta(self, series, number):
-        with self._reading(series, number):
-            return series.read_meta(number)
-
-    def _damage(self, series, number) -> str:
-        """What is wrong with a checkpoint; it is looked at once, if nothing is."""
-        path = series.path(number)
-        if path in self._sound:
+    def _damage(self, entry: _Entry) -> str:
+        """Return what is wrong with a checkpoint; a sound one is looked at once."""
+        if entry.path in self._sound:
             return ""
-        damage = find_damage(path) or self._misplaced(series, number)
+        damage = find_damage(entry.path) or self._misplaced(entry)
         if not damage:
-            self._sound.add(path)
-        elif number not in series.numbers():
-            raise _Gone
+            self._sound.add(entry.path)
+        elif entry.number not in entry.series.numbers():
+            raise _Removed
         return damage
 
-    def _misplaced(self, series, number) -> str:
-        """What is wrong with the step that a sound checkpoint says it is of; "" where nothing is."""
-        step = self._meta(series, number).get("step")
+    def _misplaced(self, entry: _Entry) -> str:
+        """Compare the number of a step with the one that it was saved under."""
+        step = self._meta(entry).get("step")
         if not isinstance(step, int):
             return "its meta names no step"
-        return "" if series is not self._steps or step == number else f"it was saved as that of step {step}"
+        same = entry.series is not self._steps or step == entry.number
+        return "" if same else f"it was saved as that of step {step}"
 
-    def _latest(self):
-        """(series, number, step) of the furthest sound one of `step_N` and `final`; None if there is nothing."""
-        return self._newest()[0]
-
-    def _newest(self):
-        """What `_latest` gives, and (series, number, what is wrong) of the damaged ones met on the way."""
+    def _latest(self) -> tuple[_Entry | None, list[_Damaged]]:
+        """Return the furthest sound one of `step_N` and `final`, and the damaged ones met on the way."""
         self.wait()
-        found, damaged = [], []
+        sound: list[_Entry] = []
+        damaged: list[_Damaged] = []
         for series in (self._steps, self._named["final"]):
-            number, met = self._first_sound(series)
-            damaged += met
-            if number is not None:
-                found.append((series, number, number if series is self._steps else self._meta(series, number)["step"]))
-        if damaged and not found:
-            told = "; ".join(f"{series.path(number).name}: {why}" for series, number, why in damaged)
+            entry, newer = self._newest_sound(series)
+            damaged += newer
+            if entry is not None:
+                sound.append(entry)
+        if damaged and not sound:
+            reasons = "; ".join(f"{entry.path.name}: {damage}" for entry, damage in damaged)
             raise UserError(
-                f"every checkpoint in {self.folder} is damaged ({told[:160]}): copy the folder again from where it "
+                f"every checkpoint in {self.folder} is damaged ({reasons[:160]}): copy the folder again from where it "
                 "came, or start a new run in another --run_dir"
             )
-        return max(found, key=lambda entry: entry[2], default=None), damaged
+        return max(sound, key=lambda entry: self._meta(entry)["step"], default=None), damaged
 
-    def _first_sound(self, series):
-        """The newest sound number of a series, or None; and (series, number, what is wrong) of those above it."""
+    def _newest_sound(self, series: Series) -> tuple[_Entry | None, list[_Damaged]]:
+        """Return the newest sound checkpoint of a series, and the damaged ones that are newer."""
         damaged = []
         for number in reversed(series.numbers()):
-            damage = self._damage(series, number)
+            entry = _Entry(series, number)
+            damage = self._damage(entry)
             if not damage:
-                return number, damaged
-            damaged.append((series, number, damage))
+                return entry, damaged
+            damaged.append(_Damaged(entry, damage))
         return None, damaged
 
-    def _as_it_stands(self, look):
-        """What `look()` gives; once more where what it looked at was removed meanwhile."""
+    def _looking(self, look: Callable[[], Result]) -> Result:
+        """Return what `look()` finds; it looks once more where what it looked at was removed meanwhile."""
         while True:
-            with suppress(_Gone):
+            with suppress(_Removed):
                 return look()
 
-    def _find(self, which):
-        """(series, number) of a sound checkpoint by name; waits for it if it is still being written."""
+    def _find(self, which: int | str) -> _Entry:
+        """Return a sound checkpoint by name, once it is written."""
         self.wait()
-        if which == "latest":
-            found = self._latest()
-            if found is not None:
-                return found[:2]
-        elif which in _NAMED:
-            if numbers := self._named[which].numbers():
-                return self._checked(self._named[which], numbers[-1], which)
-        elif str(which).isascii() and str(which).isdigit():
-            number = next((number for number in self._steps.numbers() if str(number) == str(which)), None)
-            if number is not None:
-                return self._checked(self._steps, number, which)
+        name = str(which)
+        entry = None
+        if name == "latest":
+            entry = self._latest()[0]
+        elif name in _NAMED:
+            series = self._named[name]
+            entry = next((_Entry(series, number) for number in reversed(series.numbers())), None)
+        elif name.isascii() and name.isdigit():
+            entry = next((_Entry(self._steps, number) for number in self._steps.numbers() if str(number) == name), None)
         else:
             raise UserError(f"checkpoint {shown(which)}: expected a step, latest, best or final")
-        there = ", ".join(self.available())
-        mend = f"there are: {there}" if there else "it holds none; the run has not come to its first checkpoint"
-        raise UserError(f"no checkpoint {shown(str(which))} in {self.folder}: {mend}")
-
-    def _checked(self, series, number, which):
-        if damage := self._damage(series, number):
-            others = [name for name in self.available() if name != str(which)]
+        if entry is None:
+            names = ", ".join(self.available())
+            mend = f"there are: {names}" if names else "it holds none; the run has not come to its first checkpoint"
+            raise UserError(f"no checkpoint {shown(name)} in {self.folder}: {mend}")
+        if damage := self._damage(entry):
+            others = [other for other in self.available() if other != name]
             mend = f"there are: {', '.join(others)}" if others else "there is no other"
-            raise UserError(f"{series.path(number)} is damaged ({damage}); {mend}")
-        return series, number
+            raise UserError(f"{entry.path} is damaged ({damage}); {mend}")
+        return entry
 
     @contextmanager
-    def _reading(self, series, number) -> Iterator[None]:
+    def _reading(self, entry: _Entry) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if number not in series.numbers():
-                raise _Gone from error
+            if entry.number not in entry.series.numbers():
+                raise _Removed from error
             if isinstance(error, UserError):  # it can be, and does not fit
                 raise
-            raise UserError(f"{series.path(number)} cannot be read ({first_line(error)})") from error
+            raise UserError(f"{entry.path} cannot be read ({_reason(error)})") from error
 
 
-def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, dict]:
+def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, Meta]:
     """Restores the policy's variables of a run for evaluation, without its optimizer.
 
     Args:
-      run_dir: the run directory.
-      which: a step, or "latest", "best", "final".
-      template: variables whose placement is wanted; None puts every array on the first device.
+        run_dir: The run directory.
+        which: A step, or "latest", "best", "final".
+        template: Variables whose placement is wanted; None puts every array on the first device.
 
     Returns:
-      The variables and the checkpoint's meta.
+        The variables and the checkpoint's meta.
 
     Raises:
-      UserError: no such run or checkpoint.
+        UserError: No such run or checkpoint.
     """
     with Checkpoints(Path(run_dir) / "checkpoints", read_only=True) as checkpoints:
         return checkpoints.restore_variables(which, template)
+
+
+def _plain(value: Any) -> Any:
+    """JSON of what a meta holds: arrays become numbers and lists, paths become text."""
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return np.asarray(value).tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"meta: {type(value).__name__} cannot be written as JSON")
+
+
+def _is_disk_error(error: BaseException) -> bool:
+    """Whether a write failed for the machine's reasons; tensorstore reports those as ValueError."""
+    text = str(error)
+    return isinstance(error, OSError) or "OS error" in text or "os_error_code" in text or "No space left" in text
+
+
+def _reason(error: BaseException) -> str:
+    """Return the system's own words for a disk's error, or the first line of any other."""
+    text = str(error)
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG, errno.ENOMEM):
+        if os.strerror(code) in text:
+            return os.strerror(code)
+    return one_line(error, 80)
+
+
+_LATE = "Event loop is closed"  # tensorstore tells a loop that has ended of a write that failed beside another
+
+
+def _silence_libraries() -> None:
+    """Keeps from the terminal what Orbax and tensorstore print of errors that they also raise."""
+    for library in ("absl", "asyncio"):
+        logging.getLogger(library).setLevel(logging.CRITICAL + 1)
+    if not getattr(sys.excepthook, "__grpo_jax__", False):
+        sys.excepthook = _without_late_errors(sys.excepthook)
+        sys.unraisablehook = _without_late_errors(sys.unraisablehook)
+        threading.excepthook = _without_late_errors(threading.excepthook)
+
+
+def _without_late_errors(hook: Any) -> Any:
+    def called(*arguments: Any) -> None:
+        error = arguments[1] if len(arguments) == 3 else arguments[0].exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == _LATE):
+            hook(*arguments)
+
+    called.__grpo_jax__ = True  # pyright: ignore[reportFunctionMemberAccess]
+    return called

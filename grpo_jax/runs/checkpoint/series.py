@@ -20,9 +20,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from grpo_jax.config.files import load_json
-from grpo_jax.runs.checkpoint.manifest import entries, seal
-from grpo_jax.runs.checkpoint.sharing import share
-from grpo_jax.runs.checkpoint.tree import ITEMS, target
+from grpo_jax.runs.checkpoint.manifest import entries, link_files, seal
+from grpo_jax.runs.checkpoint.tree import ITEMS, PyTree, target
 from grpo_jax.runs.several.company import ALONE, Company
 
 _WRITING, _META = ".writing", "meta.json"
@@ -55,13 +54,16 @@ class Series:
         Raises:
             OSError: The folder cannot be made.
         """
-        self._committed = committed
-        self.folder, self._prefix, self._keep = folder, prefix, keep
+        self.folder = folder
         self.writing: int | None = None  # the number of the write in the background
+        self._prefix = prefix
+        self._keep = keep
+        self._committed = committed
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._checkpointer: ocp.AsyncCheckpointer | None = None
-        self._write, self._read = company.lead(WRITE, self._write_trees), company.lead(READ, read_tree)
+        self._write = company.lead(WRITE, lambda path, trees: write_trees(self._opened(), path, trees))
+        self._read = company.lead(READ, read_tree)
         if not read_only:
             folder.mkdir(parents=True, exist_ok=True)
             self.clear()
@@ -71,26 +73,28 @@ class Series:
         shutil.rmtree(self.folder / _WRITING, ignore_errors=True)
 
     def path(self, number: int) -> Path:
-        """Where a checkpoint lies."""
+        """Return where a checkpoint lies."""
         return self.folder / f"{self._prefix}_{number}"
 
     def numbers(self) -> list[int]:
-        """Of the checkpoints that are there, sound or damaged, rising."""
+        """Return the numbers of the checkpoints that are there, sound or damaged, rising."""
         if not self.folder.is_dir():
             return []
-        names = (re.fullmatch(rf"{self._prefix}_(0|[1-9][0-9]{{0,17}})", path.name) for path in self.folder.iterdir())
-        return sorted(int(name[1]) for name in names if name)
+        pattern = re.compile(rf"{self._prefix}_(0|[1-9][0-9]{{0,17}})")
+        matches = (pattern.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
 
-    def save(self, number: int, trees: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    def save(self, number: int, trees: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
         """Copies the arrays and writes them in the background, after the write before is done.
 
         Raises:
             Exception: What Orbax or the system raised; here or in `wait`.
         """
-        written = self._begun(number)
+        written = self._start_writing(number)
         self._write(str(written), trees)
-        text, self.writing = json.dumps(meta), number
-        self._thread = threading.Thread(target=self._commit, args=(written, number, text), name="commit", daemon=True)
+        self.writing = number
+        arguments = (written, number, json.dumps(meta))
+        self._thread = threading.Thread(target=self._commit, args=arguments, name="commit", daemon=True)
         self._thread.start()
 
     def link(self, number: int, source: Path, meta: Mapping[str, Any]) -> None:
@@ -100,10 +104,10 @@ class Series:
             OSError: The other one is gone, or the file system has no hard links.
             UserError: Its manifest is no manifest.
         """
-        written = self._begun(number)
-        known = {name: entry for name, entry in entries(source).items() if name != _META}
-        share(known, source, written)
-        self._place(written, number, json.dumps(meta), known)
+        written = self._start_writing(number)
+        listed = {name: entry for name, entry in entries(source).items() if name != _META}
+        link_files(listed, source, written)
+        self._put_in_place(written, number, json.dumps(meta), listed)
 
     def wait(self) -> None:
         """Waits for the write in the background; raises once what it raised."""
@@ -128,19 +132,19 @@ class Series:
         shutil.rmtree(aside, ignore_errors=True)
         self.path(number).rename(aside)
 
-    def read(self, number: int, item: str, template: Any) -> Any:
-        """A tree of a checkpoint, in shapes and places of `template`."""
+    def read(self, number: int, item: str, template: PyTree) -> PyTree:
+        """Read a tree of a checkpoint, in shapes and places of `template`."""
         return self._read(str(self.path(number)), item, template)
 
     def read_meta(self, number: int) -> dict[str, Any]:
-        """The meta of a checkpoint."""
+        """Read the meta of a checkpoint."""
         return load_json(self.path(number) / _META)
 
-    def described(self, number: int, item: str) -> Any:
-        """Shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""
+    def described(self, number: int, item: str) -> PyTree:
+        """Return shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""
         with closing(ocp.Checkpointer(handler())) as reader:
-            found = (reader.metadata(self.path(number)).item_metadata or {}).get(item)
-        tree = getattr(found, "tree", found)
+            metadata = (reader.metadata(self.path(number)).item_metadata or {}).get(item)
+        tree = getattr(metadata, "tree", metadata)
         return {} if tree is None else tree
 
     def close(self) -> None:
@@ -151,8 +155,8 @@ class Series:
             if self._checkpointer is not None:
                 self._checkpointer.close()
 
-    def _begun(self, number: int) -> Path:
-        """Where a checkpoint is written, after the write before is done."""
+    def _start_writing(self, number: int) -> Path:
+        """Return where a checkpoint is written, after the write before is done."""
         self.wait()
         if not self.folder.is_dir():
             raise FileNotFoundError(f"{self.folder} is gone")
@@ -162,13 +166,13 @@ class Series:
     def _commit(self, written: Path, number: int, meta: str) -> None:
         try:
             self._opened().wait_until_finished()
-            self._place(written, number, meta)
+            self._put_in_place(written, number, meta)
         except BaseException as error:
             self._error = error
 
-    def _place(self, written: Path, number: int, meta: str, known: Mapping[str, Any] | None = None) -> None:
+    def _put_in_place(self, written: Path, number: int, meta: str, listed: Mapping[str, Any] | None = None) -> None:
         (written / _META).write_text(meta, encoding="utf-8")
-        seal(written, known)
+        seal(written, listed)
         os.rename(written, self.path(number))
         _sync(self.folder)
         for old in self.numbers()[: -self._keep]:
@@ -181,24 +185,21 @@ class Series:
             self._checkpointer = ocp.AsyncCheckpointer(handler())
         return self._checkpointer
 
-    def _write_trees(self, path: str, trees: Mapping[str, Any]) -> None:
-        write_trees(self._opened(), path, trees)
-
 
 def handler() -> ocp.CompositeCheckpointHandler:
-    """What knows how the trees of a checkpoint are stored."""
+    """Make the Orbax handler of a checkpoint's trees."""
     trees: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ITEMS}
     return ocp.CompositeCheckpointHandler(**trees)
 
 
-def write_trees(checkpointer: ocp.AsyncCheckpointer, path: str, trees: Mapping[str, Any]) -> None:
+def write_trees(checkpointer: ocp.AsyncCheckpointer, path: str, trees: Mapping[str, PyTree]) -> None:
     """Copies a checkpoint's arrays, those of this process, and begins to write them."""
     args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
     checkpointer.save(Path(path), args=ocp.args.Composite(**args))
 
 
-def read_tree(path: str, item: str, template: Any) -> Any:
-    """A tree of a checkpoint in shapes and places of `template`, the parts of it that this process holds."""
+def read_tree(path: str, item: str, template: PyTree) -> PyTree:
+    """Read a tree of a checkpoint in shapes and places of `template`, the parts of it that this process holds."""
     with closing(ocp.Checkpointer(handler())) as reader:
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target(template))})
         return reader.restore(Path(path), args=args)[item]

@@ -1,5 +1,7 @@
 """Pytrees as a checkpoint stores them: nested dictionaries of arrays, whatever types the tree had."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,19 @@ from grpo_jax.errors import UserError
 EVALUATED = "variables"  # the part of a state that evaluation needs; stored apart so that it is read alone
 ITEMS = (EVALUATED, "training")
 
+PyTree = Any
 
-def items(state):
-    """The state as Orbax items: the variables, and all other parts as one."""
+
+def items(state: Mapping[str, PyTree]) -> dict[str, dict[str, PyTree]]:
+    """Split a state into Orbax's items: the variables, and all other parts as one."""
     if not isinstance(state, Mapping) or EVALUATED not in state:
         raise TypeError(f"state: expected a mapping with the part {EVALUATED!r}, got {type(state).__name__}")
     training = {name: part for name, part in state.items() if name != EVALUATED}
     return {EVALUATED: {EVALUATED: state[EVALUATED]}, "training": training}
 
 
-def leaves(tree) -> dict[str, Any]:
-    """`{"optimizer.0.mu.kernel": leaf}` in the tree's own order."""
+def leaves(tree: PyTree) -> dict[str, Any]:
+    """Return `{"optimizer.0.mu.kernel": leaf}` in the tree's own order."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
     if len(named) != len(flat):
@@ -31,8 +35,8 @@ def leaves(tree) -> dict[str, Any]:
     return named
 
 
-def _nested(leaves: dict[str, Any]) -> dict:
-    tree: dict = {}
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *parents, last = name.split(".")
         node = tree
@@ -42,14 +46,14 @@ def _nested(leaves: dict[str, Any]) -> dict:
     return tree
 
 
-def _is_key(leaf) -> bool:
+def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def storable(part) -> dict:
-    """Nested dictionaries of arrays; what is not a `jax.Array` is copied, since it is written later."""
+def storable(part: PyTree) -> dict[str, Any]:
+    """Return nested dictionaries of arrays; what is not a `jax.Array` is copied, since it is written later."""
 
-    def convert(name, leaf):
+    def convert(name: str, leaf: Any) -> Any:
         if _is_key(leaf):
             return jax.random.key_data(leaf)
         if isinstance(leaf, jax.Array):
@@ -64,36 +68,36 @@ def storable(part) -> dict:
     return _nested({name: convert(name, leaf) for name, leaf in leaves(part).items()})
 
 
-def target(part) -> dict:
-    """What Orbax is asked for: the shapes, dtypes and places of a template."""
+def target(part: PyTree) -> dict[str, Any]:
+    """Describe the shapes, dtypes and shardings of a template, which Orbax restores to."""
 
-    def describe(leaf):
+    def describe(leaf: Any) -> Any:
         if _is_key(leaf):
             leaf = jax.random.key_data(leaf)
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            place = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+            sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return np.asarray(leaf)
 
     return _nested({name: describe(leaf) for name, leaf in leaves(part).items()})
 
 
-def as_template(leaf, found):
-    """A restored array in the form its template has: key, Python number, uncommitted array."""
+def as_template(leaf: Any, restored: Any) -> Any:
+    """Give a restored array the form that its template has: key, Python number, uncommitted array."""
     if _is_key(leaf):
-        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
         # an array that was free to follow others to their devices stays free
-        return found if getattr(leaf, "committed", True) else jnp.asarray(np.asarray(found))
+        return restored if getattr(leaf, "committed", True) else jnp.asarray(np.asarray(restored))
     if isinstance(leaf, bool | int | float | complex):
-        return type(leaf)(np.asarray(found).item())
-    return found
+        return type(leaf)(np.asarray(restored).item())
+    return restored
 
 
-def check_fits(saved: dict, wanted: dict, where: Path) -> None:
+def check_fits(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: Path) -> None:
     """Raises UserError naming the first leaf whose shape or dtype differs, or that one side lacks."""
 
-    def describe(leaf):
+    def describe(leaf: Any) -> str:
         if leaf is None:
             return "absent"
         leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
@@ -107,12 +111,3 @@ def check_fits(saved: dict, wanted: dict, where: Path) -> None:
                 f"{where} does not fit this configuration: {name} is {came} in the checkpoint,"
                 f" {expected} is expected; use the config.yaml that lies beside it"
             )
-
-
-def plain(value):
-    """`json.dumps(default=plain)`: arrays become numbers and lists, paths become text."""
-    if isinstance(value, np.generic | np.ndarray | jax.Array):
-        return np.asarray(value).tolist()
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"meta: {type(value).__name__} cannot be written as JSON")

@@ -2,8 +2,8 @@
 
 As in
 
-    def watch(moment):
-        return moment.metrics["kl"] > 0.5  # True: stop, with everything saved
+    def watch(event):
+        return event.metrics["kl"] > 0.5  # True: stop, with everything saved
 
     run(config, on_iteration=watch)
 """
@@ -21,7 +21,7 @@ from grpo_jax.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
-class Moment:
+class IterationEvent:
     """What a callback is told.
 
     Attributes:
@@ -40,8 +40,8 @@ class Moment:
     checkpoint: Path | None = None
 
 
-Callback = Callable[[Moment], bool | None]
-"""callback(moment) → True to stop the run as a signal does: saved, and `--resume` goes on; False or None goes on."""
+Callback = Callable[[IterationEvent], bool | None]
+"""callback(event) → True to stop the run as a signal does: saved, and `--resume` goes on; False or None goes on."""
 
 
 class Callbacks(NamedTuple):
@@ -57,7 +57,7 @@ class Callbacks(NamedTuple):
     on_validation: Callback | None = None
     on_checkpoint: Callback | None = None
 
-    def ask(self, name: str, moment: Moment) -> bool:
+    def ask(self, name: str, event: IterationEvent) -> bool:
         """Tells the callback of that name; whether it asks to stop.
 
         Raises:
@@ -67,7 +67,7 @@ class Callbacks(NamedTuple):
         if callback is None:
             return False
         try:
-            answer = callback(moment)
+            answer = callback(event)
         except Exception as error:
             raise UserError(f"{name}: {type(error).__name__}: {one_line(error)}") from error
         if answer is not None and not isinstance(answer, bool | np.bool_):

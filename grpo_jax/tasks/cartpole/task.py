@@ -205,7 +205,7 @@ class CartPoleConfig:
         resume: Continue the run in run_dir from its last checkpoint.
         debug: Show tracebacks of user errors.
         report_to: Metric writers beside metrics.jsonl (docs/ending.md).
-        project: What the run belongs to: project on Weights & Biases and trackio, experiment on MLflow.
+        project: What the run belongs to: project on Weights & Biases.
         algorithm: Advantages and loss.
         rollout: What one iteration plays.
         network: The policy.

@@ -11,7 +11,7 @@ from support.text_task import rows
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.loop.callbacks import Callbacks, Moment
+from grpo_jax.runs.loop.callbacks import Callbacks, IterationEvent
 from grpo_jax.runs.loop.early_stopping import Waited, after_validation, reason_to_end
 from grpo_jax.train import run
 
@@ -148,7 +148,7 @@ def test_waiting_counts_what_is_no_better():
 def test_what_a_callback_returns_is_true_false_or_nothing(answer, tmp_path):
     callbacks = Callbacks(on_iteration=lambda moment: answer)
     with pytest.raises(UserError, match="on_iteration: expected it to return True to stop, else False or None"):
-        callbacks.ask("on_iteration", Moment(1, 2, {}, tmp_path))
+        callbacks.ask("on_iteration", IterationEvent(1, 2, {}, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from support.text_task import assert_same_run, finished_run, rewound, train_here
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.checkpoint import checkpoints as module
+from grpo_jax.runs.checkpoint.manifest import disk_usage
 from grpo_jax.runs.checkpoint.series import Series
-from grpo_jax.runs.checkpoint.sharing import bytes_held
 
 SIZE = 100_000  # bytes of the arrays of a state
 
@@ -50,9 +50,9 @@ def test_best_final_and_step_share_their_arrays_and_no_meta(order, folder, tmp_p
     with Checkpoints(folder) as checkpoints:
         SAVED[order](checkpoints)
         checkpoints.save_final(3, state_of(3), {"as": "final"})
-    assert 0.8 * SIZE < bytes_held([folder]) < 1.5 * SIZE
+    assert 0.8 * SIZE < disk_usage([folder]) < 1.5 * SIZE
     copy = shutil.copytree(folder, tmp_path / "elsewhere")  # as cp and rsync do: three whole ones
-    assert bytes_held([copy]) > 2.5 * SIZE
+    assert disk_usage([copy]) > 2.5 * SIZE
     for place in (folder, copy):
         with Checkpoints(place, read_only=True) as checkpoints:
             assert found_in(checkpoints, 3) == wanted(3, **{"as": "step"})
@@ -73,7 +73,7 @@ def test_a_best_step_stays_where_its_step_goes(folder):
         with Checkpoints(folder, read_only=True) as other:
             assert found_in(other, "best") == wanted(1)
         checkpoints.save_best(3, state_of(3), {})
-        assert bytes_held([folder]) < 1.5 * SIZE  # what was best before is gone
+        assert disk_usage([folder]) < 1.5 * SIZE  # what was best before is gone
 
 
 @pytest.mark.parametrize("links", [0, 2])
@@ -92,7 +92,7 @@ def test_without_hard_links_each_is_a_copy(links, folder, monkeypatch):
         checkpoints.save_final(3, state_of(3), {"as": "final"})
         assert len(made) == links + 1
     with Checkpoints(folder) as checkpoints:
-        assert bytes_held([folder]) > 1.5 * SIZE
+        assert disk_usage([folder]) > 1.5 * SIZE
         assert found_in(checkpoints, 3) == wanted(3, **{"as": "step"})
         assert found_in(checkpoints, "final") == wanted(3, **{"as": "final"})
 
@@ -116,7 +116,7 @@ def test_what_ends_the_process_on_the_way_leaves_the_step_and_no_half(moment, fo
     assert list((folder / "final" / ".writing").iterdir())
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.available() == ["3"] and found_in(checkpoints, 3) == wanted(3)
-        assert bytes_held([folder]) < 1.5 * SIZE
+        assert disk_usage([folder]) < 1.5 * SIZE
 
 
 def test_a_process_shares_what_it_goes_on_from_and_nothing_that_another_one_left(folder):
@@ -126,7 +126,7 @@ def test_a_process_shares_what_it_goes_on_from_and_nothing_that_another_one_left
     with Checkpoints(folder) as checkpoints:
         checkpoints.restore("latest", state_of(0))
         checkpoints.save_final(4, state_of(4), {})
-        assert bytes_held([folder]) < 2.5 * SIZE
+        assert disk_usage([folder]) < 2.5 * SIZE
     with Checkpoints(folder) as checkpoints:
         checkpoints.restore(3, state_of(0))
         checkpoints.save_final(4, state_of(5), {})  # learned otherwise since
@@ -147,7 +147,7 @@ def test_a_file_that_is_gone_or_lies_elsewhere_is_not_shared(folder):
             manifest.write_text(json.dumps(listed))
             checkpoints.save_final(3, state_of(3), {})
             assert found_in(checkpoints, "final") == wanted(3)  # written in full
-        assert bytes_held([folder]) > 1.5 * SIZE
+        assert disk_usage([folder]) > 1.5 * SIZE
 
 
 def test_the_oldest_go_beyond_the_bytes_that_may_be_kept(folder):
@@ -228,8 +228,8 @@ def test_a_run_takes_the_room_of_its_states_and_no_more_than_it_may(place, tmp_p
     with Checkpoints(at, read_only=True) as checkpoints:
         steps = {checkpoints.read_meta(name)["step"] for name in checkpoints.available()}
         assert checkpoints.available() == ["3", "6", "best", "final"]
-    one = bytes_held([at / "step_6"])
-    assert bytes_held([at]) < (len(steps) + 0.5) * one
+    one = disk_usage([at / "step_6"])
+    assert disk_usage([at]) < (len(steps) + 0.5) * one
     run = rewound(whole, tmp_path / "run", 3)
     assert train_here(place.config, run, "--resume", "--training.save_every=1", "--training.keep_gib=1e-9") == 0
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:

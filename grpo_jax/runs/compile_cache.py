@@ -22,7 +22,7 @@ _SETTINGS = {  # name in jax.config, which is that of the variable: value
 }
 
 
-def keep_programs(environment: Mapping[str, str] = os.environ) -> Path | None:
+def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Has JAX keep what it compiles for 0.3 s or longer in `~/.cache/grpo_jax/programs`, at most 2 GiB.
 
     Where JAX is told otherwise, by JAX_COMPILATION_CACHE_DIR or by JAX_ENABLE_COMPILATION_CACHE=false, that holds. Each

@@ -5,7 +5,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.text_task import rows, train
 
-from grpo_jax.runs.loop.programs import keep_programs
+from grpo_jax.runs.compile_cache import enable_compile_cache
 
 SETTINGS = ("dir", "max_size")
 
@@ -37,17 +37,17 @@ def test_a_second_run_compiles_nothing_anew(place, tmp_path, monkeypatch):
 
 def test_what_jax_was_told_holds(untold, tmp_path):
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert keep_programs(home | {"JAX_COMPILATION_CACHE_DIR": "/mine"}) is None
-    assert keep_programs(home | {"JAX_ENABLE_COMPILATION_CACHE": "false"}) is None
+    assert enable_compile_cache(home | {"JAX_COMPILATION_CACHE_DIR": "/mine"}) is None
+    assert enable_compile_cache(home | {"JAX_ENABLE_COMPILATION_CACHE": "false"}) is None
     (tmp_path / "file").touch()
-    assert keep_programs({"XDG_CACHE_HOME": str(tmp_path / "file")}) is None  # no folder can be made there
+    assert enable_compile_cache({"XDG_CACHE_HOME": str(tmp_path / "file")}) is None  # no folder can be made there
     assert jax.config.jax_compilation_cache_dir is None and not (tmp_path / "cache").exists()
-    folder = keep_programs(home | {"JAX_COMPILATION_CACHE_MAX_SIZE": "5"})
+    folder = enable_compile_cache(home | {"JAX_COMPILATION_CACHE_MAX_SIZE": "5"})
     assert folder.is_dir() and folder.stat().st_mode & 0o77 == 0
     assert jax.config.jax_compilation_cache_dir == str(folder)
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.3
     assert jax.config.jax_compilation_cache_max_size != 2 * 2**30
-    assert keep_programs(home) is None  # it is told now
+    assert enable_compile_cache(home) is None  # it is told now
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def kept():
 @pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "without its time"])
 def test_a_damaged_program_is_compiled_once_and_kept_again(untold, kept, tmp_path, damage):
     home = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    folder = keep_programs(home)
+    folder = enable_compile_cache(home)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
     def start():
@@ -94,10 +94,10 @@ def test_a_damaged_program_is_compiled_once_and_kept_again(untold, kept, tmp_pat
 
 def test_a_folder_that_others_may_write_is_not_used(untold, tmp_path, capsys):
     home = {"XDG_CACHE_HOME": str(tmp_path)}
-    folder = keep_programs(home)
+    folder = enable_compile_cache(home)
     jax.config.update("jax_compilation_cache_dir", None)
     folder.chmod(0o770)
-    assert keep_programs(home) is None is keep_programs(home)
+    assert enable_compile_cache(home) is None is enable_compile_cache(home)
     assert jax.config.jax_compilation_cache_dir is None
     line = capsys.readouterr().err
     assert (

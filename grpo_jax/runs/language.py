@@ -199,9 +199,10 @@ class LanguageProgram:
         return f"{silence}. {saved}; mend the rewards, or what they ask, and {self._again(iteration)}"
 
     def _nothing_learned(self, state: TrainState, iteration: int) -> str:
-        """What to say where every update of a few iterations was left out, or of a whole run that is shorter."""
+        """What to say where every update of a few iterations was left out, or all but the first of a shorter run."""
         skipped = int(state.skipped)
-        if skipped < min(PATIENCE, self.iterations) * self.learner.updates_per_iteration:
+        updates = self.learner.updates_per_iteration
+        if skipped < max(1, min(PATIENCE * updates, self.iterations * updates - 1)):
             return ""
         where = self.parts.config.run_dir
         return (

@@ -17,8 +17,8 @@ from grpo_jax.core.masking import masked_whiten
 from grpo_jax.core.ppo import ppo_loss, value_loss
 from grpo_jax.core.returns import discounted_returns, gae_advantages
 from grpo_jax.models.mlp import make_mlp
-from grpo_jax.tasks.cartpole.environment import make_cartpole, play_greedily, play_steps
-from grpo_jax.tasks.cartpole.updates import action_entropy, action_logprobs
+from grpo_jax.tasks.cartpole.environment import play_greedily, play_steps, reset
+from grpo_jax.tasks.cartpole.training import action_entropy, action_logprobs
 
 np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 
@@ -86,7 +86,6 @@ assert slopes(jnp.array([1.3]), 1.0) == 0 and slopes(jnp.array([1.3]), -1.0) == 
 # right. An iteration plays 128 steps of 32 carts, estimates advantages, and follows the same batch ten times.
 
 # %%
-cartpole = make_cartpole()
 policy, critic = make_mlp(4, output_scale=0.01), make_mlp(4, output_scale=1.0)
 optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 
@@ -115,8 +114,8 @@ def loss(params, steps, advantages, targets):
 def iterate(state, key):
     params, opt_state, carts = state
     act, test = jax.random.split(key)
-    greedy = play_greedily(cartpole, lambda x: policy.apply(params["policy"], x), cartpole.start(test, 32), width=1.0)
-    carts, steps = play_steps(cartpole, lambda x: policy.apply(params["policy"], x), carts, act, steps=128)
+    greedy = play_greedily(lambda x: policy.apply(params["policy"], x), reset(test, 32), width=1.0)
+    carts, steps = play_steps(lambda x: policy.apply(params["policy"], x), carts, act, steps=128)
     advantages, targets = judge(params, steps)
 
     def update(state, _):
@@ -131,7 +130,7 @@ def iterate(state, key):
 
 keys = jax.random.split(jax.random.key(0), 33)
 params = {"policy": policy.init(keys[0]), "value": critic.init(keys[1])}
-state = (params, optimizer.init(params), jax.tree.map(jnp.asarray, cartpole.start(keys[2], 32)))
+state = (params, optimizer.init(params), jax.tree.map(jnp.asarray, reset(keys[2], 32)))
 (params, _, carts), (length, clipped, explained) = jax.jit(lambda *x: jax.lax.scan(iterate, *x))(state, keys[3:])
 
 # %% tags=["learned"]
@@ -151,7 +150,7 @@ for axis, (title, curve) in zip(axes, panels.items(), strict=True):
 # from one batch of the trained policy:
 
 # %% tags=["learned"]
-_, steps = play_steps(cartpole, lambda x: policy.apply(params["policy"], x), carts, keys[0], steps=128)
+_, steps = play_steps(lambda x: policy.apply(params["policy"], x), carts, keys[0], steps=128)
 spread = {trace: float(judge(params, steps, trace)[0].std()) for trace in (0.0, 0.5, 0.95, 1.0)}
 print("deviation of the advantages:", "  ".join(f"λ {trace}: {std:.2f}" for trace, std in spread.items()))
 assert spread[0.0] < spread[0.95] < spread[1.0]

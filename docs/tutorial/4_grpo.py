@@ -17,8 +17,8 @@ from grpo_jax.core.kl import KLPenalty
 from grpo_jax.core.losses import PRESETS, grpo_loss
 from grpo_jax.core.returns import discounted_returns, normalised_returns
 from grpo_jax.models.mlp import make_mlp
-from grpo_jax.tasks.cartpole.environment import make_cartpole, play_episodes, play_greedily
-from grpo_jax.tasks.cartpole.updates import action_entropy, action_logprobs
+from grpo_jax.tasks.cartpole.environment import play_episodes, play_greedily, reset
+from grpo_jax.tasks.cartpole.training import action_entropy, action_logprobs
 
 np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 
@@ -88,7 +88,7 @@ assert abs(value) < 1e-6 and jnp.allclose(gradient, -advantages[:1, :, None] / 6
 # place again.
 
 # %%
-cartpole, policy = make_cartpole(), make_mlp(4, output_scale=0.01)
+policy = make_mlp(4, output_scale=0.01)
 optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-3))
 GROUP = 16
 
@@ -113,9 +113,9 @@ def loss(params, episodes, advantages):
 def iterate(state, key):
     params, _ = state
     start, act, test = jax.random.split(key, 3)
-    greedy = play_greedily(cartpole, lambda x: policy.apply(params, x), cartpole.start(test, 32), width=1.0)
-    same = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), cartpole.start(start, 1))
-    episodes = play_episodes(cartpole, lambda x: policy.apply(params, x), same, act)  # [T, G], time first
+    greedy = play_greedily(lambda x: policy.apply(params, x), reset(test, 32), width=1.0)
+    same = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), reset(start, 1))
+    episodes = play_episodes(lambda x: policy.apply(params, x), same, act)  # [T, G], time first
     alive = episodes.mask.T[None]  # [P, G, T]
     returns = discounted_returns(alive.astype(jnp.float32), discount=0.994, mask=alive)
     advantages = normalised_returns(returns, mask=alive)

@@ -12,17 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_jax import (
-    Findings,
-    Table,
-    Task,
-    TaskData,
-    TaskReport,
-    TaskRewards,
-    TaskSetup,
-    Vocabulary,
-    make_prompt_set,
-)
+from grpo_jax import Findings, Table, Task, TaskData, TaskReport, TaskRewards, TaskSetup, Vocabulary, make_prompt_set
 from grpo_jax.config.fields import require
 
 SIGNS = ("plus", "minus")

@@ -292,7 +292,8 @@ def describe(error: ValidationError, value: Any, name: str, unknown: Any = None)
         else:
             line = f"{where}: expected {_expected(mistake)}, got {shown(came)}"
         lines.setdefault(where, line)  # of the members of a union, what the first one says
-    return list(lines.values())
+    misspelt = [where for where in lines if any(line.endswith(f"did you mean {where}?") for line in lines.values())]
+    return [line for where, line in lines.items() if where not in misspelt]
 
 
 def _expected(mistake: Any) -> str:

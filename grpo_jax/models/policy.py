@@ -220,6 +220,10 @@ class Policy:
         save_adapters(folder, variables["lora"], self.lora, self.config, base=self._folder.name)
 
 
+_WITHOUT_WEIGHTS = [field.name for field in dataclasses.fields(Policy) if field.name != "variables"]
+jax.tree_util.register_dataclass(Policy, data_fields=["variables"], meta_fields=_WITHOUT_WEIGHTS)
+
+
 def _precision(name: str | None) -> AbstractContextManager[Any]:
     """The context in which products of matrices have this precision; None leaves JAX's own."""
     return nullcontext() if name is None else jax.default_matmul_precision(name)

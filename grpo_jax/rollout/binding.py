@@ -32,7 +32,7 @@ class TaskRewards:
         defaults: Where the config names none.
         watched: Names that are watched where the config names none.
         always_watched: Names among `functions` that are watched in every run, last.
-        measures: name → a reward that is only watched, for names that follow a pattern (ndcg@K); None for others.
+        measures: name → a reward that is only watched, for names that follow a pattern (NAME@K); None for others.
         columns: (completions, columns) → further columns for the rewards, asked once for all of them.
         adapt: Makes a reward function of the user's own fit the task's.
         conditions: Fills in conditions that rewards have by default: reward sections → reward sections.

@@ -147,8 +147,8 @@ def test_equal_pictures_are_encoded_once(folder, monkeypatch):
     images = pictures(3, 24, 24)
     expected = scorer.image_features(images)
     batches = []
-    encode = scorer.model.encode_image
-    monkeypatch.setattr(scorer.model, "encode_image", lambda pixels: batches.append(len(pixels)) or encode(pixels))
+    encode = scorer._encode_image
+    monkeypatch.setattr(scorer, "_encode_image", lambda pixels: batches.append(len(pixels)) or encode(pixels))
     again = [2, 0, 2, 1, 0, 0, 2]
     torch.testing.assert_close(scorer.image_features(images[again]), expected[again], atol=0, rtol=0)
     assert batches == [2, 2]

@@ -67,7 +67,7 @@ CYCLE = json.dumps([{"name": f"m:{name}", "condition_on": other} for name, other
     [
         (["--training.max_step", "3"], "training.max_step: no such field; did you mean training.max_steps?"),
         (["--training.max_steps", "many"], "training.max_steps: expected a whole number, got 'many'"),
-        (["--sampling.temperature", "-1"], "sampling.temperature: expected a number > 0, got -1.0"),
+        (["--sampling.temperature", "-1"], "sampling.temperature: expected a number > 0, got -1"),
         (["--sampling.temperature", "nan"], "sampling.temperature: expected a finite number, got nan"),
         (
             ["--algorithm.advantage", "batch", "--algorithm.dead_groups", "drop"],

@@ -10,7 +10,7 @@ from grpo_jax.errors import UserError
     ("values", "message"),
     [
         ({"seed": -1}, r"seed: expected a number in \[0, 2\^63\), got -1"),
-        ({"data": {"held_out": 0.7}}, r"data.held_out: expected a share in \[0, 0.5\), got 0.7"),
+        ({"data": {"held_out": 0.7}}, r"data.held_out: expected a number < 0.5, got 0.7"),
         # policy
         ({"policy": {"lora": {"rank": -1}}}, "policy.lora.rank: expected a number >= 0, got -1"),
         (
@@ -25,7 +25,7 @@ from grpo_jax.errors import UserError
         ),
         ({"policy": {"quantised": "int8"}}, "policy.quantised: expected none without policy.lora"),
         # sampling
-        ({"sampling": {"top_p": 0.0}}, r"sampling.top_p: expected a number in \(0, 1\], got 0.0"),
+        ({"sampling": {"top_p": 0.0}}, r"sampling.top_p: expected a number > 0, got 0.0"),
         ({"sampling": {"group_size": 1}}, r"sampling.group_size: expected at least 2 \(a group is compared\), got 1"),
         (
             {"sampling": {"group_size": 0}, "algorithm": {"advantage": "gae"}},
@@ -38,7 +38,7 @@ from grpo_jax.errors import UserError
             "sampling.turns: expected 1 with data.form append, which continues the prompt, got 2",
         ),
         # algorithm
-        ({"algorithm": {"turn_discount": 1.5}}, r"algorithm.turn_discount: expected a number in \[0, 1\], got 1.5"),
+        ({"algorithm": {"turn_discount": 1.5}}, r"algorithm.turn_discount: expected a number <= 1, got 1.5"),
         (
             {"algorithm": {"turn_advantage": "return", "advantage": "gae"}},
             "algorithm.turn_advantage: expected 'last' with advantage 'gae', got 'return'",
@@ -49,22 +49,22 @@ from grpo_jax.errors import UserError
             "algorithm.dead_groups: expected 'keep' with advantage 'gae'",
         ),
         ({"algorithm": {"advantage": "batch", "dead_groups": "resample"}}, "algorithm.dead_groups: expected 'keep'"),
-        ({"algorithm": {"entropy_share": 0.0}}, r"algorithm.entropy_share: expected a share in \(0, 1\], got 0.0"),
+        ({"algorithm": {"entropy_share": 0.0}}, r"algorithm.entropy_share: expected a number > 0, got 0.0"),
         (
             {"algorithm": {"importance_cap": 0.5}},
             "algorithm.importance_cap: expected null, 0 or a number >= 1, got 0.5",
         ),
         ({"algorithm": {"resample_rounds": 0}}, "algorithm.resample_rounds: expected a number >= 1"),
         ({"algorithm": {"kl_corrected": True, "kl_straight_through": True}}, "kl_straight_through: expected false"),
-        ({"algorithm": {"clip_low": 2.0}}, "algorithm.clip_low: expected null or a number <= 1, got 2.0"),
+        ({"algorithm": {"clip_low": 2.0}}, "algorithm.clip_low: expected a number <= 1, got 2.0"),
         ({"algorithm": {"preset": "cispo", "clip_low": 0.1}}, "algorithm.clip_low: expected null with preset 'cispo'"),
         ({"algorithm": {"overlong_buffer": 129}}, "overlong_buffer: expected at most sampling.max_new_tokens = 128"),
         # ppo
-        ({"ppo": {"discount": 1.1}}, r"ppo.discount: expected a number in \[0, 1\], got 1.1"),
+        ({"ppo": {"discount": 1.1}}, r"ppo.discount: expected a number <= 1, got 1.1"),
         ({"ppo": {"trace": float("nan")}}, "ppo.trace: expected a finite number"),
         ({"ppo": {"value_coef": -1.0}}, "ppo.value_coef: expected a number >= 0"),
         ({"ppo": {"value_rate": 0.0}}, "ppo.value_rate: expected a number > 0"),
-        ({"ppo": {"value_clip": 0.0}}, "ppo.value_clip: expected null or a number > 0"),
+        ({"ppo": {"value_clip": 0.0}}, "ppo.value_clip: expected a number > 0"),
         ({"ppo": {"kl_coef": float("inf")}}, "ppo.kl_coef: expected a finite number"),
         ({"ppo": {"kl_target": 1.0}}, "ppo.kl_coef: expected a number > 0 to start from"),
         (
@@ -72,8 +72,8 @@ from grpo_jax.errors import UserError
             "ppo.kl_horizon: expected at least one batch of 96",
         ),
         # optimizer and training
-        ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate: expected null or a number > 0, got 0.0"),
-        ({"optimizer": {"beta2": 1.0}}, r"optimizer.beta2: expected a number in \[0, 1\), got 1.0"),
+        ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate: expected a number > 0, got 0.0"),
+        ({"optimizer": {"beta2": 1.0}}, r"optimizer.beta2: expected a number < 1, got 1.0"),
         ({"training": {"minibatches": 5}}, "training.prompts_per_batch: expected a multiple of .* = 5, got 12"),
         ({"training": {"chunk_prompts": 5}}, "training.chunk_prompts: expected a divisor of prompts_per_batch = 12"),
         ({"warm_start": {"batch": 0}}, "warm_start.batch: expected a number >= 1, got 0"),
@@ -86,12 +86,15 @@ from grpo_jax.errors import UserError
         ),
         (
             {"rewards": [{"name": "m:a", "weight": 1e308}]},
-            r"rewards.a.weight: expected a number <= 10{12}, got 1e\+308",
+            r"rewards\[0\].weight: expected a number <= 1e\+12, got 1e\+308",
         ),
-        ({"rewards": [{"name": "m:a", "weight": -1e13}]}, "rewards.a.weight: expected a number >= -10{12}, got -1000"),
-        ({"algorithm": {"kl_coef": 1e308}}, "algorithm.kl_coef: expected a number <= 10{12}"),
-        ({"ppo": {"value_rate": 1e308}}, "ppo.value_rate: expected a number <= 10{12}"),
-        ({"optimizer": {"weight_decay": 1e308}}, "optimizer.weight_decay: expected a number <= 10{12}"),
+        (
+            {"rewards": [{"name": "m:a", "weight": -1e13}]},
+            r"rewards\[0\].weight: expected a number >= -1e\+12, got -1000",
+        ),
+        ({"algorithm": {"kl_coef": 1e308}}, "algorithm.kl_coef: expected a number <= 1e.12"),
+        ({"ppo": {"value_rate": 1e308}}, "ppo.value_rate: expected a number <= 1e.12"),
+        ({"optimizer": {"weight_decay": 1e308}}, "optimizer.weight_decay: expected a number <= 1e.12"),
         ({"rewards": [{"name": "m:a", "condition_on": "b"}]}, r"rewards.a.condition_on: expected one of \[\], got 'b'"),
         ({"rewards": [{"name": "m:a", "condition_on": "a"}]}, "rewards.a.condition_on: expected one of"),
         ({"devices": {"scorer": "cpu"}}, "devices.scorer: no such field; there are: policy"),

@@ -223,7 +223,14 @@ def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path, isola
 def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
     (tmp_path / "sums.txt").write_text("".join(f"{n} plus {n + 1}\n" for n in range(8)))
     (tmp_path / "mine.py").write_text("def brief(completions):\n    return [-len(t) for t in completions]\n")
-    given = {"policy.path": calculated / "policy", "sampling.turns": 2, "warm_start.steps": 0, **options}
+    given = {
+        "policy.path": calculated / "policy",
+        "sampling.turns": 2,
+        "warm_start.steps": 0,
+        "sampling.max_new_tokens": 5,
+        "sampling.max_answer_tokens": 4,
+        **options,
+    }
     task = given.pop("task", "text")
     if task == "text":
         given |= {"data.prompts": tmp_path / "sums.txt", "rewards": json.dumps([{"name": f"{tmp_path}/mine.py:brief"}])}

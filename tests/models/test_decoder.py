@@ -248,7 +248,7 @@ def test_a_7b_model_is_shaped_without_being_allocated():
     prefix = jax.eval_shape(policy.prefill, shapes, *prompts)
     cache = jax.eval_shape(lambda: policy.init_cache(4, 5, 20))
     unstacked = jax.eval_shape(policy.unstack, shapes)
-    step, after = jax.eval_shape(policy.decode, unstacked, prefix, jax.ShapeDtypeStruct((4, 5), i32), cache)
+    step, after = jax.eval_shape(policy.decode_step, unstacked, prefix, jax.ShapeDtypeStruct((4, 5), i32), cache)
     assert step.shape == (4, 5, 3584)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
 

@@ -93,7 +93,7 @@ def test_a_policy_sees_the_same_either_way(tmp_path):
     prepare = make_prepare(lambda: load_eyes(folder, loaded.config.vision, None))
     from grpo_jax.models.policy import make_policy
 
-    see = jax.jit(make_policy(loaded.config).see)
+    see = jax.jit(make_policy(loaded.config).encode_images)
     variables = {"params": loaded.params, "visual": loaded.visual}
     images = (drawn(2) * 255).round() / 255
     on_device = see(variables, prepare(images)).states

@@ -190,7 +190,7 @@ def test_what_is_no_run_is_one_line(tmp_path, refused):
         ("report.json", "[" * 100_000, "report.json: cannot be read (nested deeper than 100 levels)"),
         ("report.json", '{"tables": []}', "report.json is of another version of grpo_jax: report.html stays"),
         ("report.json", '{"sections": {"gallery": 3}}', "report.json: sections.gallery: expected text, got 3"),
-        ("report.json", '{"sections": {}, "starts": 3}', "report.json: starts: expected a list, got 3"),
+        ("report.json", '{"sections": {}, "starts": 3}', "report.json: starts: expected a list, such as [3], got 3"),
     ],
 )
 def test_a_damaged_run_is_one_line(tmp_path, refused, name, text, line):

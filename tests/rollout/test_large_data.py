@@ -150,7 +150,7 @@ def test_a_prompt_that_is_too_long_is_found_whatever_its_bytes(monkeypatch):
     """Many have more bytes than the one that has most tokens."""
     monkeypatch.setattr(encoding, "_LONGEST", 2)
 
-    rows = plain_rows(["x" * 90, "x" * 80, "a b c d " * 8, "short"])
+    rows = plain_rows(["x" * 90, "a " + "x" * 78, "a b c d " * 8, "short"])
     tokenizer, section = word_tokenizer(), DataSection(max_prompt_tokens=20)
     with pytest.raises(UserError, match=r"prompt 'a b c d .* takes 32 tokens .*; data.max_prompt_tokens is 20"):
         make_encode(tokenizer, section, pad_id=0, rows=rows)

@@ -50,7 +50,7 @@ def made(**training) -> tuple[Parts, list]:
     )
     parts = dict.fromkeys(Parts._fields) | {
         "config": config,
-        "policy": SimpleNamespace(loaded=SimpleNamespace(config=tiny_update.CONFIG), mesh=None),
+        "policy": SimpleNamespace(config=tiny_update.CONFIG, mesh=None),
         "task_data": TaskData(PromptSet((Row(1, "a"),), (), ())),
         "environment": SimpleNamespace(
             encode=lambda rows: SimpleNamespace(tokens=np.zeros((len(rows), LENGTH)), pictures=None)

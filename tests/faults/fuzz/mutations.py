@@ -13,11 +13,11 @@ from faults.outcome import Outcome
 
 from grpo_jax.errors import guarded
 
-LONGEST_LINE, LONGEST_WAIT = 300, 20.0
+LONGEST_LINE, MOST_LINES, LONGEST_WAIT = 300, 12, 20.0
 
 
 def tried(case: str, action: Callable[[], object], folder: Path) -> Outcome:
-    """Tries one case as a command would: it works, or prints one line and comes to exit code 2.
+    """Tries one case as a command would: it works, or prints a short line for each mistake and comes to exit code 2.
 
     Args:
         case: What it is.
@@ -40,9 +40,16 @@ def tried(case: str, action: Callable[[], object], folder: Path) -> Outcome:
         note = f"it took {seconds:.0f} s"
     elif code not in (0, None) and (code != 2 or not told.startswith("error: ")):
         note = f"exit code {code}: {told[:200]!r}"
-    elif code == 2 and (told.count("\n") != 1 or len(told) > LONGEST_LINE):
+    elif code == 2 and not _in_short_lines(told):
         note = f"{told.count(chr(10))} lines, {len(told)} characters: {told!r}"
     return Outcome(case, not note, note=note)
+
+
+def _in_short_lines(told: str) -> bool:
+    """Whether it is an error on each of a few lines (configs name every mistake)."""
+    lines = told.split("\n")
+    short = all(line.startswith("error: ") and len(line) <= LONGEST_LINE for line in lines[:-1])
+    return short and lines[-1] == "" and len(lines) <= MOST_LINES + 1
 
 
 def _told(error: BaseException) -> str:

@@ -81,11 +81,12 @@ def iterate(given: work.Assignment, loaded, processor, phases=None) -> list[dict
         seen = None if see is None else see(state.variables, pictures)  # frozen: once for sampler, reference, update
         keys = jax.random.split(jax.random.key(iteration), case.prompts)
         samples = jax.device_get(sample(state.variables, tokens, mask, keys, seen))
+        shown = {} if seen is None else {"pictures": seen}
         sampled = now()
         texts = tokenizer.batch_decode(samples.tokens.reshape(-1, case.new_tokens))
         rewards = jnp.asarray([work.reward(case, text) for text in texts]).reshape(case.prompts, case.group, 1)
         objectives, every = Objectives(rewards, ("share",), (1.0,)), np.ones(case.prompts, bool)
-        batch = make_batch((tokens.astype("int32"), mask), samples, objectives, every, ALGORITHM, pictures=seen)
+        batch = make_batch((tokens.astype("int32"), mask), samples, objectives, every, ALGORITHM, pictures=shown)
         before = now()
         batch, _ = jax.block_until_ready(prepare(state, batch))
         referred = now()

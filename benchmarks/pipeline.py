@@ -81,17 +81,16 @@ def measure_miniature(repeats):
         else:  # a plain loop: each chunk through all stages before the next
             rollouts = [rows[i : i + 4] for i in range(0, count, 4)]
         for part in rollouts:
-            rollout = collect(
+            episodes, _ = collect(
                 parts.environment,
                 parts.samplers.training,
                 parts.policy.variables,
                 part,
                 key=parts.key,
                 iteration=iteration,
-                chunk_prompts=chunk_prompts,
-                timeout=None,
+                scheduling=parts.scheduling(chunk_prompts),
             )
-            for name, value in rollout.seconds.items():
+            for name, value in episodes.seconds.items():
                 seconds[name] = seconds.get(name, 0.0) + value
         return time.perf_counter() - start, seconds
 

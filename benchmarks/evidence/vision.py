@@ -48,17 +48,16 @@ def collected(parts: Any, sample: Any, environment: Any) -> Any:
     """The held-out prompts' judgement with fixed noise."""
     from grpo_jax.rollout.rollout import collect
 
-    return collect(
+    _, judgement = collect(
         environment,
         sample,
         parts.policy.variables,
         parts.test_rows,
         key=parts.key,
-        iteration=0,
-        see=parts.see,
-        evaluation=True,
-        chunk_prompts=32,
-    ).judgement
+        iteration=None,
+        scheduling=parts.scheduling(32),
+    )
+    return judgement
 
 
 def by_prompt(run_dir: Path) -> dict[str, list[float]]:
@@ -66,7 +65,7 @@ def by_prompt(run_dir: Path) -> dict[str, list[float]]:
     parts = load(run_dir)
     environment, place = parts.environment, parts.environment.watch_names.index(MEASURE)
     if environment.answering is None:
-        watched = collected(parts, parts.samplers.greedy, environment).watched
+        watched = collected(parts, parts.samplers.greedy, environment).final_watched
         return {"end": watched[:, 0, place].tolist()}
     found = {}
     environment = parts.task_data.environment
@@ -74,8 +73,8 @@ def by_prompt(run_dir: Path) -> dict[str, list[float]]:
     for name, respond in answers.items():
         answering = environment.answering._replace(respond=respond)
         judgement = collected(parts, parts.samplers.greedy, environment._replace(answering=answering))
-        found[name] = judgement.watched[:, 0, place].tolist()
-        found["turn_1"] = judgement.turn_watched[:, 0, 0, place].tolist()
+        found[name] = judgement.final_watched[:, 0, place].tolist()
+        found["turn_1"] = judgement.watched[:, 0, 0, place].tolist()
     return found | best_of_two(parts, environment._replace(answering=None), place)
 
 
@@ -93,7 +92,7 @@ def best_of_two(parts: Any, environment: Any, place: int) -> dict[str, list[floa
     )
     judgement = collected(parts, sample, environment)
     weights = np.array([parts.rewards.weights[name] for name in environment.reward_names])
-    chosen, pixels = (judgement.rewards @ weights).argmax(1), judgement.watched[:, :, place]
+    chosen, pixels = (judgement.final_rewards @ weights).argmax(1), judgement.final_watched[:, :, place]
     return {
         "best_of_two": np.take_along_axis(pixels, chosen[:, None], 1)[:, 0].tolist(),
         "best_of_two_by_the_checker": pixels.max(1).tolist(),

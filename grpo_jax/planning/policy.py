@@ -19,7 +19,7 @@ from grpo_jax.models.policy import configured_functions
 from grpo_jax.models.quantised import count_weights
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE, VISUAL
-from grpo_jax.rollout.turns import IN_FLIGHT
+from grpo_jax.rollout.rollout import IN_FLIGHT
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.sampler import bucket_size, make_sampler
 from grpo_jax.sampling.samplers import sampling_params

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +15,9 @@ from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, is_own_doing, one_line, said
+from grpo_jax.rollout.data import RESERVED_COLUMNS
 from grpo_jax.rollout.isolated import isolate
-from grpo_jax.rollout.rewards import IN_PYTHON, PICTURES, Maker, Reward, check_options, with_messages, with_options
+from grpo_jax.rollout.rewards import IN_PYTHON, PICTURES, Maker, Reward, check_options, with_arguments
 from grpo_jax.rollout.trainer import LOG, Trainer
 
 
@@ -48,20 +48,34 @@ class TaskRewards:
     conditions: Callable[[Sequence[RewardSection]], Sequence[RewardSection]] = lambda sections: sections
 
 
-class Wanted(NamedTuple):
-    """A reward that was found, and the judge that it is to ask in place of its own ("" for its own)."""
+class ResolvedReward(NamedTuple):
+    """A reward that was found, and what `bind` makes it of.
+
+    Attributes:
+        name: As measures are called by it.
+        function: As anyone wrote it, or `JUDGE_AS_REWARD`.
+        judge: The judge that it is to ask in place of its own; "" for its own.
+        options: Its arguments that the config sets.
+        messages: Whether it gets chat messages as its prompts and completions.
+        adapt: What the task makes of it; None for one of its own.
+        providers: What gives arguments that are the run's.
+    """
 
     name: str
-    reward: Reward
-    judge: str
+    function: Reward
+    judge: str = ""
+    options: Mapping[str, Any] = MappingProxyType({})
+    messages: bool = False
+    adapt: Callable[[Reward], Reward] | None = None
+    providers: Mapping[str, Callable[[], Any]] = MappingProxyType({})
 
 
-def itself(**columns: Any) -> Any:
+def JUDGE_AS_REWARD(**columns: Any) -> Any:
     """Stands for a judge that is a reward: a reward model, or whatever else `load` gives that can be called as one."""
     raise NotImplementedError("it is bound to a judge first")
 
 
-class Rewards(NamedTuple):
+class ResolvedRewards(NamedTuple):
     """What a run maximises, and what it only watches.
 
     Attributes:
@@ -72,8 +86,8 @@ class Rewards(NamedTuple):
     """
 
     sections: tuple[RewardSection, ...]
-    maximised: tuple[Wanted, ...]
-    watched: tuple[Wanted, ...]
+    maximised: tuple[ResolvedReward, ...]
+    watched: tuple[ResolvedReward, ...]
     watch: tuple[str, ...]
 
     @property
@@ -94,14 +108,14 @@ class Rewards(NamedTuple):
     @property
     def asked(self) -> frozenset[str]:
         """Names of the arguments that they have."""
-        return frozenset(name for one in (*self.maximised, *self.watched) for name in _arguments(one.reward))
+        return frozenset(name for one in (*self.maximised, *self.watched) for name in arguments_of(one.function))
 
     def describe(self) -> str:
         """Name, weight and condition of each."""
         return ", ".join(map(_described, self.sections))
 
 
-def find_rewards(
+def resolve_rewards(
     sections: Sequence[RewardSection],
     watch: Sequence[str],
     source: TaskRewards,
@@ -111,7 +125,7 @@ def find_rewards(
     timeout: float | None = None,
     trainer: Trainer | None = None,
     drawn: bool = False,
-) -> Rewards:
+) -> ResolvedRewards:
     """Finds the rewards of a config and binds their options.
 
     Args:
@@ -131,32 +145,35 @@ def find_rewards(
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
     trainer = trainer or Trainer()
-    found = [_maximised(section, functions, source, judges, timeout, trainer, drawn) for section in sections]
+    maximised = [_maximised(section, functions, source, judges, timeout, trainer, drawn) for section in sections]
     names = (*(watch or source.watched), *source.always_watched)
     resolved = tuple(_without_none(section) for section in sections)
     watched = [_find(name, {}, source, judges, trainer, "watch") for name in names]
-    return Rewards(resolved, tuple(found), tuple(watched), names)
+    return ResolvedRewards(resolved, tuple(maximised), tuple(watched), names)
 
 
-def bind(wanted: Wanted, judges: Mapping[str, Any]) -> Reward:
+def bind(resolved: ResolvedReward, judges: Mapping[str, Any]) -> Reward:
     """The reward with the judges that it names as arguments, or the judge that is one.
 
     Raises:
         UserError: The judge is no reward, or the reward asks none in whose place another could be.
     """
-    if wanted.reward is itself:
-        judge = judges[wanted.judge]
+    name, function = resolved.name, resolved.function
+    if function is JUDGE_AS_REWARD:
+        judge = judges[resolved.judge]
         if not callable(judge):
-            raise UserError(f"{wanted.name}: judges.{wanted.judge} is no reward by itself; name one that asks it")
+            raise UserError(f"{name}: judges.{resolved.judge} is no reward by itself; name one that asks it")
         return judge
-    own = [name for name in _arguments(wanted.reward) if name in judges]
-    if not wanted.judge:
-        bound = {name: judges[name] for name in own}
-    elif len(own) == 1:
-        bound = {own[0]: judges[wanted.judge]}
+    asked = [argument for argument in arguments_of(function) if argument in judges]
+    if not resolved.judge:
+        bound = {argument: judges[argument] for argument in asked}
+    elif len(asked) == 1:
+        bound = {asked[0]: judges[resolved.judge]}
     else:
-        raise UserError(f"{wanted.name}: expected a reward of one judge before @{wanted.judge}, it has {own or 'none'}")
-    return functools.partial(wanted.reward, **bound) if bound else wanted.reward
+        raise UserError(f"{name}: expected a reward of one judge before @{resolved.judge}, it has {asked or 'none'}")
+    constants = {**bound, **resolved.options}
+    reward = with_arguments(function, constants, resolved.providers, messages=resolved.messages)
+    return reward if resolved.adapt is None else resolved.adapt(reward)
 
 
 @contextmanager
@@ -184,25 +201,27 @@ def _maximised(
     timeout: float | None,
     trainer: Trainer,
     drawn: bool,
-) -> Wanted:
+) -> ResolvedReward:
     if section.isolated:
-        reward = _isolated(section, judges, timeout, drawn=drawn)
+        function = _isolated(section, judges, timeout, drawn=drawn)
     elif section.called in functions:
-        reward = functions[section.called]
+        function = functions[section.called]
     else:
-        found = _find(section.name, section.options, source, judges, trainer, "rewards")
+        resolved = _find(section.name, section.options, source, judges, trainer, "rewards")
         if section.messages and ":" not in section.name:
             where, expected = f"rewards.{section.called}.messages", "false, the task's own rewards take texts"
             raise UserError(f"{where}: expected {expected}; got true")
-        reward = with_messages(found.reward) if section.messages else found.reward
-        return found._replace(name=section.called, reward=reward)
-    reward = source.adapt(with_options(_told(reward, trainer), section.called, section.options))
-    return Wanted(section.called, with_messages(reward) if section.messages else reward, "")
+        return resolved._replace(name=section.called, messages=section.messages)
+    resolved = _of_user(section.called, function, section.options, source, trainer)
+    return resolved._replace(messages=section.messages)
 
 
-def _told(reward: Reward, trainer: Trainer) -> Reward:
-    """The reward with what it asks of the run."""
-    return trainer.told(reward, _arguments(reward))
+def _of_user(
+    name: str, function: Reward, options: Mapping[str, Any], source: TaskRewards, trainer: Trainer
+) -> ResolvedReward:
+    check_options(name, function, options, RESERVED_COLUMNS)
+    providers = trainer.providers(arguments_of(function))
+    return ResolvedReward(name, function, options=options, adapt=source.adapt, providers=providers)
 
 
 def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | None, *, drawn: bool) -> Reward:
@@ -220,7 +239,7 @@ def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | No
         )
     reward = isolate(section.name, timeout)
     stays = (*judges, LOG, *(PICTURES if drawn else ()))
-    here = [name for name in _arguments(reward) if name in stays]
+    here = [name for name in arguments_of(reward) if name in stays]
     if here:
         raise UserError(f"{where}: {label} asks for {', '.join(here)}, which stay in the run's process: leave it false")
     return reward
@@ -228,7 +247,7 @@ def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | No
 
 def _find(
     name: str, options: Mapping[str, Any], source: TaskRewards, judges: Sequence[str], trainer: Trainer, where: str
-) -> Wanted:
+) -> ResolvedReward:
     """A reward by import path, of the source, or of the source with another judge."""
     place, _, label = name.rpartition(":")
     if place == IN_PYTHON:
@@ -237,23 +256,24 @@ def _find(
             f"run(config, rewards=[{label}]) again (with resume=True to go on or to measure), or keep it in a module"
         )
     if place:
-        reward = load_object(name, "reward")
-        if not callable(reward):
-            raise UserError(f"reward {name!r}: {label} is a {type(reward).__name__}, not a function")
-        return Wanted(label, source.adapt(with_options(_told(reward, trainer), label, options)), "")
+        function = load_object(name, "reward")
+        if not callable(function):
+            raise UserError(f"reward {name!r}: {label} is a {type(function).__name__}, not a function")
+        return _of_user(label, function, options, source, trainer)
     base, _, judge = name.partition("@")
     if name in source.functions:
         base, judge = name, ""
     elif (measured := source.measures(name)) is not None and where == "watch":
-        return Wanted(name, measured, "")
+        return ResolvedReward(name, measured)
     if name in judges:
-        check_options(name, itself, options, ())
-        return Wanted(name, itself, name)
+        check_options(name, JUDGE_AS_REWARD, options)
+        return ResolvedReward(name, JUDGE_AS_REWARD, name)
     if base not in source.functions or (judge and not judges):
         _refuse(name, source, where)
     if judge:
         require_known(judge, judges, f"{where}.{name}: judges")
-    return Wanted(name, _told(_own(source.functions[base], options, name), trainer), judge)
+    function, options = _own(source.functions[base], options, name)
+    return ResolvedReward(name, function, judge, options, providers=trainer.providers(arguments_of(function)))
 
 
 def _refuse(name: str, source: TaskRewards, where: str) -> None:
@@ -269,31 +289,30 @@ def _refuse(name: str, source: TaskRewards, where: str) -> None:
     )
 
 
-def _own(reward: Any, options: Mapping[str, Any], label: str) -> Reward:
-    """One of the source's rewards with its options, or what its maker makes of them."""
+def _own(reward: Any, options: Mapping[str, Any], label: str) -> tuple[Reward, Mapping[str, Any]]:
+    """One of the source's rewards and its options, or what its maker makes of them and none."""
     make: Any = reward
     if isinstance(reward, Maker):
         make = reward.make
     elif inspect.isclass(reward):
-        check_options(label, reward, options, ())
+        check_options(label, reward, options)
     else:
-        return with_options(reward, label, options)
+        check_options(label, reward, options, RESERVED_COLUMNS)
+        return reward, options
     try:
-        return make(**options)
+        return make(**options), {}
     except (TypeError, ValueError, UserError) as error:
         raise UserError(f"rewards.{label}.options: {error}") from error
 
 
-def _arguments(reward: Reward) -> list[str]:
+def arguments_of(reward: Reward) -> list[str]:
+    """Names of a reward's arguments that can be given by name; none of a builtin."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [name for name, parameter in _parameters(reward).items() if parameter.kind in kinds]
-
-
-def _parameters(reward: Reward) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.signature(reward).parameters
-    except (TypeError, ValueError):  # of a builtin
-        return {}
+        parameters = inspect.signature(reward).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
 
 
 def _without_none(section: RewardSection) -> RewardSection:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.rollout.answers import Answering
 from grpo_jax.rollout.data import Row, repeat_rows
 from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.inputs.conversations import as_chat_messages
 from grpo_jax.rollout.inputs.encoding import Encoded
 from grpo_jax.rollout.inputs.pictures import open_picture, picture_error
+from grpo_jax.rollout.replies import Answering
 from grpo_jax.rollout.rewards import MESSAGES, Reward, asks, collect_rewards
 
 
@@ -29,6 +29,9 @@ class Environment(NamedTuple):
             policy wrote, where it did.
         reward_names: N names.
         watch_names: W names.
+        encode_images: (variables, `Pictures`) → their `PictureStates`, and what the update takes: these or, to be
+            encoded again, those. None for a policy that is shown no pictures.
+        gallery: How many of the first held-out rows keep the pictures of their episodes.
         prepare: Pictures in memory, torch float [N, 3, H, W] in [0, 1] or a list of what a row may hold → `Pictures`
             [N, 1, ..], as the policy's processor makes them; None for a policy that sees none.
         answering: What answers in tasks of several turns; None where the policy writes once.
@@ -42,6 +45,8 @@ class Environment(NamedTuple):
     watch_names: tuple[str, ...]
     prepare: Callable[[Any], Any] | None = None
     answering: Answering | None = None
+    encode_images: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    gallery: int = 0
 
 
 def make_score(

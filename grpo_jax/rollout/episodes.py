@@ -132,13 +132,20 @@ def remembered(episode: Episode, *, pictures: bool) -> Episode:
     """An episode as it is remembered: its pictures uint8 [H, W, 3] on the host, or left out."""
 
     def of_turn(turn: Turn) -> Turn:
-        image = as_uint8(turn.image) if pictures and turn.image is not None else None
+        image = _drawn(turn.image) if pictures and turn.image is not None else None
         if turn.answer is None:
             return replace(turn, image=image)
         seen = tuple(map(as_uint8, turn.answer.pictures)) if pictures else ()
         return replace(turn, image=image, answer=replace(turn.answer, pictures=seen))
 
     return Episode(tuple(map(of_turn, episode.turns)))
+
+
+def _drawn(image: Any) -> np.ndarray:
+    try:
+        return as_uint8(image)
+    except ValueError as error:
+        raise UserError(f"judges.renderer drew a picture that cannot be shown: {error}") from error
 
 
 def as_uint8(picture: Any) -> np.ndarray:

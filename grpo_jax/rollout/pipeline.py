@@ -6,7 +6,7 @@
 Every stage has a thread of its own and takes the chunks in their order, so the results are those of a plain
 loop; the queues are bounded, so a fast stage does not run ahead of a slow one by more than their size. The
 pipe is filled and emptied within one call: what a call returns depends on nothing that comes after it. Calls that
-stand in a line (`Line`) may be made at once: each stage then passes from one batch to the next by itself.
+stand in a line (`Pipeline`) may be made at once: each stage then passes from one batch to the next by itself.
 """
 
 import contextvars
@@ -48,7 +48,7 @@ class Stage:
     unbounded: bool = False
 
 
-class Line:
+class Pipeline:
     """Batches that go through the same stages in their order, several of them on their way at once.
 
     Each stage begins with a batch when it is done with all of the one before, whatever later stages still do of that.
@@ -58,24 +58,24 @@ class Line:
         """No batch yet."""
         self.changed = threading.Condition()
         self.done: dict[str, int] = {}  # batches that a stage is done with
-        self._places = 0
+        self._slots = 0
 
-    def place(self) -> "Place":
-        """The place behind those that were given before."""
-        self._places += 1
-        return Place(self, self._places - 1)
+    def slot(self) -> "Slot":
+        """The slot behind those that were given before."""
+        self._slots += 1
+        return Slot(self, self._slots - 1)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A batch's place in a line, from 0. What fails or is stopped in it never lets the next one begin."""
+class Slot:
+    """A batch's slot in a line, from 0. What fails or is stopped in it never lets the next one begin."""
 
-    line: Line
+    pipeline: Pipeline
     number: int
 
     def is_up(self, stage: str) -> bool:
         """Whether the stage is done with the batches before."""
-        return self.line.done.get(stage, 0) == self.number
+        return self.pipeline.done.get(stage, 0) == self.number
 
 
 @dataclass
@@ -144,9 +144,9 @@ class _Stopped(Exception):
 class _State:
     """What the threads share. One condition guards it all, also a line's: every change is announced, nobody polls."""
 
-    def __init__(self, count: int, place: Place | None, timeout: float | None):
-        self.changed = threading.Condition() if place is None else place.line.changed
-        self.place = place
+    def __init__(self, count: int, slot: Slot | None, timeout: float | None):
+        self.changed = threading.Condition() if slot is None else slot.pipeline.changed
+        self.slot = slot
         self.queues: list[deque] = [deque() for _ in range(count + 1)]  # the last one collects the results
         self.timeout = timeout
         self.running: list[_Call | None] = [None] * count
@@ -158,16 +158,16 @@ class _State:
 
     def wait_in_line(self, stage: str) -> bool:
         """Waits until a stage may begin; whether it may."""
-        place = self.place
+        slot = self.slot
         with self.changed:
-            self.changed.wait_for(lambda: place is None or place.is_up(stage) or self.stopped)
+            self.changed.wait_for(lambda: slot is None or slot.is_up(stage) or self.stopped)
             return not self.stopped
 
     def leave(self, stage: str) -> None:
         """A stage is done with all chunks: it may begin with the next batch's."""
-        if self.place is not None:
+        if self.slot is not None:
             with self.changed:
-                self.place.line.done[stage] = self.place.number + 1
+                self.slot.pipeline.done[stage] = self.slot.number + 1
                 self.changed.notify_all()
 
     def take(self, queue: deque, limit: int) -> Any:
@@ -200,7 +200,7 @@ class _State:
 def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int, limit: int) -> None:
     """The life of one stage's thread: `chunks` times take, call, give."""
     last = index == len(state.running) - 1
-    size = chunks if last or (state.place is not None and stage.unbounded) else queue_size
+    size = chunks if last or (state.slot is not None and stage.unbounded) else queue_size
     if not state.wait_in_line(stage.name):
         return
     for chunk in range(chunks):
@@ -273,7 +273,7 @@ def run_pipeline(
     queue_size: int = 1,
     in_flight: int | None = None,
     stopping: Callable[[], bool] = lambda: False,
-    place: Place | None = None,
+    slot: Slot | None = None,
 ) -> tuple[list[Any], dict[str, float]]:
     """Send every chunk through all stages, the stages working at the same time on different chunks.
 
@@ -290,7 +290,7 @@ def run_pipeline(
         queue_size: Results that may wait between two stages.
         in_flight: Chunks that may be on their way at once, whatever the queues hold; None for no limit.
         stopping: Whether a stop was asked for; looked at twice a second.
-        place: Among batches that are on their way at once, each in a call of its own; None for a batch alone.
+        slot: Among batches that are on their way at once, each in a call of its own; None for a batch alone.
 
     Returns:
         The last stage's results in the order of the chunks, and the seconds each stage spent in its function.
@@ -309,7 +309,7 @@ def run_pipeline(
             raise ValueError(f"{name} must be at least 1, got {size}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be positive or None, got {timeout}")
-    state = _State(len(stages), place, timeout)
+    state = _State(len(stages), slot, timeout)
     state.queues[0].extend(chunks)
     count = len(state.queues[0])
     threads = [

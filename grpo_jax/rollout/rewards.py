@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from grpo_jax.errors import UserError, is_own_doing, one_line
-from grpo_jax.rollout.data import RESERVED_COLUMNS
 from grpo_jax.rollout.pipeline import at_work
 
 Reward = Callable[..., Any]
@@ -189,17 +189,17 @@ def _blamed(function: Reward, name: str) -> Iterator[None]:
     try:
         yield
     except RewardError as error:  # of a process of its own
-        if not (how := _asking_for_messages(function, name, error.reason)):
+        if not (how := _messages_hint(function, name, error.reason)):
             raise
         raise RewardError(error.reward, f"{error.reason}{how}") from error
     except BaseException as error:
         if not is_own_doing(error):
             raise
         reason = reason_of(error)
-        raise RewardError(name, f"{reason}{_asking_for_messages(function, name, reason)}") from error
+        raise RewardError(name, f"{reason}{_messages_hint(function, name, reason)}") from error
 
 
-def _asking_for_messages(function: Reward, name: str, reason: str) -> str:
+def _messages_hint(function: Reward, name: str, reason: str) -> str:
     """How a reward that took its texts for chat messages, as TRL gives them, gets those; "" of another failure."""
     taken_for_messages = any(words in reason for words in ("string ind", "'str' object"))  # CPython's
     if not taken_for_messages or any(asks(function, argument) for argument in MESSAGES):
@@ -241,19 +241,43 @@ def asks(function: Reward, name: str) -> bool:
     return name in parameters or (others and name not in MESSAGES)
 
 
-def with_messages(reward: Reward) -> Reward:
-    """A reward that gets chat messages as its prompts and completions, as TRL has them of conversational data."""
+def with_arguments(
+    reward: Reward,
+    constants: Mapping[str, Any],
+    providers: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+    *,
+    messages: bool = False,
+) -> Reward:
+    """A reward with some of its arguments fixed; a column of the data of the same name does not reach it.
 
-    def told(prompt_messages: list[Any], completion_messages: list[Any], **arguments: Any) -> Any:
-        own = {**arguments, "prompts": prompt_messages, "completions": completion_messages}
-        return reward(**accepted_arguments(reward, own))
+    The one wrapper around a reward, beside what a task makes of it (`TaskRewards.adapt`).
 
-    parameters = inspect.signature(reward).parameters
+    Args:
+        reward: Anyone's.
+        constants: Values by argument: options and judges.
+        providers: What gives a value, asked at each call: what changes as the run goes.
+        messages: Whether it gets chat messages as its prompts and completions, as TRL has them of conversational data.
+    """
+    if not (constants or providers or messages):
+        return reward
+
+    @functools.wraps(reward)
+    def bound(**arguments: Any) -> Any:
+        if messages:
+            arguments["prompts"], arguments["completions"] = (arguments[name] for name in MESSAGES)
+        provided = {name: provide() for name, provide in providers.items()}
+        return reward(**{**accepted_arguments(reward, arguments), **provided, **constants})
+
+    if messages:
+        bound.__signature__ = asking_for_messages(reward)  # type: ignore[attr-defined]
+    return bound
+
+
+def asking_for_messages(function: Reward) -> inspect.Signature:
+    """The signature of a function that gets `MESSAGES` too."""
+    parameters = inspect.signature(function).parameters
     asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in MESSAGES if name not in parameters]
-    kinds = sorted([*parameters.values(), *asked], key=lambda parameter: parameter.kind)
-    told.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
-    told.__name__ = getattr(reward, "__name__", "reward")
-    return told
+    return inspect.Signature(sorted([*parameters.values(), *asked], key=lambda parameter: parameter.kind))
 
 
 def as_list(returned: Any) -> list[Any]:
@@ -329,29 +353,9 @@ def as_number(value: Any) -> float | None:
     return number if abs(number) <= _LARGEST else None
 
 
-def with_options(reward: Reward, label: str, options: Mapping[str, Any]) -> Reward:
-    """A reward with some of its arguments fixed; a column of the data of the same name does not reach it.
-
-    Args:
-        reward: A user's.
-        label: Its name, for errors.
-        options: Values by argument.
-
-    Raises:
-        UserError: As `check_options`.
-    """
-    if not options:
-        return reward
-    check_options(label, reward, options, RESERVED_COLUMNS)
-
-    @functools.wraps(reward)
-    def fixed(**arguments: Any) -> Any:
-        return reward(**{**accepted_arguments(reward, arguments), **options})
-
-    return fixed
-
-
-def check_options(label: str, function: Callable[..., Any], options: Mapping[str, Any], other: Collection[str]) -> None:
+def check_options(
+    label: str, function: Callable[..., Any], options: Mapping[str, Any], other: Collection[str] = ()
+) -> None:
     """Refuses options that a function does not name among its arguments.
 
     What it would only swallow in ``**columns`` is refused too: nearly every reward has them, and a mistyped option
@@ -366,6 +370,8 @@ def check_options(label: str, function: Callable[..., Any], options: Mapping[str
     Raises:
         UserError: Naming the option, and those there are.
     """
+    if not options:
+        return
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.kind in named and p.name not in other]

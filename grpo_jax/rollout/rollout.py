@@ -1,11 +1,18 @@
-"""A batch of prompts through sampler and judges: completions, texts and rewards, chunk by chunk.
+"""A batch of prompts through sampler, renderer, rewards and environment: one path, however often the policy writes.
 
-The parts come as functions in an `Environment`; nothing here knows a model, a task or torch.
+    chunk i:  sample ─► render ─► score ─► respond ─► sample 2 ─► render 2 ─► score 2 ─► …
+
+Every rollout is a batch of episodes; where the policy writes once, each has one turn and nothing responds. Axes: P
+prompts, G completions of each, U turns, T tokens, N rewards, W watched measures. Nothing here knows a model, a task or
+torch: the parts come as functions in an `Environment`.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,112 +23,145 @@ import numpy as np
 from grpo_jax.models.vision.pictures import chained, joined, joined_some
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import Environment
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.episodes import AnswerError, Episode, Turn, remembered
 from grpo_jax.rollout.inputs.encoding import Encoded
-from grpo_jax.rollout.pipeline import Place, Stage, run_pipeline
-from grpo_jax.rollout.turns import IN_FLIGHT, Episodes, Play, stream, written_tokens
-
-See = Callable[[Any, Any], tuple[Any, Any]]
-"""see(variables, `Pictures`) → their `PictureStates`, and what the update takes: these or, to be seen again, those."""
+from grpo_jax.rollout.pipeline import Slot, Stage, run_pipeline
+from grpo_jax.rollout.replies import Answering, ReplyTokens, ask_environment
+from grpo_jax.sampling.episodes import EpisodeSampler
+from grpo_jax.sampling.writing import Samples
+from grpo_jax.training.estimators import Objectives
 
 EVALUATION_STREAM = 2**31 - 1
 """Takes the place of the iteration in the keys of evaluation, so that no training iteration shares them."""
+IN_FLIGHT = 2
+"""Chunks between their first turn and their last reward where there are several turns: caches stay on the device."""
+_TURN_STREAM = 2**31 - 7  # folded into a prompt's key for the turns after the first
 
 
-class Judgement(NamedTuple):
-    """What completions are worth; of episodes, as they ended.
-
-    Attributes:
-        rewards: f32 [P, G, N].
-        watched: f32 [P, G, W].
-        pictures: Of each chunk; none of episodes, which hold their own.
-        turn_rewards: f32 [P, G, U, N] of each turn, NaN where it does not exist; None where the policy writes once.
-        turn_watched: f32 [P, G, U, W], likewise.
-        columns: What the task told of each row's ranking (`tasks.task.Choices`), P values by name; none of texts.
-    """
-
-    rewards: np.ndarray
-    watched: np.ndarray
-    pictures: list[Any]
-    turn_rewards: np.ndarray | None = None
-    turn_watched: np.ndarray | None = None
-    columns: Mapping[str, Sequence[Any]] = {}
-
-    @property
-    def judged(self) -> np.ndarray:
-        """Rewards f32 [P, G, N]; of episodes those of each turn, [P, G, U, N]."""
-        return self.rewards if self.turn_rewards is None else self.turn_rewards
-
-
-class Rollout(NamedTuple):
-    """One sampled and judged batch.
+class Episodes(NamedTuple):
+    """What the policy read and wrote.
 
     Attributes:
         rows: P prompts.
-        prompt_tokens: i32 [P, L], a picture as its placeholders.
+        prompt_tokens: i32 [P, L], left-padded; a picture stands in them as its placeholders.
         prompt_mask: bool [P, L].
-        samples: Arrays of the sampler, [P, G, T] and [P, G].
-        completions: What the policy wrote, `[P][G]`; of an episode its last text, and so are texts and usable.
-        texts: What was judged, `[P][G]`.
-        usable: bool [P, G], false where the completion could not be read and the user's prompt stands in.
-        judgement: Rewards and pictures.
+        samples: Arrays [P, G, T] and [P, G] on the host, all turns of a completion in one stream (`join_turns`).
+        episodes: `[P][G]`, the same as texts, with what was answered and drawn.
+        lengths: i32 [P, G, U], tokens that the policy wrote in each turn.
         seconds: Seconds of work by stage.
-        pictures: What the prompts show, as the update takes it: `PictureStates` or `Pictures` [P, I, ..]; None where
-            they show nothing, and in evaluation.
-        episodes: `[P][G]`; None where the policy writes once.
-        answers: Pictures [P, G, I, ..] that stand among the samples' tokens, or None.
+        pictures: As the update takes them (`training.batch.Batch`): "pictures" [P, I, ..] of the prompts, "answers"
+            [P, G, I, ..] of the answers, those that there are; nothing in evaluation.
     """
 
     rows: Sequence[Row]
     prompt_tokens: np.ndarray
     prompt_mask: np.ndarray
-    samples: Any
-    completions: list[list[str]]
-    texts: list[list[str]]
-    usable: np.ndarray
-    judgement: Judgement
+    samples: Samples
+    episodes: list[list[Episode]]
+    lengths: np.ndarray
     seconds: dict[str, float]
-    pictures: Any = None
-    episodes: list[list[Episode]] | None = None
-    answers: Any = None
+    pictures: Mapping[str, Any] = {}
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Tokens that the policy wrote, i32 [P, G]; of episodes in each turn, [P, G, U]."""
-        by_turn, mask = self.judgement.turn_rewards, self.samples.mask
-        if by_turn is None:
-            return mask.sum(-1, dtype=np.int32)
-        turns = [mask & (self.samples.turn == turn) for turn in range(by_turn.shape[2])]
-        return np.stack([one.sum(-1, dtype=np.int32) for one in turns], axis=-1)
+    def texts(self) -> list[list[str]]:
+        """The last text that was judged, `[P][G]`."""
+        return _texts(self.episodes)
+
+    @property
+    def completions(self) -> list[list[str]]:
+        """The last text as it was written, `[P][G]`."""
+        return [[episode.last.written for episode in group] for group in self.episodes]
+
+    @property
+    def usable(self) -> np.ndarray:
+        """bool [P, G], false where the last text could not be read and another stands in."""
+        return np.array([[episode.last.usable for episode in group] for group in self.episodes])
 
 
-class _Written(NamedTuple):
-    """What the policy read and wrote of a chunk; as `Rollout` has it."""
+class Judgement(NamedTuple):
+    """What episodes are worth.
 
-    prompt: Encoded
-    samples: Any
-    completions: list[list[str]]
-    usable: np.ndarray
+    Attributes:
+        rewards: f32 [P, G, U, N]; NaN where one is missing, and of turns that do not exist.
+        watched: f32 [P, G, U, W], likewise.
+        last: i32 [P, G], the turn that each episode ended with, from 0.
+        columns: What the task told of each row's ranking (`tasks.task.Choices`), P values by name; none of texts.
+        objectives: What is maximised, of a batch that is learned from.
+        informative: bool [P], the groups that the estimator learns something from, likewise.
+    """
+
+    rewards: np.ndarray
+    watched: np.ndarray
+    last: np.ndarray
+    columns: Mapping[str, Sequence[Any]] = {}
+    objectives: Objectives | None = None
+    informative: np.ndarray | None = None
+
+    @property
+    def final_rewards(self) -> np.ndarray:
+        """f32 [P, G, N], those of the last turn."""
+        return _at_last(self.rewards, self.last)
+
+    @property
+    def final_watched(self) -> np.ndarray:
+        """f32 [P, G, W], those of the last turn."""
+        return _at_last(self.watched, self.last)
 
 
-class _Chunk(NamedTuple):
+def _at_last(values: np.ndarray, last: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(values, last[..., None, None], axis=2)[:, :, 0]
+
+
+class EpisodeChunk(NamedTuple):
     """Part of a batch on its way through the stages; each of them adds what it makes.
 
     Attributes:
+        start: The chunk's first row in the batch.
         rows: p prompts.
-        texts: What is judged, [p][G].
-        written: `_Written`, or None where the texts were given.
-        pictures: What the renderer makes of the texts, or None.
-        rewards: f32 [p, G, N].
-        watched: f32 [p, G, watched].
+        episodes: `[p][G]`, as far as they have come.
+        active: bool [p, G], the completions that this turn is about.
+        failed: bool [p, G], those that the environment failed to answer.
+        rewards: f32 [p, G, U, N]; NaN where a turn does not exist.
+        watched: f32 [p, G, U, W].
+        prompt: As the policy reads it, with its pictures as the update takes them; None of texts that were given.
+        samples: Of each turn, on the host.
+        replies: What stands between them, as tokens.
+        answer_pictures: [p, G, I, ..] in each of `replies`, as the update takes them, or None.
+        carried: What the sampler goes on from.
+        drawn: What the renderer made of this turn's texts, or None.
     """
 
+    start: int
     rows: Sequence[Row]
-    texts: list[list[str]]
-    written: Any = None
-    pictures: Any = None
-    rewards: Any = None
-    watched: Any = None
+    episodes: list[list[Episode]]
+    active: np.ndarray
+    failed: np.ndarray
+    rewards: np.ndarray
+    watched: np.ndarray
+    prompt: Encoded | None = None
+    samples: tuple[Samples, ...] = ()
+    replies: tuple[ReplyTokens, ...] = ()
+    answer_pictures: tuple[Any, ...] = ()
+    carried: Any = None
+    drawn: Any = None
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(p, g) of the active completions, in order."""
+        return [(int(p), int(g)) for p, g in np.argwhere(self.active)]
+
+    def judged(self) -> tuple[Sequence[Row], list[list[Episode]]]:
+        """Rows and groups of what is active: whole groups where all are, else each completion by itself."""
+        if self.active.all():
+            return self.rows, self.episodes
+        return [self.rows[p] for p, _ in self.places], [[self.episodes[p][g]] for p, g in self.places]
+
+    def with_episodes(self, change: Callable[[int, Episode], Episode], **others: Any) -> EpisodeChunk:
+        """With the active completions' episodes changed: change(its number among them, episode)."""
+        episodes = [list(group) for group in self.episodes]
+        for number, (p, g) in enumerate(self.places):
+            episodes[p][g] = change(number, episodes[p][g])
+        return self._replace(episodes=episodes, **others)
 
 
 def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Row]) -> jax.Array:
@@ -131,87 +171,347 @@ def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Row]) -> jax.Array:
     return jax.vmap(lambda row_id: jax.random.fold_in(stream_key, row_id))(ids)
 
 
+def turn_keys(keys: jax.Array, turn: int) -> jax.Array:
+    """Keys [P] of a turn, from 0; the first has the prompts' own."""
+    if turn == 0:
+        return keys
+    return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, _TURN_STREAM), turn))(keys)
+
+
+class Scheduling(NamedTuple):
+    """How a batch goes through the pipeline; nothing that is computed depends on it.
+
+    Attributes:
+        chunk_prompts: Prompts of a chunk; 0 for one chunk.
+        timeout: Seconds a judge may spend on one chunk; the sampler, which compiles in its first call, has no limit.
+        stopping: Whether a stop was asked for.
+        slot: Among batches that are on their way at once; not where the environment answers.
+    """
+
+    chunk_prompts: int = 0
+    timeout: float | None = None
+    stopping: Callable[[], bool] = lambda: False
+    slot: Slot | None = None
+
+    def run(self, prompts: int, stages: list[Stage], in_flight: int | None = None) -> tuple[list, dict[str, float]]:
+        """The chunks of a batch behind all stages, and seconds by stage."""
+        size = self.chunk_prompts or prompts
+        ranges = [(start, min(start + size, prompts)) for start in range(0, prompts, size)]
+        return run_pipeline(
+            ranges, stages, timeout=self.timeout, in_flight=in_flight, stopping=self.stopping, slot=self.slot
+        )
+
+
 def collect(
     environment: Environment,
-    sample: Callable[..., Any],
+    sample: EpisodeSampler | Callable[..., Samples],
     variables: Any,
     rows: Sequence[Row],
     *,
     key: jax.Array,
-    iteration: int,
-    see: See | None = None,
-    evaluation: bool = False,
-    chunk_prompts: int = 0,
-    timeout: float | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-    shown: int = 0,
+    iteration: int | None,
     keep_prompt: int = 0,
-    place: Place | None = None,
-) -> Rollout:
-    """Samples and judges one batch; the stages work at once on different chunks.
+    scheduling: Scheduling = Scheduling(),
+) -> tuple[Episodes, Judgement]:
+    """Sample and judge one batch; the stages work at once on different chunks.
 
     Args:
-        environment: Tokenizer, renderer and rewards.
+        environment: Tokenizer, renderer, rewards, and what answers.
         sample: sample(variables, prompt_tokens, prompt_mask, keys [P]) → Samples; with pictures=`PictureStates` where
             the prompts have some. An `EpisodeSampler` where the environment answers.
         variables: The policy's.
         rows: P prompts.
         key: The run's key.
-        iteration: Chooses the random numbers in training; without influence in evaluation.
-        see: Looks at the prompts' pictures, once for each chunk; None for a policy that sees none.
-        evaluation: Fixed random numbers and evaluation's render settings.
-        chunk_prompts: Prompts of a chunk; 0 for one chunk.
-        timeout: Seconds a judge may spend on one chunk; the sampler, which compiles in its first call, has no limit.
-        stopping: Whether a stop was asked for.
-        shown: How many of the first rows keep the pictures of their episodes.
+        iteration: Chooses the random numbers in training; None in evaluation, whose numbers are fixed and whose render
+            settings are its own.
         keep_prompt: How often the unchanged prompt stands among a group's completions, behind those that are sampled;
             not where the environment answers.
-        place: Among batches that are on their way at once; not where the environment answers.
+        scheduling: Chunks, time limit, stop and slot.
 
     Raises:
         Stopped: A stop was asked for.
         StageError: A stage failed; names it and carries the cause.
     """
-    keys = prompt_keys(key, EVALUATION_STREAM if evaluation else iteration, rows)
-    if environment.answering is not None:
-        episodes = Episodes(environment, sample, variables, rows, keys, see, iteration, evaluation, shown)
-        ranges = _ranges(len(rows), chunk_prompts)
-        plays, seconds = run_pipeline(
-            ranges, episodes.stages(), timeout=timeout, in_flight=IN_FLIGHT, stopping=stopping
-        )
-        return _played(environment, rows, plays, episodes.seconds(seconds))
-
-    def read(part: tuple[int, int]) -> tuple[tuple[int, int], Encoded]:
-        return part, environment.encode(rows[slice(*part)])
-
-    def write(given: tuple[tuple[int, int], Encoded]) -> _Chunk:
-        (start, stop), prompt = given
-        shown: dict[str, Any] = {}
-        if prompt.pictures is not None and see is not None:
-            states, kept = see(variables, prompt.pictures)
-            shown, prompt = {"pictures": states}, prompt._replace(pictures=None if evaluation else kept)
-        sampled = sample(variables, prompt.tokens, prompt.mask, keys[start:stop], **shown)
-        return _with_prompts(_read(environment, rows[start:stop], prompt, jax.device_get(sampled)), keep_prompt)
-
-    # Pictures are prepared while others are looked at; texts are no work, and take no room while they wait.
-    first = [Stage("sample", lambda part: write(read(part)), timed=False, unbounded=True)]
-    if see is not None:
-        first = [Stage("read", read, timed=False), Stage("sample", write, timed=False, unbounded=True)]
-    stages, ranges = [*first, *_judges(environment, iteration, evaluation)], _ranges(len(rows), chunk_prompts)
-    chunks, seconds = run_pipeline(ranges, stages, timeout=timeout, stopping=stopping, place=place)
-    written = [chunk.written for chunk in chunks]
-    return Rollout(
+    keys = prompt_keys(key, EVALUATION_STREAM if iteration is None else iteration, rows)
+    stages = _Stages(environment, iteration, rows, sample, variables, keys, keep_prompt)
+    answering = environment.answering
+    in_flight = None if answering is None else IN_FLIGHT
+    chunks, seconds = scheduling.run(len(rows), stages.sampled(), in_flight)
+    prompts = [chunk.prompt for chunk in chunks]
+    samples = concatenated([_stream(chunk, answering) for chunk in chunks])
+    counts = [len(chunk.rows) for chunk in chunks]
+    pictures = {
+        "pictures": joined([prompt.pictures for prompt in prompts]),
+        "answers": joined_some([chained(chunk.answer_pictures) for chunk in chunks], counts),
+    }
+    episodes = Episodes(
         rows,
-        right_aligned([part.prompt.tokens for part in written]),
-        right_aligned([part.prompt.mask for part in written]),
-        jax.tree.map(lambda *parts: np.concatenate(parts), *[part.samples for part in written]),
-        [group for part in written for group in part.completions],
-        [group for chunk in chunks for group in chunk.texts],
-        np.concatenate([part.usable for part in written]),
-        _judgement(chunks),
-        seconds,
-        joined([part.prompt.pictures for part in written]),
+        right_aligned([prompt.tokens for prompt in prompts]),
+        right_aligned([prompt.mask for prompt in prompts]),
+        samples,
+        [group for chunk in chunks for group in chunk.episodes],
+        _lengths(samples, stages.turns),
+        stages.seconds(seconds),
+        {name: some for name, some in pictures.items() if some is not None},
     )
+    return episodes, _judgement(chunks)
+
+
+def judge(
+    environment: Environment,
+    rows: Sequence[Row],
+    texts: Sequence[Sequence[str]],
+    scheduling: Scheduling = Scheduling(),
+) -> tuple[list[list[Episode]], Judgement]:
+    """Judge given texts `[P][G]` as evaluation does, such as the unchanged prompt and the oracle.
+
+    Returns:
+        Episodes `[P][G]` of one turn, and their judgement. Raises as `collect`.
+    """
+    chunks, _ = scheduling.run(len(rows), _Stages(environment, None, rows).given(texts))
+    return [group for chunk in chunks for group in chunk.episodes], _judgement(chunks)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """What the stages of one batch do; arguments as of `collect`, keys [P]."""
+
+    environment: Environment
+    iteration: int | None
+    rows: Sequence[Row]
+    sample: EpisodeSampler | Callable[..., Samples] | None = None
+    variables: Any = None
+    keys: jax.Array | None = None
+    keep_prompt: int = 0
+    device: threading.Lock = field(default_factory=threading.Lock)  # two of the sampler's programs need two memories
+    waited: list[float] = field(default_factory=list)  # seconds for `device`
+
+    @property
+    def turns(self) -> int:
+        """U."""
+        return 1 if self.environment.answering is None else self.environment.answering.turns
+
+    @property
+    def gallery(self) -> int:
+        """The first rows whose pictures the report shows."""
+        return 0 if self.iteration is not None else self.environment.gallery
+
+    def sampled(self) -> list[Stage]:
+        """From (first row, row behind the last) to an `EpisodeChunk`."""
+        if self.environment.encode_images is None:  # texts are no work to read, and take no room while they wait
+            first = [Stage("sample", lambda part: self.begin(self.read(part)), timed=False, unbounded=True)]
+        else:  # pictures are read while others are encoded
+            first = [Stage("read", self.read, timed=False), Stage("sample", self.begin, timed=False)]
+        stages = [*first, *self._judging(0)]
+        for turn in range(1, self.turns):
+            stages.append(Stage(_named("respond", turn - 1), self.respond))
+            stages.append(Stage(_named("sample", turn), partial(self.go_on, turn), timed=False))
+            stages += self._judging(turn)
+        return stages
+
+    def given(self, texts: Sequence[Sequence[str]]) -> list[Stage]:
+        """The same for texts that are there."""
+
+        def begin(part: tuple[int, int]) -> EpisodeChunk:
+            episodes = [[Episode((Turn(text),)) for text in group] for group in texts[slice(*part)]]
+            return self._chunk(part[0], self.rows[slice(*part)], episodes, turns=1)
+
+        return [Stage("sample", begin), *self._judging(0, last=True)]
+
+    def _judging(self, turn: int, *, last: bool = False) -> list[Stage]:
+        score = partial(self.score, turn, last or turn + 1 == self.turns)
+        stages = [Stage(_named("score", turn), score)]
+        return stages if self.environment.render is None else [Stage(_named("render", turn), self.render), *stages]
+
+    def _chunk(self, start: int, rows: Sequence[Row], episodes: list[list[Episode]], turns: int) -> EpisodeChunk:
+        shape = (len(episodes), len(episodes[0]))
+        rewards, watched = (
+            np.full((*shape, turns, len(names)), np.nan, np.float32)
+            for names in (self.environment.reward_names, self.environment.watch_names)
+        )
+        return EpisodeChunk(start, rows, episodes, np.ones(shape, bool), np.zeros(shape, bool), rewards, watched)
+
+    def read(self, part: tuple[int, int]) -> tuple[tuple[int, int], Encoded]:
+        """The prompts of a chunk as tokens and pictures."""
+        return part, self.environment.encode(self.rows[slice(*part)])
+
+    def begin(self, read: tuple[tuple[int, int], Encoded]) -> EpisodeChunk:
+        """Write the first turn."""
+        (start, stop), prompt = read
+        assert self.keys is not None and self.sample is not None
+        shown: dict[str, Any] = {}
+        if prompt.pictures is not None and self.environment.encode_images is not None:
+            states, trained_on = self._encoded(prompt.pictures)
+            shown, prompt = {"pictures": states}, prompt._replace(pictures=trained_on)
+        begin = self.sample.begin if isinstance(self.sample, EpisodeSampler) else self.sample
+        arguments = (self.variables, prompt.tokens, prompt.mask, self.keys[start:stop])
+        samples, carried = self._run(begin, *arguments, **shown)
+        rows = self.rows[start:stop]
+        empty = [[Episode(())] * samples.truncated.shape[1] for _ in rows]
+        chunk = self._chunk(start, rows, empty, self.turns)
+        chunk = self._read_turn(chunk._replace(prompt=prompt, samples=(samples,), carried=carried))
+        return self._with_prompts(chunk) if self.keep_prompt else chunk
+
+    def go_on(self, turn: int, chunk: EpisodeChunk) -> EpisodeChunk:
+        """Write a further turn of what is active."""
+        if not chunk.active.any():
+            return chunk._replace(carried=None)
+        assert self.keys is not None and isinstance(self.sample, EpisodeSampler)
+        reply, keys = chunk.replies[-1], turn_keys(self.keys[chunk.start : chunk.start + len(chunk.rows)], turn)
+        states = trained_on = None
+        if reply.pictures is not None:
+            states, trained_on = self._encoded(reply.pictures)
+        arguments = (self.variables, chunk.carried, reply.tokens, reply.mask, keys, chunk.active, states)
+        samples, carried = self._run(self.sample.go_on, *arguments)
+        return self._read_turn(
+            chunk._replace(
+                carried=carried if turn + 1 < self.turns else None,
+                samples=(*chunk.samples, samples),
+                answer_pictures=(*chunk.answer_pictures, trained_on),
+            )
+        )
+
+    def _encoded(self, pictures: Any) -> tuple[Any, Any]:
+        """The states of pictures, and what the update takes of them; of evaluation, nothing."""
+        if self.environment.encode_images is None:  # it must not answer with what nobody looks at
+            raise AnswerError("it answered with a picture, and the policy's vision tower is not loaded (task.pictures)")
+        states, trained_on = self.environment.encode_images(self.variables, pictures)
+        return states, None if self.iteration is None else trained_on
+
+    def _run(self, write: Callable[..., Any], *arguments: Any, **shown: Any) -> tuple[Samples, Any]:
+        """Samples on the host, and what the next turn goes on from."""
+        started = time.perf_counter()
+        with self.device:
+            self.waited.append(time.perf_counter() - started)
+            written = write(*arguments, **shown)
+            samples, carried = written if isinstance(self.sample, EpisodeSampler) else (written, None)
+            return jax.device_get(samples), carried
+
+    def _read_turn(self, chunk: EpisodeChunk) -> EpisodeChunk:
+        """The turn's tokens as text."""
+        samples, places = chunk.samples[-1], chunk.places
+
+        def with_turn(number: int, episode: Episode) -> Episode:
+            p, g = places[number]
+            tokens = np.asarray(samples.tokens[p, g])[samples.mask[p, g]]
+            written, text, usable = self.environment.decode(tokens, chunk.rows[p].prompt)
+            return Episode((*episode.turns, Turn(text, written, usable, bool(samples.truncated[p, g]))))
+
+        return chunk.with_episodes(with_turn, drawn=None)
+
+    def _with_prompts(self, chunk: EpisodeChunk) -> EpisodeChunk:
+        """With unchanged prompts behind each group's completions: judged like them, and without a token."""
+
+        def padded(array: np.ndarray) -> np.ndarray:
+            return np.pad(array, ((0, 0), (0, self.keep_prompt), *[(0, 0)] * (array.ndim - 2)))
+
+        episodes = [
+            [*group, *[Episode((Turn(row.prompt, row.prompt),))] * self.keep_prompt]
+            for group, row in zip(chunk.episodes, chunk.rows, strict=True)
+        ]
+        wider = self._chunk(chunk.start, chunk.rows, episodes, self.turns)
+        return wider._replace(prompt=chunk.prompt, samples=(jax.tree.map(padded, chunk.samples[0]),))
+
+    def render(self, chunk: EpisodeChunk) -> EpisodeChunk:
+        """Draw the turn's texts."""
+        render = self.environment.render
+        if render is None or not chunk.active.any():
+            return chunk
+        rows, episodes = chunk.judged()
+        drawn = render(rows, _texts(episodes), self.iteration or 0, self.iteration is None)
+        images, places = getattr(drawn, "images", None), chunk.places
+        if images is None:  # it failed, and may
+            return chunk._replace(drawn=drawn)
+
+        def with_image(number: int, episode: Episode) -> Episode:
+            # A picture that nobody looks at stays where it was drawn, perhaps on another machine.
+            looked_at = self.environment.answering is not None or chunk.start + places[number][0] < self.gallery
+            return episode.with_last(image=images[number]) if looked_at else episode
+
+        return chunk.with_episodes(with_image, drawn=drawn)
+
+    def score(self, turn: int, last: bool, chunk: EpisodeChunk) -> EpisodeChunk:
+        """Judge the turn's texts."""
+        environment = self.environment
+        if chunk.active.any():
+            rows, episodes = chunk.judged()
+            told: dict[str, Any] = {} if environment.answering is None else {"episodes": episodes}
+            if chunk.samples:
+                told["tokens"] = partial(_active_tokens, chunk)
+            judged = environment.score(rows, _texts(episodes), chunk.drawn, **told)
+            rewards, watched = chunk.rewards.copy(), chunk.watched.copy()
+            for array, values in zip((rewards, watched), judged, strict=True):
+                array[chunk.active, turn] = values.reshape(len(chunk.places), values.shape[-1])
+            names = (*environment.reward_names, *environment.watch_names)
+            values = np.concatenate([rewards, watched], axis=-1)[chunk.active, turn].tolist()
+
+            def with_rewards(number: int, episode: Episode) -> Episode:
+                return episode.with_last(rewards=dict(zip(names, values[number], strict=True)))
+
+            chunk = chunk.with_episodes(with_rewards, drawn=None, rewards=rewards, watched=watched)
+        if not last:
+            return chunk
+        episodes = [
+            [remembered(episode, pictures=row < self.gallery) for episode in group]
+            for row, group in enumerate(chunk.episodes, chunk.start)
+        ]
+        return chunk._replace(episodes=episodes)
+
+    def respond(self, chunk: EpisodeChunk) -> EpisodeChunk:
+        """Ask the environment for its answer to each active completion; those that go on are active then."""
+        answering = self.environment.answering
+        if answering is None or not chunk.active.any():
+            return chunk
+        places, samples = chunk.places, chunk.samples[-1]
+        asked = [chunk.rows[p] for p, _ in places], [chunk.episodes[p][g] for p, g in places]
+        ended = [samples.tokens[place][samples.mask[place]][-1] in answering.eos_ids for place in places]
+        replies = ask_environment(answering, self.environment.prepare, *asked, ended, places, chunk.active.shape)
+        active, failed = np.zeros_like(chunk.active), chunk.failed.copy()
+        for number, place in enumerate(places):
+            active[place] = replies.going[number]
+            failed[place] = replies.failed[number]
+        chunk = chunk.with_episodes(lambda number, episode: episode.with_last(answer=replies.answers[number]))
+        return chunk._replace(active=active, failed=failed, replies=(*chunk.replies, replies.tokens))
+
+    def seconds(self, by_stage: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of all turns together by stage; the sampler's without its waiting for itself."""
+        total: dict[str, float] = {}
+        for name, value in by_stage.items():
+            stage = name.partition(" ")[0]
+            total[stage] = total.get(stage, 0.0) + value
+        total["sample"] -= sum(self.waited)
+        return total
+
+
+def _named(stage: str, turn: int) -> str:
+    return stage if turn == 0 else f"{stage} {turn + 1}"
+
+
+def _texts(episodes: list[list[Episode]]) -> list[list[str]]:
+    return [[episode.last.text for episode in group] for group in episodes]
+
+
+def _active_tokens(chunk: EpisodeChunk) -> list[list[list[int]]]:
+    """What the policy wrote in the last turn, groups as of `EpisodeChunk.judged`."""
+    samples = chunk.samples[-1]
+
+    def written(place: tuple[int, int]) -> list[int]:
+        return np.asarray(samples.tokens[place])[samples.mask[place]].tolist()
+
+    if not chunk.active.all():
+        return [[written(place)] for place in chunk.places]
+    count, group = chunk.active.shape
+    return [[written((p, g)) for g in range(group)] for p in range(count)]
+
+
+def _judgement(chunks: Sequence[EpisodeChunk]) -> Judgement:
+    # A completion that the environment failed did not get as far as the others: it has no reward, of no turn.
+    rewards = [np.where(chunk.failed[..., None, None], np.float32(np.nan), chunk.rewards) for chunk in chunks]
+    last = [[len(episode.turns) - 1 for episode in group] for chunk in chunks for group in chunk.episodes]
+    return Judgement(np.concatenate(rewards), np.concatenate([chunk.watched for chunk in chunks]), np.array(last))
+
+
+# ------------------------------------------------------------------------------------------------------------- arrays
 
 
 def right_aligned(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -220,121 +520,97 @@ def right_aligned(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.pad(array, ((0, 0), (width - array.shape[1], 0))) for array in arrays])
 
 
-def _played(
-    environment: Environment,
-    rows: Sequence[Row],
-    plays: Sequence[Play],
-    seconds: dict[str, float],
-) -> Rollout:
-    """Episodes as a rollout, whose completions are their last turns."""
-    answering = environment.answering
-    assert answering is not None
-    streams = [stream(play.samples, play.said, answering.stream_tokens, answering.pad_id) for play in plays]
-    # A completion that the environment failed did not get as far as the others: it has no reward, of no turn.
-    rewards = np.concatenate([np.where(play.failed[..., None, None], np.nan, play.rewards) for play in plays])
-    watched = np.concatenate([play.watched for play in plays])
-    episodes = [group for play in plays for group in play.episodes]
-    last = np.array([[len(episode.turns) - 1 for episode in group] for group in episodes])[..., None, None]
-    ends = [np.take_along_axis(values, last, axis=2)[:, :, 0] for values in (rewards, watched)]
-    return Rollout(
-        rows,
-        right_aligned([play.prompt.tokens for play in plays]),
-        right_aligned([play.prompt.mask for play in plays]),
-        jax.tree.map(lambda *parts: np.concatenate(parts), *streams),
-        [[episode.last.written for episode in group] for group in episodes],
-        [[episode.last.text for episode in group] for group in episodes],
-        np.array([[episode.last.usable for episode in group] for group in episodes]),
-        Judgement(ends[0], ends[1], [], rewards, watched),
-        seconds,
-        joined([play.prompt.pictures for play in plays]),
-        episodes,
-        joined_some([chained(play.answers) for play in plays], [len(play.rows) for play in plays]),
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Trees of arrays [p, ..] as one."""
+
+    def along_prompts(*arrays: Any) -> Any:
+        return (np if isinstance(arrays[0], np.ndarray) else jnp).concatenate(arrays)
+
+    return jax.tree.map(along_prompts, *parts)
+
+
+def _stream(chunk: EpisodeChunk, answering: Answering | None) -> Samples:
+    if answering is None:
+        return chunk.samples[0]
+    return join_turns(chunk.samples, chunk.replies, answering.stream_tokens, answering.pad_id)
+
+
+def _lengths(samples: Samples, turns: int) -> np.ndarray:
+    if samples.turn is None:
+        return samples.mask.sum(-1, dtype=np.int32)[..., None]
+    by_turn = [samples.mask & (samples.turn == turn) for turn in range(turns)]
+    return np.stack([mask.sum(-1, dtype=np.int32) for mask in by_turn], axis=-1)
+
+
+def join_turns(samples: Sequence[Samples], replies: Sequence[ReplyTokens], length: int, pad_id: int) -> Samples:
+    """All turns of each completion and the replies between them, one behind the other without holes.
+
+    Args:
+        samples: Of each turn, [P, G, T] on the host; fewer than there may be where all episodes ended.
+        replies: What stands behind each turn; behind the last of them nothing is read.
+        length: Tokens that a stream may have.
+        pad_id: Fills up.
+
+    Returns:
+        Arrays [P, G, length] on the host: `mask` is what the policy wrote, `present` the first places of each row,
+        `turn` a token's turn from 0, or the turn that it answers. Truncated is a completion any turn of which was.
+    """
+    parts = []
+    for turn, one in enumerate(samples):
+        number = np.full_like(one.tokens, turn)
+        parts.append((one.tokens, one.mask, one.mask, one.logprobs, one.sampler_logprobs, number))
+        if turn + 1 < len(samples):
+            tokens, there = replies[turn].tokens, replies[turn].mask
+            nothing = np.zeros(there.shape, np.float32)
+            parts.append((tokens, there, np.zeros_like(there), nothing, nothing, np.full_like(tokens, turn)))
+    whole = [np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)]
+    order = np.argsort(~whole[1], axis=-1, kind="stable")
+    tokens, present, *others = (np.take_along_axis(array, order, axis=-1) for array in whole)
+
+    def filled(array: np.ndarray, fill: int = 0) -> np.ndarray:
+        array = np.where(present, array, fill).astype(array.dtype)[..., :length]
+        missing = length - array.shape[-1]
+        return np.pad(array, ((0, 0), (0, 0), (0, missing)), constant_values=fill) if missing else array
+
+    mask, logprobs, sampler_logprobs, turns = map(filled, others)
+    truncated = np.any([one.truncated for one in samples], axis=0)
+    return Samples(
+        filled(tokens, pad_id), mask, logprobs, sampler_logprobs, truncated, present=filled(present), turn=turns
     )
 
 
-def judge(
-    environment: Environment,
-    rows: Sequence[Row],
-    texts: Sequence[Sequence[str]],
-    *,
-    chunk_prompts: int = 0,
-    timeout: float | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-) -> Judgement:
-    """Judges given texts `[P][G]` as evaluation does: for the unchanged prompt and the oracle; raises as `collect`."""
+def informative_first(batches: Sequence[tuple[Episodes, Judgement]]) -> tuple[Episodes, Judgement]:
+    """As many groups of several batches as the first has, those that are informative before others."""
+    episodes, judgements = zip(*batches, strict=True)
+    informative = np.concatenate([judgement.informative for judgement in judgements])
+    places = np.argsort(~informative, kind="stable")[: len(episodes[0].rows)]
 
-    def give(part: tuple[int, int]) -> _Chunk:
-        start, stop = part
-        return _Chunk(rows[start:stop], [list(group) for group in texts[start:stop]])
+    def pick(parts: Sequence[Any]) -> Any:
+        return jax.tree.map(lambda array: array[places], concatenated(parts))
 
-    stages = [Stage("sample", give), *_judges(environment, 0, True)]
-    chunks, _ = run_pipeline(_ranges(len(rows), chunk_prompts), stages, timeout=timeout, stopping=stopping)
-    return _judgement(chunks)
+    def pick_list(parts: Sequence[Sequence[Any]]) -> list[Any]:
+        items = [item for part in parts for item in part]
+        return [items[place] for place in places]
 
-
-def _judges(environment: Environment, iteration: int, evaluation: bool) -> list[Stage]:
-    render = environment.render
-
-    def score(chunk: _Chunk) -> _Chunk:
-        alone = [[Episode((Turn(text),)) for text in group] for group in chunk.texts]
-        told: dict[str, Any] = {} if environment.answering is None else {"episodes": alone}
-        if chunk.written is not None:
-            told["tokens"] = partial(written_tokens, chunk.written.samples)
-        rewards, watched = environment.score(chunk.rows, chunk.texts, chunk.pictures, **told)
-        return chunk._replace(rewards=rewards, watched=watched)
-
-    if render is None:
-        return [Stage("score", score)]
-
-    def draw(chunk: _Chunk) -> _Chunk:
-        return chunk._replace(pictures=render(chunk.rows, chunk.texts, iteration, evaluation))
-
-    return [Stage("render", draw), Stage("score", score)]
-
-
-def _read(environment: Environment, rows: Sequence[Row], prompt: Encoded, samples: Any) -> _Chunk:
-    """A chunk of sampled tokens as text."""
-    read = [
-        [environment.decode(tokens[mask], row.prompt) for tokens, mask in zip(row_tokens, row_mask, strict=True)]
-        for row, row_tokens, row_mask in zip(rows, samples.tokens, samples.mask, strict=True)
-    ]
-    written = _Written(
-        prompt,
-        samples,
-        [[completion for completion, _, _ in group] for group in read],
-        np.array([[usable for _, _, usable in group] for group in read]),
-    )
-    return _Chunk(rows, [[text for _, text, _ in group] for group in read], written)
-
-
-def _with_prompts(chunk: _Chunk, count: int) -> _Chunk:
-    """A chunk with so many unchanged prompts behind each group's completions: judged like them, and without a token."""
-    if count == 0:
-        return chunk
-
-    def behind(array: np.ndarray, value: Any = 0) -> np.ndarray:
-        return np.pad(array, ((0, 0), (0, count), *[(0, 0)] * (array.ndim - 2)), constant_values=value)
-
-    def texts(groups: list[list[str]]) -> list[list[str]]:
-        return [[*group, *[row.prompt] * count] for group, row in zip(groups, chunk.rows, strict=True)]
-
-    written = chunk.written
-    written = written._replace(
-        samples=jax.tree.map(behind, written.samples),
-        completions=texts(written.completions),
-        usable=behind(written.usable, True),
-    )
-    return chunk._replace(texts=texts(chunk.texts), written=written)
-
-
-def _ranges(count: int, size: int) -> list[tuple[int, int]]:
-    size = size or count
-    return [(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _judgement(chunks: Sequence[_Chunk]) -> Judgement:
-    return Judgement(
-        np.concatenate([chunk.rewards for chunk in chunks]),
-        np.concatenate([chunk.watched for chunk in chunks]),
-        [chunk.pictures for chunk in chunks],
+    objectives = [judgement.objectives for judgement in judgements]
+    first = objectives[0]
+    arrays = pick([(one.rewards, one.returns) for one in objectives])
+    counts = [len(one.rows) for one in episodes]
+    names = sorted({name for one in episodes for name in one.pictures})
+    pictures = {name: joined_some([one.pictures.get(name) for one in episodes], counts) for name in names}
+    return Episodes(
+        pick_list([one.rows for one in episodes]),
+        right_aligned([one.prompt_tokens for one in episodes])[places],
+        right_aligned([one.prompt_mask for one in episodes])[places],
+        pick([one.samples for one in episodes]),
+        pick_list([one.episodes for one in episodes]),
+        pick([one.lengths for one in episodes]),
+        {name: sum(one.seconds[name] for one in episodes) for name in episodes[0].seconds},
+        jax.tree.map(lambda array: array[places], pictures),
+    ), Judgement(
+        pick([one.rewards for one in judgements]),
+        pick([one.watched for one in judgements]),
+        pick([one.last for one in judgements]),
+        objectives=first._replace(rewards=arrays[0], returns=arrays[1]),
+        informative=informative[places],
     )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
-
-from grpo_jax.rollout.rewards import Reward, accepted_arguments
 
 STATE, LOG = "trainer_state", "log_metric"
 
@@ -28,8 +25,8 @@ class TrainerState(NamedTuple):
     evaluation: bool
 
 
-class Moment(NamedTuple):
-    """The run as the rewards of one batch see it.
+class JudgedBatch(NamedTuple):
+    """What the rewards of one batch may ask of the run.
 
     Attributes:
         state: How far it is.
@@ -56,7 +53,7 @@ class Moment(NamedTuple):
         return {name: math.fsum(values) / len(values) for name, values in self.values.items()}
 
 
-_moment: ContextVar[Moment | None] = ContextVar("moment", default=None)  # of the batch that is judged here
+_batch: ContextVar[JudgedBatch | None] = ContextVar("batch", default=None)  # of the batch that is judged here
 
 
 class Trainer:
@@ -64,34 +61,27 @@ class Trainer:
 
     def __init__(self, max_steps: int = 0):
         """A run of so many iterations."""
-        self._ended = Moment(TrainerState(max_steps, max_steps, True), {})
+        self._ended = JudgedBatch(TrainerState(max_steps, max_steps, True), {})
 
     @property
-    def now(self) -> Moment:
+    def now(self) -> JudgedBatch:
         """Of the batch that is judged in this thread."""
-        return _moment.get() or self._ended
+        return _batch.get() or self._ended
 
     @contextmanager
-    def at(self, iteration: int) -> Iterator[Moment]:
+    def at(self, iteration: int) -> Iterator[JudgedBatch]:
         """Inside, in this thread and the pipelines that it runs, completions of an iteration (from 0) are judged."""
-        moment = Moment(TrainerState(iteration, self._ended.state.max_steps, False), {})
-        before = _moment.set(moment)
+        batch = JudgedBatch(TrainerState(iteration, self._ended.state.max_steps, False), {})
+        before = _batch.set(batch)
         try:
-            yield moment
+            yield batch
         finally:
-            _moment.reset(before)
+            _batch.reset(before)
 
-    def told(self, reward: Reward, asked: list[str]) -> Reward:
-        """A reward with those of its arguments that are the run's."""
-        # Asked when the reward is called: it may log from threads of its own.
-        given: dict[str, Callable[[], Any]] = {STATE: lambda: self.now.state, LOG: lambda: self.now.log_metric}
-        wanted = {name: give for name, give in given.items() if name in asked}
-        if not wanted:
-            return reward
+    def providers(self, asked: Collection[str]) -> dict[str, Callable[[], Any]]:
+        """What gives a reward those of its arguments that are the run's, asked when it is called.
 
-        @functools.wraps(reward)
-        def told(**arguments: Any) -> Any:
-            own = {name: give() for name, give in wanted.items()}
-            return reward(**{**accepted_arguments(reward, arguments), **own})
-
-        return told
+        A reward may log from threads of its own.
+        """
+        every: dict[str, Callable[[], Any]] = {STATE: lambda: self.now.state, LOG: lambda: self.now.log_metric}
+        return {name: provide for name, provide in every.items() if name in asked}

@@ -12,7 +12,7 @@ import numpy as np
 from grpo_jax.core.repeated import mean_interval, pass_at_k
 from grpo_jax.errors import Stopped
 from grpo_jax.rollout.episodes import Episode
-from grpo_jax.rollout.rollout import Judgement, Rollout, collect, judge
+from grpo_jax.rollout.rollout import Episodes, Judgement, collect, judge
 from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, with_control
 from grpo_jax.runs.parts import Parts, objectives_of
 from grpo_jax.runs.turns import turn_measures
@@ -32,18 +32,21 @@ class Evaluation(NamedTuple):
 
     Attributes:
         measures: By name.
-        judgement: Of a text per prompt.
-        texts: P.
-        episodes: P, which end with the texts; None where there is one turn. The first have their pictures.
+        judgement: Of one episode per prompt.
+        episodes: P. The first have their pictures.
         samples: Of several completions of each prompt, by measure and statistic the mean and its interval
             (`sample_measures`); the others are of the first of them then. None where each prompt has one.
     """
 
     measures: dict[str, float]
     judgement: Judgement
-    texts: Sequence[str]
-    episodes: Sequence[Episode] | None = None
+    episodes: Sequence[Episode]
     samples: Statistics | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """P, with which the episodes end."""
+        return [episode.last.text for episode in self.episodes]
 
 
 def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sampled: bool = False) -> Evaluation:
@@ -51,53 +54,37 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
 
     Where the task lists what may be written, the first of its ranking takes the greedy completion's place.
     """
-    section = parts.config.evaluation
     if parts.samplers.rank is not None and not sampled:
         return evaluate_ranking(parts, variables, rows)
-    count = section.samples if sampled else 1
-    rollout = collect(
+    count = parts.config.evaluation.samples if sampled else 1
+    episodes, judgement = collect(
         parts.environment,
         parts.samplers.sampled if sampled else parts.samplers.greedy,
         variables,
         rows,
         key=parts.key,
-        iteration=0,
-        see=parts.see,
-        evaluation=True,
-        chunk_prompts=max(_chunk(parts) // count, 1),
-        timeout=parts.timeout,
-        stopping=parts.stopping,
-        shown=section.gallery,
+        iteration=None,
+        scheduling=parts.scheduling(max(_chunk(parts) // count, 1)),
     )
-    measures = means(parts, rollout.judgement, rollout.lengths)
-    measures |= {name: measure(rollout) for name, measure in OWN_MEASURES.items()}
+    measures = means(parts, judgement, episodes.lengths)
+    measures |= {name: measure(episodes) for name, measure in OWN_MEASURES.items()}
     names = parts.environment.reward_names + parts.environment.watch_names
-    measures |= turn_measures(rollout.judgement, names)
-    texts = [group[0] for group in rollout.texts]
-    episodes = None if rollout.episodes is None else [group[0] for group in rollout.episodes]
-    if count == 1:
-        return Evaluation(measures, rollout.judgement, texts, episodes)
-    statistics = sample_measures(parts, rollout)
-    return Evaluation(measures, _first_of(rollout.judgement), texts, episodes, statistics)
+    measures |= turn_measures(judgement, names)
+    samples = sample_measures(parts, episodes, judgement) if count > 1 else None
+    first = jax.tree.map(lambda array: array[:, :1], judgement)
+    return Evaluation(measures, first, [group[0] for group in episodes.episodes], samples)
 
 
-def _first_of(judgement: Judgement) -> Judgement:
-    """Of the first completion of each prompt; pictures are of all, and left out."""
-    turns = (judgement.turn_rewards, judgement.turn_watched)
-    rewards, watched = (None if values is None else values[:, :1] for values in turns)
-    return Judgement(judgement.rewards[:, :1], judgement.watched[:, :1], [], rewards, watched)
-
-
-def sample_measures(parts: Parts, rollout: Rollout) -> Statistics:
+def sample_measures(parts: Parts, episodes: Episodes, judgement: Judgement) -> Statistics:
     """What k completions of each prompt say of every reward, watched measure and of the total.
 
     "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is how often at
     least one of j completions reaches evaluation.pass_threshold (`core.repeated.pass_at_k`); of no total. A missing
     value is no completion.
     """
-    judgement, threshold = rollout.judgement, parts.config.evaluation.pass_threshold
+    threshold = parts.config.evaluation.pass_threshold
     names = parts.environment.reward_names + parts.environment.watch_names
-    judged = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
+    judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
     count = judged.shape[1]
     found: Statistics = {}
     for index, name in enumerate(names):
@@ -107,7 +94,7 @@ def sample_measures(parts: Parts, rollout: Rollout) -> Statistics:
         for k in sorted({*(2**power for power in range(count.bit_length())), count}):
             interval = mean_interval(pass_at_k(passed, present, k))
             found[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # a probability's
-    totals = total_rewards(objectives_of(parts, judgement.judged, rollout.lengths))
+    totals = total_rewards(objectives_of(parts, judgement.rewards, episodes.lengths))
     return found | {TOTAL: {f"mean@{count}": _mean_of(totals)}}
 
 
@@ -130,8 +117,10 @@ def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evalu
             raise Stopped
         part = rows[start : start + _chunk(parts)]
         prompt = parts.environment.encode(part)
-        shown = {} if prompt.pictures is None or parts.see is None else parts.see(variables, prompt.pictures)[0]
-        pictures = {"pictures": shown} if shown else {}
+        encode_images = parts.environment.encode_images
+        pictures = {}
+        if prompt.pictures is not None and encode_images is not None:
+            pictures["pictures"] = encode_images(variables, prompt.pictures)[0]
         found = jax.device_get(rank(variables, prompt.tokens, prompt.mask, **pictures))
         columns = choices.columns(part, found.texts, found.scores)
         texts += [choices.texts[int(number)] for number in found.texts[:, 0]]
@@ -163,19 +152,14 @@ def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> E
 
     They were not written token by token: the penalty on length is not theirs.
     """
-    judgement = judge(
-        parts.environment,
-        rows,
-        [[text] for text in texts],
-        chunk_prompts=_chunk(parts),
-        timeout=parts.timeout,
-        stopping=parts.stopping,
-    )
-    return Evaluation(means(parts, judgement, np.zeros((len(rows), 1), np.int32)), judgement, texts)
+    episodes, judgement = judge(parts.environment, rows, [[text] for text in texts], parts.scheduling(_chunk(parts)))
+    measures = means(parts, judgement, np.zeros((len(rows), 1, 1), np.int32))
+    return Evaluation(measures, judgement, [group[0] for group in episodes])
 
 
 def _chunk(parts: Parts) -> int:
-    return TEXT_CHUNK if parts.environment.render is None and parts.see is None else PICTURE_CHUNK
+    environment = parts.environment
+    return TEXT_CHUNK if environment.render is None and environment.encode_images is None else PICTURE_CHUNK
 
 
 def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
@@ -203,12 +187,12 @@ def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, 
 
     Args:
         parts: Weights, conditions and the penalty on length.
-        judgement: Of P texts: rewards f32 [P, 1, N], watched f32 [P, 1, W].
-        lengths: i32 [P, 1], tokens of each completion; of episodes [P, 1, U].
+        judgement: Of P prompts.
+        lengths: i32 [P, G, U], tokens of each turn.
     """
     names = parts.environment.reward_names + parts.environment.watch_names
-    judged = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
-    objectives = objectives_of(parts, judgement.judged, lengths)
+    judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
+    objectives = objectives_of(parts, judgement.rewards, lengths)
     terms = zip(objectives.weights, _present_means(np.asarray(objectives.rewards)), strict=True)
     total = float(sum(weight * mean for weight, mean in terms if weight))
     return {**dict(zip(names, _present_means(judged), strict=True)), TOTAL: total}

@@ -14,18 +14,17 @@ import jax
 import numpy as np
 
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
-from grpo_jax.rollout.drawing import Drawn, Judged, draw
 from grpo_jax.rollout.inputs.pictures import pictures_column
-from grpo_jax.rollout.pipeline import Place
-from grpo_jax.rollout.rollout import Rollout, collect
+from grpo_jax.rollout.pipeline import Slot
+from grpo_jax.rollout.rollout import Episodes, Judgement, collect, informative_first
 from grpo_jax.runs.loop.learner import Learner, LearningBrief, led_learner
 from grpo_jax.runs.parts import Parts, objectives_of
-from grpo_jax.runs.turns import turn_columns, turn_metrics
+from grpo_jax.runs.turns import turn_metrics
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import (
     OVERLONG,
+    informative_groups,
     signal_metrics,
-    teaching_groups,
     total_rewards,
 )
 from grpo_jax.training.state import (
@@ -45,7 +44,7 @@ class Iteration(NamedTuple):
         row: Its metrics.
         seconds: Seconds of work by stage.
         completions: Columns of completions/, one entry per completion of the groups it learned from.
-        rewards: f32 [P, G, N] of these groups.
+        rewards: f32 [P, G, N] of these groups, of episodes at their end.
     """
 
     state: TrainState
@@ -74,46 +73,65 @@ def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: 
         iteration: From 0.
     """
     started = time.monotonic()
-    drawn = draw_batch(parts, state.variables, iteration)
-    return learn(parts, learner, state, iteration, drawn, started)
+    sampled = sample_groups(parts, state.variables, iteration)
+    return learn(parts, learner, state, iteration, sampled, started)
 
 
-def draw_batch(parts: Parts, variables: Any, iteration: int, place: Place | None = None) -> Drawn:
-    """The batch of an iteration, sampled and judged.
+Sampled = tuple[Episodes, Judgement, dict[str, Any]]
+"""The groups that an iteration learns from, what they are worth, and the batch's part of the metrics row."""
+
+
+def sample_groups(parts: Parts, variables: Any, iteration: int, slot: Slot | None = None) -> Sampled:
+    """Sample and judge the batch of an iteration, and with dynamic sampling others until P groups are informative.
+
+    DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups take their places in the
+    order they were drawn; if there are too few, groups of the first draw whose variance is zero fill up.
 
     Args:
         parts: The run's parts.
         variables: Of the policy that samples.
         iteration: From 0.
-        place: Among batches that are on their way at once; only where there are no further draws.
+        slot: Among batches that are on their way at once; only where there are no further draws.
+
+    Returns:
+        What is learned from. The metrics are of the first draw: what the policy is like, before anything was left out.
     """
     algorithm = parts.config.algorithm
     further = algorithm.resample_rounds if algorithm.dead_groups == "resample" else 0
     with parts.trainer.at(iteration) as moment:
-        drawn = draw(lambda number: sample_batch(parts, variables, iteration, number, place), further=further)
-    return drawn._replace(logged=moment.logged)
+        batches = [sample_batch(parts, variables, iteration, slot=slot)]
+        size = len(batches[0][0].rows)
+        while sum(judgement.informative.sum() for _, judgement in batches) < size and len(batches) <= further:
+            batches.append(sample_batch(parts, variables, iteration, len(batches)))
+    row = {**rollout_metrics(parts, *batches[0]), **moment.logged}
+    episodes, judgement = batches[0] if len(batches) == 1 else informative_first(batches)
+    if algorithm.dead_groups != "keep":
+        row |= {"draws": len(batches), "groups_kept": int(judgement.informative.sum())}
+    return episodes, judgement, row
 
 
-def learn(parts: Parts, learner: Learner, state: TrainState, iteration: int, drawn: Drawn, started: float) -> Iteration:
-    """Learns from a batch.
+def learn(
+    parts: Parts, learner: Learner, state: TrainState, iteration: int, sampled: Sampled, started: float
+) -> Iteration:
+    """Learn from a batch.
 
     Args:
         parts: The run's parts.
         learner: Its compiled steps.
         state: Donated.
         iteration: From 0.
-        drawn: Its batch.
+        sampled: Of `sample_groups`.
         started: `time.monotonic()` when the iteration began.
     """
-    config, algorithm = parts.config, parts.config.algorithm
+    config, every = parts.config, parts.config.algorithm.update_ref_every
+    episodes, judgement, measured = sampled
     before_update = time.perf_counter()
-    batch = batch_of(parts, drawn.batch)
+    batch = batch_of(parts, episodes, judgement)
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _UPDATE_STREAM), iteration)
     first_update = int(state.step)  # of those that were made: what is left out does not move the schedule
     state, report = learner.update(state, batch, key)
-    seconds = {**drawn.seconds, "update": time.perf_counter() - before_update}
-    every = algorithm.update_ref_every
-    if needs_reference(algorithm, config.ppo) and every and (iteration + 1) % every == 0:
+    seconds = {**episodes.seconds, "update": time.perf_counter() - before_update}
+    if needs_reference(config.algorithm, config.ppo) and every and (iteration + 1) % every == 0:
         before, state = state.reference, learner.refresh(state)
         release(before)
     row = {
@@ -121,57 +139,50 @@ def learn(parts: Parts, learner: Learner, state: TrainState, iteration: int, dra
         "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
         **update_metrics(report),
         "learning_rate": float(learner.schedule(first_update)),
-        **rollout_metrics(parts, drawn.first),
-        **drawn.logged,
+        **measured,
     }
     if state.loss_scale is not None:
         row["loss_scale"] = float(state.loss_scale.scale)
-    if algorithm.dead_groups != "keep":
-        row |= {"draws": drawn.draws, "groups_kept": int(drawn.batch.teaching.sum())}
     row |= _timings(parts, {**seconds, "total": time.monotonic() - started}, row)
     estimates = report["measured"].get("estimates")
     advantages = np.asarray(batch.advantages if estimates is None else estimates.advantages)
-    rollout = drawn.batch.rollout
-    columns = completion_columns(parts, rollout, advantages)
-    return Iteration(state, row, seconds, columns, rollout.judgement.rewards)
+    columns = completion_columns(parts, episodes, judgement, advantages)
+    return Iteration(state, row, seconds, columns, judgement.final_rewards)
 
 
-def sample_batch(parts: Parts, variables: Any, iteration: int, number: int, place: Place | None = None) -> Judged:
-    """The batch of an iteration's draw: rows and random numbers are functions of (seed, iteration, number)."""
+def sample_batch(
+    parts: Parts, variables: Any, iteration: int, number: int = 0, slot: Slot | None = None
+) -> tuple[Episodes, Judgement]:
+    """Sample and judge one draw: rows and random numbers are functions of (seed, iteration, number)."""
     config, rows = parts.config, parts.prompts.train
     places = further_batch_at(config.seed, iteration, number, batch_size=config.training.prompts_per_batch, n=len(rows))
     # A prompt that comes twice in an iteration, when prompts run out, gets other completions.
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _DRAW_STREAM), number) if number else parts.key
-    rollout = collect(
+    episodes, judgement = collect(
         parts.environment,
         parts.samplers.training,
         variables,
         [rows[place] for place in places],
         key=key,
         iteration=iteration,
-        see=parts.see,
-        chunk_prompts=config.training.chunk_prompts,
-        timeout=parts.timeout,
-        stopping=parts.stopping,
         keep_prompt=config.sampling.keep_prompt,
-        place=place,
+        scheduling=parts.scheduling(config.training.chunk_prompts, slot),
     )
-    objectives = objectives_of(parts, rollout.judgement.judged, rollout.lengths)
-    return Judged(rollout, objectives, teaching_groups(objectives, config.algorithm))
+    objectives = objectives_of(parts, judgement.rewards, episodes.lengths)
+    informative = informative_groups(objectives, config.algorithm)
+    return episodes, judgement._replace(objectives=objectives, informative=informative)
 
 
-def batch_of(parts: Parts, judged: Judged) -> Batch:
+def batch_of(parts: Parts, episodes: Episodes, judgement: Judgement) -> Batch:
     """A judged batch as the update takes it."""
-    rollout = judged.rollout
-    prompts = (rollout.prompt_tokens, rollout.prompt_mask)
+    assert judgement.objectives is not None and judgement.informative is not None
     return make_batch(
-        prompts,
-        rollout.samples,
-        judged.objectives,
-        judged.teaching,
+        (episodes.prompt_tokens, episodes.prompt_mask),
+        episodes.samples,
+        judgement.objectives,
+        judgement.informative,
         parts.config.algorithm,
-        pictures=rollout.pictures,
-        answers=rollout.answers,
+        pictures=episodes.pictures,
         mesh=parts.policy.mesh if parts.company.processes == 1 else None,  # each process takes its share
         kept=parts.config.sampling.keep_prompt,
     )
@@ -209,19 +220,20 @@ def update_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
     return row | {name: float(measured[name]) for name in named if name in measured}
 
 
-def rollout_metrics(parts: Parts, judged: Judged) -> dict[str, float]:
+def rollout_metrics(parts: Parts, episodes: Episodes, judgement: Judgement) -> dict[str, float]:
     """The batch's part of a metrics row: rewards as judged and their total as maximised, signal, lengths, texts.
 
     All of what the policy wrote; kept prompts (sampling.keep_prompt) are in the signal, and in a total of their own.
     """
-    rollout, objectives = judged.rollout, judged.objectives
-    wrote = slice(rollout.usable.shape[1] - parts.config.sampling.keep_prompt)
-    samples, judgement = jax.tree.map(lambda array: array[:, wrote], rollout.samples), rollout.judgement
+    objectives, usable = judgement.objectives, episodes.usable
+    assert objectives is not None
+    wrote = slice(usable.shape[1] - parts.config.sampling.keep_prompt)
+    samples = jax.tree.map(lambda array: array[:, wrote], episodes.samples)
+    rewards, watched = judgement.final_rewards[:, wrote], judgement.final_watched[:, wrote]
     row: dict[str, float] = {}
     for index, name in enumerate(parts.environment.reward_names):
-        values = judgement.rewards[:, wrote, index]
-        row |= _spread(f"reward/{name}", values)
-        row[f"missing/{name}"] = float(np.isnan(values).mean())
+        row |= _spread(f"reward/{name}", rewards[..., index])
+        row[f"missing/{name}"] = float(np.isnan(rewards[..., index]).mean())
     totals = total_rewards(objectives)
     row |= _spread("reward/total", totals[:, wrote])
     if parts.config.sampling.keep_prompt:
@@ -230,17 +242,17 @@ def rollout_metrics(parts: Parts, judged: Judged) -> dict[str, float]:
         row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[:, wrote, -1]))
     row |= signal_metrics(objectives)
     for index, name in enumerate(parts.environment.watch_names):
-        row |= _spread(f"watch/{name}", judgement.watched[:, wrote, index])
+        row |= _spread(f"watch/{name}", watched[..., index])
     lengths = samples.mask.sum(-1)
     row |= {
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
         "truncated": float(samples.truncated.mean()),
     }
-    row |= turn_metrics(rollout, parts.environment.reward_names, parts.environment.watch_names)
-    prompts = [row.prompt for row in rollout.rows]
-    texts = [group[wrote] for group in rollout.texts]
-    return row | parts.task_data.report.statistics(prompts, texts, rollout.usable[:, wrote].tolist())
+    row |= turn_metrics(episodes, judgement, parts.environment.reward_names, parts.environment.watch_names)
+    prompts = [row.prompt for row in episodes.rows]
+    texts = [group[wrote] for group in episodes.texts]
+    return row | parts.task_data.report.statistics(prompts, texts, usable[:, wrote].tolist())
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -257,38 +269,44 @@ def _timings(parts: Parts, seconds: Mapping[str, float], row: Mapping[str, Any])
     return {**timings, "tokens_per_second": tokens / max(seconds["sample"], 1e-9)}
 
 
-def completion_columns(parts: Parts, rollout: Rollout, advantages: np.ndarray) -> dict[str, Any]:
+def completion_columns(
+    parts: Parts, episodes: Episodes, judgement: Judgement, advantages: np.ndarray
+) -> dict[str, Any]:
     """The completions of a batch as columns, one entry each, groups one after another; of episodes one for each turn.
 
     Args:
         parts: Names of rewards and watched measures.
-        rollout: The groups that were learned from.
+        episodes: The groups that were learned from.
+        judgement: Theirs.
         advantages: f32 [P, G]; of PPO the mean over each completion's tokens; [P, G, T] where turns have their own.
     """
-    environment = parts.environment
-    group = len(rollout.completions[0])
-    if rollout.episodes is not None:
-        turns = turn_columns(rollout, environment.reward_names, environment.watch_names, advantages)
-        return turns | pictures_column([rollout.rows[episode // group] for episode in turns["episode"]])
-    columns: dict[str, Any] = {
-        "prompt": [row.prompt for row in rollout.rows for _ in range(group)],
-        "completion": [text for texts in rollout.completions for text in texts],
-        "text": [text for texts in rollout.texts for text in texts],
-    }
-    columns |= pictures_column([row for row in rollout.rows for _ in range(group)])
-    judgement = rollout.judgement
-    judged = (
-        ("reward", environment.reward_names, judgement.rewards),
-        ("watch", environment.watch_names, judgement.watched),
-    )
-    for kind, names, values in judged:
-        columns |= {f"{kind}/{name}": np.ravel(values[..., n]) for n, name in enumerate(names)}
-    written = np.asarray(rollout.samples.mask).any(-1)
-    if not written.all():
-        columns["kept_prompt"] = np.ravel(~written)
-    return columns | {
-        "advantage": np.ravel(advantages),
-        "length": np.ravel(np.asarray(rollout.samples.mask).sum(-1)),
-        "truncated": np.ravel(np.asarray(rollout.samples.truncated)),
-        "usable": np.ravel(rollout.usable),
-    }
+    samples, (_, group, turns) = episodes.samples, episodes.lengths.shape
+    names = [f"reward/{name}" for name in parts.environment.reward_names]
+    names += [f"watch/{name}" for name in parts.environment.watch_names]
+    values = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
+    kept_prompts = episodes.lengths[..., 0] == 0
+    entries: list[dict[str, Any]] = []
+    rows = []
+    for p, g in np.ndindex(advantages.shape[:2]):
+        for number, turn in enumerate(episodes.episodes[p][g].turns):
+            advantage = advantages[p, g]
+            if advantages.ndim == 3:
+                own = samples.mask[p, g] & (samples.turn[p, g] == number)
+                own = own[: advantages.shape[2]]
+                advantage = advantage[own].mean() if own.any() else 0
+            entry = {"prompt": episodes.rows[p].prompt, "completion": turn.written, "text": turn.text}
+            if turns > 1:
+                answer = None if turn.answer is None or turn.answer.done else turn.answer.text
+                entry |= {"episode": p * group + g, "turn": number + 1, "answer": answer}
+            entry |= dict(zip(names, values[p, g, number], strict=True))
+            if kept_prompts.any():
+                entry["kept_prompt"] = bool(kept_prompts[p, g])
+            entry |= {
+                "advantage": np.float32(advantage),
+                "length": int(episodes.lengths[p, g, number]),
+                "truncated": turn.truncated,
+                "usable": turn.usable,
+            }
+            entries.append(entry)
+            rows.append(episodes.rows[p])
+    return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(rows)

@@ -165,7 +165,7 @@ class LanguageProgram:
 
     def _tell_absent(self, before: Evaluation) -> None:
         """Notes the rewards that no held-out completion has before training."""
-        values = self._by_name(np.moveaxis(before.judgement.rewards, -1, 0))
+        values = self._by_name(np.moveaxis(before.judgement.final_rewards, -1, 0))
         gone = absent_in(values, self.parts.rewards.weights)
         if gone:
             self.say(f"note: no held-out completion got the reward {listed(gone)}")

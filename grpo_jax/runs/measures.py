@@ -7,17 +7,17 @@ from collections.abc import Callable, Collection, Mapping
 from grpo_jax.config import Config
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.binding import Rewards
-from grpo_jax.rollout.rollout import Rollout
+from grpo_jax.rollout.binding import ResolvedRewards
+from grpo_jax.rollout.rollout import Episodes
 from grpo_jax.runs.loop.early_stopping import SCORE
 from grpo_jax.tasks.display import of_turns
 from grpo_jax.training.estimators import OVERLONG
 
 TOTAL = "total"
 """Name of the measure that is maximised, in which "best" and the improvement are told."""
-OWN_MEASURES: Mapping[str, Callable[[Rollout], float]] = {
-    "completion_tokens": lambda rollout: float(rollout.samples.mask.sum(-1).mean()),
-    "usable": lambda rollout: float(rollout.usable.mean()),
+OWN_MEASURES: Mapping[str, Callable[[Episodes], float]] = {
+    "completion_tokens": lambda episodes: float(episodes.samples.mask.sum(-1).mean()),
+    "usable": lambda episodes: float(episodes.usable.mean()),
 }
 """What is measured of held-out completions beside rewards and watched measures."""
 
@@ -27,7 +27,7 @@ def with_control(name: str, control: str) -> str:
     return f"{name}_{control}"
 
 
-def require_names(config: Config, rewards: Rewards, controls: Collection[str]) -> None:
+def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
     """Refuses rewards and watched measures whose name the run tells something else by, which one would replace.
 
     Args:

@@ -20,12 +20,14 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.policy import Policy
-from grpo_jax.rollout.answers import Answering, make_say
-from grpo_jax.rollout.binding import Rewards, bind, find_rewards, judge_named
+from grpo_jax.rollout.binding import ResolvedRewards, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, iterations_in_all, row_sizes
 from grpo_jax.rollout.environment import Environment, make_score
 from grpo_jax.rollout.inputs.encoding import check_tools, make_encode, tell_system_prompt
+from grpo_jax.rollout.pipeline import Slot
+from grpo_jax.rollout.replies import Answering, make_encode_answer
 from grpo_jax.rollout.rewards import Reward
+from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
 from grpo_jax.rollout.trainer import Trainer
 from grpo_jax.runs.loop.early_stopping import SCORE
@@ -37,7 +39,7 @@ from grpo_jax.runs.several.devices import listed, place_parts, policy_devices
 from grpo_jax.runs.several.led import Brief, led_samplers, led_see
 from grpo_jax.sampling.samplers import Samplers
 from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
-from grpo_jax.training.estimators import Objectives, make_objectives, make_turn_objectives
+from grpo_jax.training.estimators import Objectives, make_turn_objectives
 from grpo_jax.training.memory import Shown, fewest_parts, machine_memory, require_memory, update_bytes
 
 _GIB = 2**30
@@ -58,7 +60,6 @@ class Parts(NamedTuple):
         key: The run's key.
         devices: Name of the device of each part.
         trainer: The run as rewards see it.
-        see: Looks at the prompts' pictures (`rollout.See`); None where no prompt has any.
         stopping: Whether a stop was asked for.
         sampler_device: Where batches are sampled ahead; None for where the policy learns.
         company: The processes of the run.
@@ -68,14 +69,13 @@ class Parts(NamedTuple):
     task_data: TaskData
     policy: Policy
     environment: Environment
-    rewards: Rewards
+    rewards: ResolvedRewards
     samplers: Samplers
     allowed_tokens: np.ndarray | None
     trie: Trie | None
     key: jax.Array
     devices: dict[str, str]
     trainer: Trainer
-    see: Callable[..., Any] | None = None
     stopping: Callable[[], bool] = lambda: False
     sampler_device: jax.Device | None = None
     company: Company = ALONE
@@ -95,10 +95,9 @@ class Parts(NamedTuple):
         """The held-out prompts that "best" is chosen on."""
         return self.prompts.validation[: self.config.evaluation.validation_prompts]
 
-    @property
-    def timeout(self) -> float | None:
-        """Seconds a judge may spend on one chunk, or None."""
-        return self.config.judge_timeout or None
+    def scheduling(self, chunk_prompts: int, slot: Slot | None = None) -> Scheduling:
+        """How a batch goes through the pipeline."""
+        return Scheduling(chunk_prompts, self.config.judge_timeout or None, self.stopping, slot)
 
 
 def load_parts(
@@ -133,7 +132,7 @@ def load_parts(
     timeout = config.judge_timeout or None
     trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
     names = tuple(config.judges)
-    wanted = find_rewards(
+    resolved = resolve_rewards(
         config.rewards,
         config.watch,
         data.rewards,
@@ -143,8 +142,8 @@ def load_parts(
         trainer=trainer,
         drawn=data.render is not None,
     )
-    require_names(config, wanted, data.environment.controls)
-    say("rewards", wanted.describe())
+    require_names(config, resolved, data.environment.controls)
+    say("rewards", resolved.describe())
     for name, judge in config.judges.items():
         with judge_named(name):
             getattr(judge, "check", lambda: None)()
@@ -184,9 +183,8 @@ def load_parts(
                 leaving.callback(judges[name].close)
     for name, judge in judges.items():
         say(name, getattr(judge, "summary", type(judge).__name__))
-    environment = make_environment(
-        config, data, policy.folder, wanted, judges, encode, device=devices[0] if policy.mesh is None else None
-    )
+    device = devices[0] if policy.mesh is None else None
+    environment = make_environment(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
     allowed = policy_tokens(config, policy.folder)
     trie = policy_choices(config, choices and choices.texts, policy.folder)
@@ -197,8 +195,8 @@ def load_parts(
         config=config,
         task_data=data,
         policy=policy,
-        environment=environment,
-        rewards=wanted,
+        environment=environment._replace(encode_images=led_see(policy, brief, company)),
+        rewards=resolved,
         samplers=led_samplers(config, policy, brief, company),
         allowed_tokens=allowed,
         trie=trie,
@@ -206,7 +204,6 @@ def load_parts(
         devices={name: getattr(judges.get(name), "placed", where) for name, where in placement.items()}
         if judges
         else {POLICY: listed(devices)},
-        see=led_see(policy, brief, company),
         trainer=trainer,
         stopping=stopping,
         sampler_device=devices[-1] if config.policy.sampler_devices == "own" else None,
@@ -218,7 +215,7 @@ def make_environment(
     config: Config,
     data: TaskData,
     loaded: Any,
-    rewards: Rewards,
+    rewards: ResolvedRewards,
     judges: Mapping[str, Any],
     encode: Callable[..., Any],
     *,
@@ -253,6 +250,7 @@ def make_environment(
         watch_names=tuple(watched),
         prepare=None if eyes is None else make_prepare(eyes, device),
         answering=make_answering(config, data.environment, loaded),
+        gallery=config.evaluation.gallery,
     )
 
 
@@ -270,40 +268,41 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: Any) ->
             f"sampling.turns: expected 1, this task answers nothing (TaskData.environment); got {section.turns}"
         )
     vision = loaded.config.vision
-    say = make_say(
+    encode_answer = make_encode_answer(
         loaded.tokenizer,
         eos_ids=loaded.eos_ids,
         vocab_size=loaded.config.vocab_size,
-        most=section.max_answer_tokens,
+        limit=section.max_answer_tokens,
         vision=vision,
         **config.data.template_options,
     )
     lenient = config.on_judge_error == "missing"
     eos_ids = tuple(loaded.eos_ids)
-    return Answering(section.turns, environment.respond, say, section.stream_tokens, loaded.pad_id, lenient, eos_ids)
+    return Answering(
+        section.turns, environment.respond, encode_answer, section.stream_tokens, loaded.pad_id, lenient, eos_ids
+    )
 
 
-def objectives_of(parts: Parts, judged: np.ndarray, lengths: np.ndarray) -> Objectives:
+def objectives_of(parts: Parts, rewards: np.ndarray, lengths: np.ndarray) -> Objectives:
     """What is maximised, on the policy's device.
 
     Args:
         parts: Weights, conditions, the penalty on length.
-        judged: Rewards f32 [P, G, N]; of episodes [P, G, U, N].
-        lengths: Tokens i32 [P, G]; of episodes [P, G, U].
+        rewards: f32 [P, G, U, N].
+        lengths: Tokens i32 [P, G, U].
     """
     leaf = jax.tree.leaves(parts.policy.variables)[0]
     device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
-    algorithm = parts.config.algorithm
-    options: dict[str, Any] = {
-        "weights": parts.rewards.weights,
-        "conditions": parts.rewards.conditions,
-        "overlong_buffer": algorithm.overlong_buffer,
-        "max_new_tokens": parts.config.sampling.max_new_tokens,
-    }
-    rewards, tokens = jax.device_put((judged, lengths), device)
-    if judged.ndim == 3:
-        return make_objectives(rewards, tokens, **options)
-    return make_turn_objectives(rewards, tokens, algorithm, **options)
+    judged, counts = jax.device_put((rewards, lengths), device)
+    return make_turn_objectives(
+        judged,
+        counts,
+        parts.config.algorithm,
+        weights=parts.rewards.weights,
+        conditions=parts.rewards.conditions,
+        overlong_buffer=parts.config.algorithm.overlong_buffer,
+        max_new_tokens=parts.config.sampling.max_new_tokens,
+    )
 
 
 def _check_early_stopping(config: Config, prompts: PromptSet, environment: Environment) -> None:

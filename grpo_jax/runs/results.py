@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.errors import UserError
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.episodes import Turn
-from grpo_jax.rollout.inputs.pictures import eight_bits, thumbnail
+from grpo_jax.rollout.inputs.pictures import thumbnail
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
 from grpo_jax.runs.evaluation import (
@@ -214,11 +213,12 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
     first = np.full(scores_of(after.judgement).shape, np.nan)
     plain = parts.task_data.report.references(rows).get("unchanged")
     if drawn:
-        later = _drawn_last(after, len(rows))
+        later = _last_images(after, len(rows))
     if drawn and plain is not None:
         unchanged = evaluate_texts(parts, rows, plain)
-        before, first = pictures_of(unchanged.judgement), scores_of(unchanged.judgement)
-    if before is None or later is None:  # the renderer failed, and may
+        before, first = _last_images(unchanged, len(rows)), scores_of(unchanged.judgement)
+    needed = [*later, *before] if plain is not None else later
+    if drawn and any(image is None for image in needed):  # the renderer failed, and may
         return []
     names, second = parts.environment.reward_names + parts.environment.watch_names, scores_of(after.judgement)
     return [
@@ -234,18 +234,14 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
     ]
 
 
-def _drawn_last(after: Evaluation, count: int) -> Sequence[np.ndarray] | None:
-    """What was drawn of the first texts, of episodes at their end; None where some could not be drawn."""
-    if after.episodes is None:
-        drawn = pictures_of(after.judgement)
-        return None if drawn is None else list(drawn)
-    images = [episode.last.image for episode in after.episodes[:count]]
-    return None if any(image is None for image in images) else [np.asarray(image) for image in images]
+def _last_images(evaluation: Evaluation, count: int) -> list[np.ndarray | None]:
+    """What was drawn of the first texts, of episodes at their end."""
+    return [episode.last.image for episode in evaluation.episodes[:count]]
 
 
 def shown_episodes(parts: Parts, after: Evaluation) -> list[EpisodeEntry]:
     """The episodes of the first held-out prompts, chosen by place and not by result."""
-    if after.episodes is None:
+    if parts.environment.answering is None:
         return []
 
     def shown(turn: Turn) -> ShownTurn:
@@ -266,26 +262,7 @@ def shown_episodes(parts: Parts, after: Evaluation) -> list[EpisodeEntry]:
 
 def scores_of(judgement: Judgement) -> np.ndarray:
     """Rewards and watched measures of one text per row: f32 [P, N + W]."""
-    return np.concatenate([judgement.rewards, judgement.watched], axis=-1)[:, 0]
-
-
-def pictures_of(judgement: Judgement) -> np.ndarray | None:
-    """The judged pictures, uint8 [P, H, W, 3]; None where some could not be drawn."""
-    if any(chunk.images is None for chunk in judgement.pictures):
-        return None
-    return np.concatenate([to_uint8(chunk.images) for chunk in judgement.pictures])
-
-
-def to_uint8(images: Any) -> np.ndarray:
-    """Pictures that were drawn, torch float [B, 3, H, W] in [0, 1], as uint8 [B, H, W, 3].
-
-    Raises:
-        UserError: Their values are of another range.
-    """
-    try:
-        return eight_bits(images.detach().float().cpu().numpy()).transpose(0, 2, 3, 1)
-    except ValueError as error:
-        raise UserError(f"judges.renderer drew a picture that cannot be shown: {error}") from error
+    return np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)[:, 0]
 
 
 def texts_table(parts: Parts, after: Evaluation) -> Table:

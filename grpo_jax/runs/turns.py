@@ -1,24 +1,26 @@
-"""What is told of episodes beside their ends: metrics, completions and held-out measures turn by turn."""
+"""Episodes turn by turn: metrics and held-out measures beside those of their ends."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from grpo_jax.rollout.rollout import Judgement, Rollout
+from grpo_jax.rollout.rollout import Episodes, Judgement
 from grpo_jax.tasks.display import Table
 
 RIGHT = 1.0
 """A measure's best value: what reaches it in the first turn was right."""
 
 
-def turn_metrics(rollout: Rollout, rewards: Sequence[str], watched: Sequence[str]) -> dict[str, float]:
+def turn_metrics(
+    episodes: Episodes, judgement: Judgement, rewards: Sequence[str], watched: Sequence[str]
+) -> dict[str, float]:
     """A batch's episodes in a metrics row; nothing where the policy writes once.
 
     Args:
-        rollout: The batch.
+        episodes: The batch.
+        judgement: Of it.
         rewards: Names of the rewards.
         watched: Of watched measures.
 
@@ -26,69 +28,23 @@ def turn_metrics(rollout: Rollout, rewards: Sequence[str], watched: Sequence[str
         "reward/NAME@turnU", "watch/NAME@turnU" and "completion_tokens@turnU": means over the completions that have turn
         U, from 1. "turns": of an episode. "answer_tokens": what was said to one.
     """
-    judgement, samples = rollout.judgement, rollout.samples
-    if judgement.turn_rewards is None or judgement.turn_watched is None:
+    lengths, samples = episodes.lengths, episodes.samples
+    if lengths.shape[2] == 1:
         return {}
-    lengths = rollout.lengths
     row: dict[str, float] = {}
-    judged = (("reward", rewards, judgement.turn_rewards), ("watch", watched, judgement.turn_watched))
+    judged = (("reward", rewards, judgement.rewards), ("watch", watched, judgement.watched))
     for turn in range(lengths.shape[2]):
         for kind, names, values in judged:
             row |= {f"{kind}/{name}@turn{turn + 1}": _mean(values[:, :, turn, n]) for n, name in enumerate(names)}
         written = lengths[:, :, turn]
         row[f"completion_tokens@turn{turn + 1}"] = _mean(np.where(written > 0, written, np.nan))
-    said = (samples.present & ~samples.mask).sum(-1)
-    return row | {"turns": float((lengths > 0).sum(-1).mean()), "answer_tokens": float(said.mean())}
+    answered = (samples.present & ~samples.mask).sum(-1)
+    return row | {"turns": float((lengths > 0).sum(-1).mean()), "answer_tokens": float(answered.mean())}
 
 
 def _mean(values: np.ndarray) -> float:
     present = values[np.isfinite(values)].astype(np.float64)
     return float(present.mean()) if present.size else float("nan")
-
-
-def turn_columns(
-    rollout: Rollout, rewards: Sequence[str], watched: Sequence[str], advantages: np.ndarray
-) -> dict[str, Any]:
-    """The episodes of a batch as columns, one entry for each turn, those of an episode one after another.
-
-    Args:
-        rollout: The groups that were learned from.
-        rewards: Names of the rewards.
-        watched: Of watched measures.
-        advantages: f32 [P, G], or [P, G, T] where turns have their own.
-    """
-    assert rollout.episodes is not None
-    width, judgement = advantages.shape[2] if advantages.ndim == 3 else 0, rollout.judgement
-    lengths = rollout.lengths
-    columns: dict[str, list[Any]] = {}
-    for p, group in enumerate(rollout.episodes):
-        for g, episode in enumerate(group):
-            for number, turn in enumerate(episode.turns):
-                weight = advantages[p, g]
-                if width:
-                    own = rollout.samples.mask[p, g, :width] & (rollout.samples.turn[p, g, :width] == number)
-                    weight = weight[own].mean() if own.any() else np.float32(0)
-                entry = {
-                    "prompt": rollout.rows[p].prompt,
-                    "episode": p * len(group) + g,
-                    "turn": number + 1,
-                    "completion": turn.written,
-                    "text": turn.text,
-                    "answer": None if turn.answer is None or turn.answer.done else turn.answer.text,
-                    **_named("reward", rewards, judgement.turn_rewards, (p, g, number)),
-                    **_named("watch", watched, judgement.turn_watched, (p, g, number)),
-                    "advantage": np.float32(weight),
-                    "length": int(lengths[p, g, number]),
-                    "truncated": turn.truncated,
-                    "usable": turn.usable,
-                }
-                for name, value in entry.items():
-                    columns.setdefault(name, []).append(value)
-    return columns
-
-
-def _named(kind: str, names: Sequence[str], values: Any, place: tuple[int, int, int]) -> dict[str, Any]:
-    return {f"{kind}/{name}": values[place][n] for n, name in enumerate(names)}
 
 
 def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float]:
@@ -104,11 +60,11 @@ def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float
         those that were right in the first turn (`RIGHT`) the share that ended no worse; "NAME_gain", the end less the
         start.
     """
-    if judgement.turn_rewards is None or judgement.turn_watched is None:
+    if judgement.rewards.shape[2] == 1:
         return {}
-    values = np.concatenate([judgement.turn_rewards, judgement.turn_watched], axis=-1)
+    values = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
     values = values.reshape(-1, *values.shape[2:])  # [P·G, U, N + W]
-    ends = np.concatenate([judgement.rewards, judgement.watched], axis=-1).reshape(len(values), -1)
+    ends = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1).reshape(len(values), -1)
     # A turn that does not exist has no value of any name; one whose measures all failed counts as the one before.
     exists = np.isfinite(values).any(axis=-1)
     last = np.maximum.accumulate(np.where(exists, np.arange(values.shape[1]), 0), axis=1)

@@ -15,9 +15,9 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
-from grpo_jax.rollout.answers import prepared
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
 from grpo_jax.rollout.episodes import Answer, checked
+from grpo_jax.rollout.replies import prepared
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.loop.learner import LearningBrief
@@ -212,7 +212,7 @@ def taught_stream(parts: Parts, pair: Pair, grids: Sequence[Any] = ()) -> tuple[
         if number and answering is not None:
             answer = answers_of(pair)[number - 1]
             seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
-            ids += answering.say(answer, ids[-1] in parts.policy.eos_ids, seen)
+            ids += answering.encode_answer(answer, ids[-1] in parts.policy.eos_ids, seen)
             own += [False] * (len(ids) - len(own))
         ids += taught_tokens(parts, asked(pair[0]).prompt if number == 0 else "", text)
         own += [True] * (len(ids) - len(own))
@@ -231,12 +231,16 @@ def supervised_batch(parts: Parts, variables: Any, pairs: Sequence[Pair]) -> Bat
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
         ids, own = taught_stream(parts, pair, grids)
         tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, own
-    pictures, answers = (
-        None if one is None or parts.see is None else parts.see(variables, one)[1] for one in (prompts.pictures, shown)
-    )
+    pictures = {"pictures": prompts.pictures, "answers": shown}
+    encode_images = environment.encode_images
+    states = {
+        name: encode_images(variables, some)[1]
+        for name, some in pictures.items()
+        if some is not None and encode_images is not None
+    }
     arrays: Any = (prompts.tokens, prompts.mask, tokens, mask)  # jit places NumPy's
-    batch = Batch(*arrays, pictures=pictures)
-    return batch if section.turns == 1 else batch._replace(present=present, answers=answers)
+    batch = Batch(*arrays, pictures=states)
+    return batch if section.turns == 1 else batch._replace(present=present)
 
 
 def texts_of(pair: Pair) -> list[str]:

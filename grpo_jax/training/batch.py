@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -41,11 +42,11 @@ class Batch(NamedTuple):
         old_values: f32 [P, G, T] before the first update, or None without a value head.
         returns: f32 [P, G, T], what the values learn, or None.
         packing: Rows that short completions share, or None for a row each.
-        pictures: What the prompts show: `PictureStates` [P, I, ..] of a frozen tower, or `Pictures` that the pass
-            forward sees with the tower as it is; None where they show nothing.
+        pictures: What the prompts show ("pictures" [P, I, ..]) and the answers among the tokens ("answers"
+            [P, G, I, ..]), those that there are: `PictureStates` of a frozen tower, or `Pictures` that the pass forward
+            encodes with the tower as it is.
         present: bool [P, G, T], what is read at all: in an episode also what was said to the policy. None for `mask`.
         turn: i32 [P, G, T], the turn of each token of an episode, from 0; or None.
-        answers: Pictures [P, G, I, ..] that stand among the tokens, or None.
     """
 
     prompt_tokens: jax.Array
@@ -63,10 +64,9 @@ class Batch(NamedTuple):
     old_values: jax.Array | None = None
     returns: jax.Array | None = None
     packing: Packing | None = None
-    pictures: Pictures | PictureStates | None = None
+    pictures: Mapping[str, Pictures | PictureStates] = {}
     present: jax.Array | None = None
     turn: jax.Array | None = None
-    answers: Pictures | PictureStates | None = None
 
     @property
     def exists(self) -> jax.Array:
@@ -75,7 +75,7 @@ class Batch(NamedTuple):
 
     def read_by_policy(self) -> Batch:
         """Only what a forward pass reads."""
-        read = ("prompt_tokens", "prompt_mask", "tokens", "mask", "packing", "pictures", "present", "answers")
+        read = ("prompt_tokens", "prompt_mask", "tokens", "mask", "packing", "pictures", "present")
         return Batch(**{name: getattr(self, name) for name in read})
 
 
@@ -94,12 +94,11 @@ def make_batch(
     prompts: tuple[np.ndarray, np.ndarray],
     samples: Samples,
     objectives: Objectives,
-    teaching: np.ndarray,
+    informative: np.ndarray,
     algorithm: AlgorithmSection,
     *,
-    pictures: Pictures | PictureStates | None = None,
+    pictures: Mapping[str, Pictures | PictureStates] | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    answers: Any = None,
     kept: int = 0,
 ) -> Batch:
     """What is learned from, on the policy's devices.
@@ -107,17 +106,16 @@ def make_batch(
     Prompts and completions are cut to the longest of the batch; short completions share rows (`packing`). A prompt is
     read once for its group: it is left as it is where cutting saves less than 1/16 of what the group reads, since for
     each new length the update compiles anew.
-    Under dead_groups "drop" and "resample" groups that teach nothing are masked, and out of every statistic.
+    Under dead_groups "drop" and "resample" groups of zero variance are masked, and out of every statistic.
 
     Args:
         prompts: i32 [P, L] and bool [P, L], left-padded, on the host.
         samples: Completions, on the host.
         objectives: What is maximised, on the policy's device.
-        teaching: bool [P], the groups that teach something.
+        informative: bool [P], the groups whose variance is not zero.
         algorithm: What is learned, and from which tokens.
-        pictures: What the prompts show, as `Batch` has it.
+        pictures: Of prompts and answers, as `Batch` has them.
         mesh: The policy's devices where they are several.
-        answers: Pictures [P, G, I, ..] among the samples' tokens, or None.
         kept: The last completions of each group that nobody wrote (sampling.keep_prompt): they have no token to learn
             from, and their rewards count as the others' do.
     """
@@ -132,15 +130,17 @@ def make_batch(
         mask = without_truncated(mask, truncated)
     rewards = objectives.rewards
     if algorithm.dead_groups != "keep":
-        teaches = jnp.asarray(teaching)[:, None, None]
-        mask &= teaches
-        rewards = jnp.where(teaches, rewards, jnp.nan)
-    pictures, answers = jax.device_put((pictures, answers), device) if mesh is None else (pictures, answers)
+        varies = jnp.asarray(informative)[:, None, None]
+        mask &= varies
+        rewards = jnp.where(varies, rewards, jnp.nan)
+    pictures = dict(pictures or {})
+    if mesh is None:
+        pictures = jax.device_put(pictures, device)
     uncut: Any = prompts  # until it is known what their groups read
     batch = Batch(uncut[0], uncut[1], tokens, mask, rollout_logprobs=logprobs, pictures=pictures)
     if samples.turn is not None:
         present, turn = (jax.device_put(trimmed(array, read), device) for array in (read, samples.turn))
-        batch = batch._replace(present=present, turn=turn, answers=answers)
+        batch = batch._replace(present=present, turn=turn)
     if algorithm.importance_cap:
         batch = batch._replace(sampler_logprobs=jax.device_put(sampler_logprobs, device))
     if algorithm.learns_values:
@@ -150,7 +150,7 @@ def make_batch(
     elif objectives.returns is not None and batch.turn is not None:
         returns = objectives.returns
         if algorithm.dead_groups != "keep":
-            returns = jnp.where(jnp.asarray(teaching)[:, None, None, None], returns, jnp.nan)
+            returns = jnp.where(jnp.asarray(informative)[:, None, None, None], returns, jnp.nan)
         advantages = estimate_turn_advantages(returns, batch.turn, mask, algorithm, objectives.weights)
         batch = batch._replace(advantages=advantages)
     else:
@@ -162,7 +162,7 @@ def make_batch(
         batch = batch._replace(kl_weights=rows * jax.device_put(samples.weights, device))
     if batch.present is not None:  # a completion that nothing is learned from is not read either
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
-    if answers is None:  # among pictures a row holds one completion
+    if "answers" not in pictures:  # among pictures a row holds one completion
         batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.exists)), device))
     read = (batch.tokens if batch.packing is None else batch.packing.source)[0].size
     cut = (trimmed(array, prompts[1], left=True, worth=read * _WORTH) for array in prompts)

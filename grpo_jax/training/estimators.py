@@ -85,7 +85,7 @@ def make_turn_objectives(
 
     Args:
         judged: f32 [P, G, U, N], NaN where missing and where a turn does not exist.
-        lengths: i32 [P, G, U], tokens of each turn; 0 where it does not exist.
+        lengths: i32 [P, G, U], tokens of each turn; where there are several, 0 says that one does not exist.
         section: What weighs the tokens of turns.
         **options: Of `make_objectives`.
     """
@@ -93,6 +93,8 @@ def make_turn_objectives(
     flat = make_objectives(
         judged.reshape(prompts, group * turns, -1), lengths.reshape(prompts, group * turns), **options
     )
+    if turns == 1:
+        return flat
     rewards, exists = flat.rewards.reshape(prompts, group, turns, -1), jnp.asarray(lengths) > 0
     if section.turn_advantage == "last":
         return flat._replace(rewards=last_turn(rewards, exists))
@@ -110,18 +112,21 @@ def total_rewards(objectives: Objectives) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnames=("weights", "section"))
-def learning_groups(rewards: jax.Array, weights: tuple[float, ...], section: AlgorithmSection) -> jax.Array:
-    """bool [P], the groups that teach: under GDPO those in which any objective varies, else those whose sum does."""
+def groups_that_vary(rewards: jax.Array, weights: tuple[float, ...], section: AlgorithmSection) -> jax.Array:
+    """bool [P], the groups of some variance: under GDPO of any objective, else of their sum."""
     if section.advantage == "gdpo":
         return groups_with_signal(rewards, weights=weights)
     return groups_with_signal(sum_rewards(rewards, weights=weights))
 
 
-def teaching_groups(objectives: Objectives, section: AlgorithmSection) -> np.ndarray:
-    """bool [P], the groups that teach; of episodes whose turns are compared by themselves, in any turn."""
+def informative_groups(objectives: Objectives, section: AlgorithmSection) -> np.ndarray:
+    """bool [P], the groups whose variance is not zero; of episodes whose turns are compared by themselves, in any turn.
+
+    DAPO's dynamic sampling keeps these (https://arxiv.org/abs/2503.14476).
+    """
     rewards, returns = objectives.rewards, objectives.returns
     by_turn = [rewards] if returns is None else [returns[:, :, turn] for turn in range(returns.shape[2])]
-    return np.any([learning_groups(one, objectives.weights, section) for one in by_turn], axis=0)
+    return np.any([groups_that_vary(one, objectives.weights, section) for one in by_turn], axis=0)
 
 
 @partial(jax.jit, static_argnames=("weights", "section"))
@@ -156,7 +161,7 @@ def estimate_turn_advantages(
 
 
 def signal_metrics(objectives: Objectives) -> dict[str, float]:
-    """What the rewards have to teach, whichever estimator is used.
+    """What there is to learn from the rewards, whichever estimator is used.
 
     Returns:
         "dead_groups/<name>": Share of groups in which an objective does not vary; "dead_groups/total": their sum.

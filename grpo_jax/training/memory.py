@@ -32,7 +32,7 @@ from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.sampling.sampler import bucket_size
 from grpo_jax.sampling.writing import Samples, cache_sizes
 from grpo_jax.training.batch import Batch, make_batch
-from grpo_jax.training.estimators import make_objectives, make_turn_objectives
+from grpo_jax.training.estimators import make_turn_objectives
 from grpo_jax.training.objectives import ForwardPass, make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import TrainState, init_state, needs_reference
@@ -121,7 +121,7 @@ def batch_shapes(
     state: TrainState,
     forward: ForwardPass,
     mesh: jax.sharding.Mesh | None,
-    shown: Callable[[tuple[int, ...]], tuple[Any, Any]] | None = None,
+    shown: Callable[[tuple[int, ...]], dict[str, Any]] | None = None,
 ) -> Batch:
     """The shapes of one update's batch, where all prompts and completions are as long as they may be.
 
@@ -132,7 +132,7 @@ def batch_shapes(
         state: Of `state_shapes`.
         forward: Of `make_forward`.
         mesh: The policy's devices where they are several.
-        shown: ((P, G)) → what prompts [P, I, ..] and answers [P, G, I, ..] show, as `Batch` has it; None for nothing.
+        shown: ((P, G)) → pictures as `Batch` has them; None for nothing.
     """
     training, sampling = config.training, config.sampling
     prompts = training.prompts_per_batch // training.minibatches
@@ -141,19 +141,14 @@ def batch_shapes(
     samples = Samples(zeros.astype(np.int32), written, zeros, zeros, np.zeros(shape[:2], bool))
     options = {"weights": {"": 1.0}, "max_new_tokens": sampling.max_new_tokens}
     turns = (*shape[:2], sampling.turns)
-    if sampling.turns == 1:
-        objectives = make_objectives(jnp.zeros((*shape[:2], 1)), jnp.full(shape[:2], shape[2]), **options)
-    else:
+    if sampling.turns > 1:
         samples = samples._replace(present=written, turn=zeros.astype(np.int32))
-        objectives = make_turn_objectives(
-            jnp.zeros((*turns, 1)), jnp.ones(turns, jnp.int32), config.algorithm, **options
-        )
+    objectives = make_turn_objectives(jnp.zeros((*turns, 1)), jnp.ones(turns, jnp.int32), config.algorithm, **options)
     prompt = np.ones((prompts, config.data.max_prompt_tokens), bool)
     batch = make_batch((prompt.astype(np.int32), prompt), samples, objectives, np.ones(prompts, bool), config.algorithm)
     if shown is not None:
-        pictures, answers = shown(shape[:2])
-        batch = batch._replace(pictures=pictures, answers=answers)
-        batch = batch if answers is None else batch._replace(packing=None)  # as `make_batch`
+        batch = batch._replace(pictures=shown(shape[:2]))
+        batch = batch._replace(packing=None) if "answers" in batch.pictures else batch  # as `make_batch`
     whole = dataclasses.replace(training, minibatches=1, inner_epochs=training.inner_epochs * training.minibatches)
     prepare = make_preparation(forward, config.algorithm, config.ppo, whole)
     shapes = jax.eval_shape(lambda state, batch: prepare(state, batch)[0], state, batch)
@@ -244,12 +239,17 @@ def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None, sho
 
     again = config.policy.vision == "train" or VISUAL in state.variables.get("lora", {})
 
-    def of_rows(shown: Shown, rows: tuple[int, ...]) -> tuple[Any, Any]:
-        seen = ((rows[:1], shown.prompt), (rows, shown.answers))
-        made = [picture_shapes(model.vision, (*lead, count), shown.patches) if count else None for lead, count in seen]
+    def of_rows(shown: Shown, rows: tuple[int, ...]) -> dict[str, Any]:
+        counts = {"pictures": (rows[:1], shown.prompt), "answers": (rows, shown.answers)}
+        pictures = {
+            name: picture_shapes(model.vision, (*lead, count), shown.patches)
+            for name, (lead, count) in counts.items()
+            if count
+        }
+        if again:
+            return pictures
         encoded = partial(jax.eval_shape, policy.encode_images, state.variables)
-        states = made if again else [part and encoded(part) for part in made]
-        return states[0], states[1]
+        return {name: encoded(part) for name, part in pictures.items()}
 
     batch = batch_shapes(config, state, forward, mesh, shown and partial(of_rows, shown))
     return temporary_bytes(jax.jit(step, donate_argnums=0), state, batch)

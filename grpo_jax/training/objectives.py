@@ -53,19 +53,18 @@ def make_forward(
         options = {"temperature": temperature, "trie": trie}
 
     def forward(variables: dict[str, Tree], batch: Batch) -> Forward:
-        packing, shown = batch.packing, {}
-        for name in ("pictures", "answers"):
-            pictures = getattr(batch, name)
-            if pictures is not None:
-                seen = policy.encode_images(variables, pictures) if isinstance(pictures, Pictures) else pictures
-                shown[name] = seen
+        packing = batch.packing
+        shown = {
+            name: policy.encode_images(variables, pictures) if isinstance(pictures, Pictures) else pictures
+            for name, pictures in batch.pictures.items()
+        }
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **shown)
         nodes = None if trie is None or packing is None else packed(walk(trie, batch.tokens), packing)[0]
         logprobs, entropy = policy.token_logprobs(variables, hidden, rows[0], nodes=nodes, **options)
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
-        seen = Forward(logprobs, entropy, values)
-        return seen if packing is None else jax.tree.map(lambda array: unpacked(array, batch.exists, packing), seen)
+        whole = Forward(logprobs, entropy, values)
+        return whole if packing is None else jax.tree.map(lambda array: unpacked(array, batch.exists, packing), whole)
 
     return forward
 

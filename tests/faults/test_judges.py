@@ -7,7 +7,7 @@ from faults.judges import tried
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import StageError, UserError, one_line
-from grpo_jax.rollout.binding import TaskRewards, find_rewards, judge_named
+from grpo_jax.rollout.binding import TaskRewards, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 from grpo_jax.train import main
@@ -21,8 +21,8 @@ def find(folder, fault):
     path = folder / "odd_judge.py"
     path.write_text(fault.source)
     section, source = RewardSection(f"{path}:judged", isolated=fault.isolated), TaskRewards()
-    (found,) = find_rewards([section], [], source, (), timeout=fault.timeout / 5 or None).maximised
-    return found.reward
+    (found,) = resolve_rewards([section], [], source, (), timeout=fault.timeout / 5 or None).maximised
+    return bind(found, {})
 
 
 def judge(reward, on_error):

@@ -114,11 +114,11 @@ def test_swapped_pictures_change_the_log_probabilities(vision, home):
     config["policy"]["vision"] = vision
     (home / f"{vision}.yaml").write_text(yaml.safe_dump(config))
     parts = load_parts(load_config(home / f"{vision}.yaml"), lambda *_: None)
-    judged = sample_batch(parts, parts.policy.variables, 0, 0)
-    batch = batch_of(parts, judged)
+    batch = batch_of(parts, *sample_batch(parts, parts.policy.variables, 0))
     # frozen: what the sampler was shown; trained: patches, so that the update sees them with gradient
     kind = {"frozen": "PictureStates", "train": "Pictures"}[vision]
-    assert type(batch.pictures).__name__ == kind and batch.pictures.grid.shape == (SIZE, 1, 2)
+    (pictures,) = batch.pictures.values()
+    assert type(pictures).__name__ == kind and pictures.grid.shape == (SIZE, 1, 2)
     forward = jax.jit(make_forward(parts.policy, temperature=1.0, allowed_tokens=parts.allowed_tokens))
     mask = np.asarray(batch.mask)
 
@@ -130,7 +130,7 @@ def test_swapped_pictures_change_the_log_probabilities(vision, home):
     swapped = logprobs(jax.tree.map(lambda array: array[::-1], batch.pictures))
     assert np.abs(swapped - own).max() > 1e-3 and (np.abs(swapped - own) > 1e-6).mean() > 0.9
     # Forgotten altogether it would be seen in metrics (`sampler_gap`).
-    assert np.abs(logprobs(None) - own).mean() > 1e-4
+    assert np.abs(logprobs({}) - own).mean() > 1e-4
 
 
 def test_placeholders_are_never_sampled(parts):
@@ -142,46 +142,40 @@ def test_placeholders_are_never_sampled(parts):
     head = np.array(params["lm_head"])
     head[tokens] *= 1e4  # a policy that wants nothing else
     variables = parts.policy.variables | {"params": params | {"lm_head": head}}
-    rollout = collect(
-        parts.environment,
-        parts.samplers.training,
-        variables,
-        parts.prompts.train[:2],
-        key=parts.key,
-        iteration=0,
-        see=parts.see,
-    )
-    assert not np.isin(rollout.samples.tokens[rollout.samples.mask], tokens).any()
+    prompts = parts.prompts.train[:2]
+    episodes, _ = collect(parts.environment, parts.samplers.training, variables, prompts, key=parts.key, iteration=0)
+    assert not np.isin(episodes.samples.tokens[episodes.samples.mask], tokens).any()
 
 
 def test_a_chunk_is_seen_once_and_keeps_its_rows_pictures(parts):
     seen = []
 
-    def see(variables, pictures):
+    def encode_images(variables, pictures):
         seen.append(pictures.grid.shape[0])
-        return parts.see(variables, pictures)
+        return parts.environment.encode_images(variables, pictures)
 
     train = parts.prompts.train
     several = [train[0], Row(99, "none"), Row(98, "two", pictures=(*train[1].pictures, *train[2].pictures))]
     columns = {"wish": "a"}
     several = [Row(row.id, row.prompt, columns, row.pictures) for row in several]
     environment = parts.environment._replace(
-        score=lambda rows, texts, pictures, **told: (np.zeros((len(rows), GROUP, 1)), np.zeros((len(rows), GROUP, 0)))
+        score=lambda rows, texts, pictures, **told: (np.zeros((len(rows), GROUP, 1)), np.zeros((len(rows), GROUP, 0))),
+        encode_images=encode_images,
     )
-    rollout = collect(
+    episodes, _ = collect(
         environment,
         parts.samplers.training,
         parts.policy.variables,
         several,
         key=parts.key,
         iteration=0,
-        see=see,
-        chunk_prompts=1,
+        scheduling=parts.scheduling(1),
     )
-    assert seen == [1, 1, 1] and rollout.pictures.grid.shape == (3, 2, 2)  # chunks of one and of two pictures
-    assert rollout.pictures.grid[:, :, 0].tolist() == [[4, 0], [0, 0], [4, 4]]
-    width = rollout.prompt_tokens.shape[1]
-    assert rollout.prompt_mask.shape == (3, width) and rollout.prompt_mask[:, -1].all()
+    grid = episodes.pictures["pictures"].grid
+    assert seen == [1, 1, 1] and grid.shape == (3, 2, 2)  # chunks of one and of two pictures
+    assert grid[:, :, 0].tolist() == [[4, 0], [0, 0], [4, 4]]
+    width = episodes.prompt_tokens.shape[1]
+    assert episodes.prompt_mask.shape == (3, width) and episodes.prompt_mask[:, -1].all()
 
 
 def test_a_picture_that_breaks_off_is_one_line(home, tmp_path, capsys):

@@ -92,12 +92,16 @@ def test_an_update_takes_states_or_pictures(monkeypatch):
     for arguments in (turns, (*turns, "--policy.vision=train"), (*turns, *LORA, "--policy.lora.vision=true")):
         update_bytes(configured(*arguments), MODEL, None, both)
     frozen, trained, adapted = batches
-    assert frozen.pictures.states.shape == (4, 2, 16, 32) and frozen.answers.states.shape == (4, 3, 1, 16, 32)
+    assert {name: states.states.shape for name, states in frozen.pictures.items()} == {
+        "pictures": (4, 2, 16, 32),
+        "answers": (4, 3, 1, 16, 32),
+    }
     for batch in (trained, adapted):
-        assert batch.pictures.patches.shape == (4, 2, 64, 96) and batch.answers.patches.shape == (4, 3, 1, 64, 96)
-        assert batch.pictures.windows.shape == (4, 2, 4, 4)
+        pictures, answers = batch.pictures["pictures"], batch.pictures["answers"]
+        assert pictures.patches.shape == (4, 2, 64, 96) and answers.patches.shape == (4, 3, 1, 64, 96)
+        assert pictures.windows.shape == (4, 2, 4, 4)
     update_bytes(configured(), MODEL, None)
-    assert batches[-1].pictures is None and batches[-1].answers is None
+    assert not batches[-1].pictures
 
 
 def test_the_plan_says_what_is_seen(folder, not_compiled, capsys, tmp_path):

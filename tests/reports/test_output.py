@@ -14,6 +14,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.reports import console as reporting
 from grpo_jax.reports.output import RunOutput
 from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.episodes import Episode, Turn
 from grpo_jax.runs.directory import RunDirectory, read_metrics
 from grpo_jax.runs.iteration import completion_columns
 from grpo_jax.tasks.display import GalleryEntry, Table
@@ -28,20 +29,19 @@ def iteration(step, prompts=2, group=3):
     """A batch as judged, its advantages, and its row of metrics."""
     rng = np.random.default_rng(step)
     shape = (prompts, group)
-    rollout = SimpleNamespace(
-        episodes=None,
+    turns = [[Turn(f"text {p} {g}", f"raw {p} {g}") for g in range(group)] for p in range(prompts)]
+    episodes = SimpleNamespace(
         rows=[Row(p, f"prompt {p}") for p in range(prompts)],
-        completions=[[f"raw {p} {g}" for g in range(group)] for p in range(prompts)],
-        texts=[[f"text {p} {g}" for g in range(group)] for p in range(prompts)],
-        usable=np.ones(shape, bool),
-        samples=SimpleNamespace(mask=np.ones((*shape, 4), bool), truncated=np.zeros(shape, bool)),
-        judgement=SimpleNamespace(
-            rewards=rng.normal(size=(*shape, 2)).astype(np.float32),
-            watched=rng.normal(size=(*shape, 1)).astype(np.float32),
-        ),
+        episodes=[[Episode((turn,)) for turn in own] for own in turns],
+        lengths=np.full((*shape, 1), 4),
+        samples=None,
+    )
+    judgement = SimpleNamespace(
+        rewards=rng.normal(size=(*shape, 1, 2)).astype(np.float32),
+        watched=rng.normal(size=(*shape, 1, 1)).astype(np.float32),
     )
     row = {"step": step, "loss": 0.1 * step, "reward/total/mean": 0.5, "reward/total/std": 0.1, "kl": float("nan")}
-    return row, rollout, rng.normal(size=shape)
+    return row, (episodes, judgement, rng.normal(size=shape))
 
 
 def test_output_of_a_run_resumed_after_a_kill(tmp_path):
@@ -53,8 +53,8 @@ def test_output_of_a_run_resumed_after_a_kill(tmp_path):
             output.truncate(2 if resume else 0)
             output.start(6, 2 if resume else 0)
             for step in range(3 if resume else 1, stop + 1):
-                row, rollout, advantages = iteration(step)
-                output.completions(step, completion_columns(PARTS, rollout, advantages))
+                row, judged = iteration(step)
+                output.completions(step, completion_columns(PARTS, *judged))
                 output.iteration(row)
         return stream.getvalue()
 
@@ -71,10 +71,10 @@ def test_output_of_a_run_resumed_after_a_kill(tmp_path):
     table = pyarrow.parquet.read_table(directory.completions / "step_000003.parquet").to_pydict()
     assert table["prompt"] == ["prompt 0"] * 3 + ["prompt 1"] * 3
     assert table["completion"][4] == "raw 1 1" and table["text"][4] == "text 1 1" and table["length"] == [4] * 6
-    _, rollout, advantages = iteration(3)
-    assert table["reward/length"] == rollout.judgement.rewards[..., 1].ravel().tolist()
-    assert table["watch/pixel_accuracy"] == rollout.judgement.watched.ravel().tolist()
-    assert table["advantage"] == advantages.ravel().tolist()
+    _, (_, judgement, advantages) = iteration(3)
+    assert table["reward/length"] == judgement.rewards[..., 1].ravel().tolist()
+    assert table["watch/pixel_accuracy"] == judgement.watched.ravel().tolist()
+    assert table["advantage"] == advantages.astype(np.float32).ravel().tolist()
 
 
 def test_the_end_of_a_run_is_shown_and_kept(tmp_path):

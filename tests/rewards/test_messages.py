@@ -12,11 +12,11 @@ from support.text_task import train_here
 from grpo_jax import make_config, run
 from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import TaskRewards, find_rewards
+from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.inputs.conversations import read_prompt
-from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_messages
+from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_arguments
 from grpo_jax.tasks.recommendation.rewards import where_ranked
 
 # As TRL's documentation has them, but for what they count.
@@ -73,7 +73,7 @@ def test_pictures_are_parts_of_prompt_messages():
 
     asked = read_prompt([{"role": "user", "content": [{"type": "text", "text": "what?"}]}], [b"x"], None)
     rows = [Row(0, asked.text, pictures=(), messages=asked.messages), Row(1, "plain")]
-    make_score({"look": with_messages(look)}, {}, missing=False)(rows, [["x"], ["y"]], None)
+    make_score({"look": with_arguments(look, {}, messages=True)}, {}, missing=False)(rows, [["x"], ["y"]], None)
     parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
     assert seen == [[{"role": "user", "content": parts}], [{"role": "user", "content": "plain"}]]
 
@@ -139,10 +139,10 @@ def test_only_texts_taken_for_messages_are_told_of_them(tmp_path, isolated):
     file.write_text(TAKEN)
     for name, helped in {"get": True, "first": True, "other": False, "knows": False}.items():
         section = RewardSection(f"{file}:{name}", isolated=isolated)
-        (found,) = find_rewards([section], (), TaskRewards(), ()).maximised
+        (found,) = resolve_rewards([section], (), TaskRewards(), ()).maximised
         columns = {"completion_messages": [[{"role": "assistant", "content": "text"}]]}
         with pytest.raises(RewardError, match=f"reward {name}: it raised") as caught:
-            collect_rewards([found.reward], [name], ["a"], ["text"], columns, 1)
+            collect_rewards([bind(found, {})], [name], ["a"], ["text"], columns, 1)
         assert ("messages: true" in str(caught.value)) == helped
 
 
@@ -153,8 +153,8 @@ def test_rewards_that_a_task_adapts_take_messages():
         return [len(completion[0]["content"]) for completion in completions]
 
     section = RewardSection("<given>:mine", messages=True)
-    (found,) = find_rewards([section], (), TaskRewards(adapt=where_ranked), (), {"mine": mine}).maximised
-    score = make_score({"mine": found.reward}, {}, missing=False)
+    (found,) = resolve_rewards([section], (), TaskRewards(adapt=where_ranked), (), {"mine": mine}).maximised
+    score = make_score({"mine": bind(found, {})}, {}, missing=False)
     rows = [Row(0, "a", {"rank": 1.0}), Row(1, "b", {"rank": float("nan")})]
     values, _ = score(rows, [["x", "xy"], ["", "x"]], None)
     np.testing.assert_array_equal(values[..., 0], [[1, 2], [np.nan, np.nan]])
@@ -164,7 +164,7 @@ def test_a_tasks_own_reward_takes_texts():
     source = TaskRewards({"own": lambda completions: [0.0]})
     sections = make_config(task="text", rewards=[{"name": "own", "messages": True}]).rewards
     with pytest.raises(UserError, match=r"rewards.own.messages: expected false, the task's own rewards take texts"):
-        find_rewards(sections, (), source, ())
+        resolve_rewards(sections, (), source, ())
 
 
 def test_messages_are_no_names_for_columns():

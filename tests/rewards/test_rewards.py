@@ -7,7 +7,7 @@ import pytest
 from support.text_task import ROOT
 
 from grpo_jax import rewards
-from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_options
+from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_arguments
 
 ALL = [one for one in vars(rewards).values() if inspect.isfunction(one) and one.__module__ == rewards.__name__]
 PUBLIC = [one for one in ALL if not one.__name__.startswith("_")]
@@ -17,7 +17,7 @@ def values(reward, texts, answer=None, **options):
     """As a run calls it: with all that there is, options fixed."""
     columns = {} if answer is None else {"answer": answer}
     columns |= {"completion_ids": [list(range(len(text.split()) + 1)) for text in texts], "topic": [None] * len(texts)}
-    bound = with_options(reward, reward.__name__, options)
+    bound = with_arguments(reward, options)
     found = collect_rewards([bound], ["mine"], ["?"] * len(texts), texts, columns, 1)
     return [None if value != value else value for value in found.ravel().tolist()]
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import StageTimeout, StopRun
-from grpo_jax.rollout.binding import TaskRewards, bind, find_rewards
+from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.isolated import isolate
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, event_loop
@@ -182,7 +182,7 @@ def file(tmp_path_factory):
 def test_by_import_path_with_options_and_in_a_process_of_its_own(file):
     for isolated in (False, True):
         section = RewardSection(f"{file}:lengths", options={"size": 2}, isolated=isolated)
-        (wanted,) = find_rewards([section], (), TaskRewards(), ()).maximised
+        (wanted,) = resolve_rewards([section], (), TaskRewards(), ()).maximised
         np.testing.assert_array_equal(collect(bind(wanted, {})), [[2], [4]])
     with pytest.raises(RewardError, match="it raised RuntimeError: the judge is away"):
         collect(isolate(f"{file}:broken", PATIENCE))

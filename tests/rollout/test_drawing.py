@@ -11,14 +11,15 @@ from support.text_task import assert_same_run, rewound, rows, train_here
 
 from grpo_jax.config import make_config
 from grpo_jax.rollout.data import batch_at, further_batch_at
-from grpo_jax.rollout.drawing import Judged, draw
 from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.inputs.encoding import Encoded
-from grpo_jax.runs.iteration import batch_of, sample_batch
+from grpo_jax.rollout.rollout import Judgement, Scheduling
+from grpo_jax.rollout.trainer import Trainer
+from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import objectives_of
 from grpo_jax.runs.several.company import ALONE
 from grpo_jax.sampling.writing import Samples
-from grpo_jax.training.estimators import learning_groups
+from grpo_jax.training.estimators import informative_groups
 
 SIZE, GROUP, STEPS, ROWS = 4, 3, 5, 14
 
@@ -80,33 +81,35 @@ def make_parts(teaches, **algorithm):
     }
     prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
     parts = SimpleNamespace(
-        stopping=lambda: False,
-        config=make_config(values), environment=environment, prompts=prompts, key=jax.random.key(0), timeout=None,
+        config=make_config(values), environment=environment, prompts=prompts, key=jax.random.key(0), trainer=Trainer(),
+        scheduling=lambda chunk_prompts, slot: Scheduling(chunk_prompts),
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
-        policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None), see=None,
-        company=ALONE,
+        policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
+        company=ALONE, task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {})),
     )  # fmt: skip
     return parts, judged
 
 
 def drawn_of(parts, iteration=0):
     """What an iteration draws, as `run_iteration` asks for it."""
-    algorithm = parts.config.algorithm
-    further = algorithm.resample_rounds if algorithm.dead_groups == "resample" else 0
-    return draw(lambda number: sample_batch(parts, None, iteration, number), further=further)
+    return sample_groups(parts, None, iteration)
 
 
-def judged_with(parts, rewards):
-    """An iteration's batch with these rewards [G, N] in each of its groups."""
-    rollout = drawn_of(parts).batch.rollout
-    rewards = np.broadcast_to(np.array(rewards, np.float32), (SIZE, GROUP, 2))
-    objectives = objectives_of(parts, rewards, rollout.samples.mask.sum(-1, dtype=np.int32))
-    teaching = learning_groups(objectives.rewards, objectives.weights, parts.config.algorithm)
-    return Judged(rollout, objectives, np.asarray(teaching))
+def batch_with(parts, episodes, rewards):
+    """The batch of episodes with these rewards [P, G, N], and which groups are informative."""
+    objectives = objectives_of(parts, rewards[:, :, None], episodes.lengths)
+    informative = informative_groups(objectives, parts.config.algorithm)
+    judgement = Judgement(rewards, rewards, episodes.lengths, objectives=objectives, informative=informative)
+    return batch_of(parts, episodes, judgement), informative
 
 
-def ids(judged):
-    return [row.id for row in judged.rollout.rows]
+def learned_from(parts, rewards):
+    """The same of an iteration's batch with rewards [G, N] in each of its groups."""
+    return batch_with(parts, drawn_of(parts)[0], np.broadcast_to(np.array(rewards, np.float32), (SIZE, GROUP, 2)))
+
+
+def ids(episodes):
+    return [row.id for row in episodes.rows]
 
 
 def order(iteration=0):
@@ -115,34 +118,33 @@ def order(iteration=0):
 
 def test_a_batch_that_teaches_is_the_batch():
     parts, judged = make_parts(range(ROWS))
-    drawn = drawn_of(parts, 2)
-    assert ids(drawn.batch) == ids(drawn.first) == list(batch_at(0, 2, batch_size=SIZE, n=ROWS))
-    assert drawn.draws == 1 and len(judged) == 1
-    np.testing.assert_array_equal(drawn.batch.rollout.samples.tokens, drawn.first.rollout.samples.tokens)
+    episodes, _, row = drawn_of(parts, 2)
+    assert ids(episodes) == list(batch_at(0, 2, batch_size=SIZE, n=ROWS))
+    assert row["draws"] == 1 and len(judged) == 1
 
 
 def test_further_prompts_take_the_places_of_dead_groups():
     own, further = order()[:SIZE], order()[SIZE : 2 * SIZE]
     teaches = {own[1], *further[1:]}
     parts, judged = make_parts(teaches)
-    drawn = drawn_of(parts)
-    assert drawn.draws == 2 and judged == [own, further]
-    assert ids(drawn.batch) == [own[1], *further[1:]] and ids(drawn.first) == own
-    assert drawn.batch.rollout.completions[1][0].startswith(f"p{further[1]}:")  # texts went along with their rows
-    assert drawn.batch.rollout.judgement.rewards.shape == (SIZE, GROUP, 2)
-    batch = batch_of(parts, drawn.batch)
-    assert drawn.batch.teaching.all() and batch.mask.any(-1).all()
-    np.testing.assert_array_equal(drawn.batch.objectives.rewards, drawn.batch.rollout.judgement.rewards)
+    episodes, judgement, row = drawn_of(parts)
+    assert row["draws"] == 2 and judged == [own, further]
+    assert ids(episodes) == [own[1], *further[1:]]
+    assert row["reward/a/mean"] == pytest.approx(0.5 / SIZE)  # of the first draw
+    assert episodes.completions[1][0].startswith(f"p{further[1]}:")  # texts went along with their rows
+    batch = batch_of(parts, episodes, judgement)
+    assert judgement.informative.all() and batch.mask.any(-1).all()
+    np.testing.assert_array_equal(judgement.objectives.rewards, judgement.final_rewards)
 
 
 def test_too_few_groups_are_filled_up_with_masked_ones():
     own, further = order()[:SIZE], order()[SIZE:]
     parts, judged = make_parts({own[2], further[0]}, resample_rounds=2)
-    drawn = drawn_of(parts)
-    assert drawn.draws == 3 and len(judged) == 3  # the bound
-    assert ids(drawn.batch) == [own[2], further[0], own[0], own[1]]
-    batch = batch_of(parts, drawn.batch)
-    assert drawn.batch.teaching.tolist() == [True, True, False, False]
+    episodes, judgement, row = drawn_of(parts)
+    assert row["draws"] == 3 and len(judged) == 3  # the bound
+    assert ids(episodes) == [own[2], further[0], own[0], own[1]]
+    batch = batch_of(parts, episodes, judgement)
+    assert judgement.informative.tolist() == [True, True, False, False] and row["groups_kept"] == 2
     np.testing.assert_array_equal(batch.mask.any((1, 2)), [True, True, False, False])
     assert not np.asarray(batch.advantages)[2:].any() and np.asarray(batch.advantages)[:2].any()
 
@@ -153,11 +155,11 @@ def test_the_sum_and_the_objectives_judge_differently():
         parts, _ = make_parts(range(ROWS), advantage=advantage, resample_rounds=1)
         own = order(1)[:SIZE]
         assert any(number % 2 for number in own)
-        drawn = drawn_of(parts, 1)
-        assert drawn.draws == draws, advantage
+        episodes, judgement, row = drawn_of(parts, 1)
+        assert row["draws"] == draws, advantage
         if advantage == "grpo":
-            kept = drawn.batch.teaching.sum()
-            assert all(number % 2 == 0 for number in ids(drawn.batch)[:kept])
+            kept = judgement.informative.sum()
+            assert all(number % 2 == 0 for number in ids(episodes)[:kept])
 
 
 def test_a_prompt_that_comes_again_gets_other_completions():
@@ -177,33 +179,32 @@ def test_a_prompt_that_comes_again_gets_other_completions():
 def test_dropped_groups_are_as_if_they_had_not_been():
     own = order()[:SIZE]
     parts, judged = make_parts(set(own[:2]), dead_groups="drop")
-    drawn = drawn_of(parts)
-    assert drawn.draws == 1 and len(judged) == 1
-    batch = batch_of(parts, drawn.batch)
-    assert drawn.batch.teaching.sum() == 2 and not batch.mask[2:].any() and batch.mask[:2].any((1, 2)).all()
+    episodes, judgement, row = drawn_of(parts)
+    assert row["draws"] == 1 and len(judged) == 1
+    batch = batch_of(parts, episodes, judgement)
+    assert judgement.informative.sum() == 2 and not batch.mask[2:].any() and batch.mask[:2].any((1, 2)).all()
     # whitening sees the two groups alone: their deviation is 1, which the zeros of the others would lower
     alive = np.asarray(batch.advantages)[:2]
     assert alive.std(ddof=1) == pytest.approx(1, abs=1e-3)
     parts, _ = make_parts(set(own[:2]), dead_groups="keep")
-    drawn = drawn_of(parts)
-    kept_zeros = batch_of(parts, drawn.batch)
-    assert drawn.batch.teaching.sum() == 2 and kept_zeros.mask.any((1, 2)).all()
+    episodes, judgement, _ = drawn_of(parts)
+    kept_zeros = batch_of(parts, episodes, judgement)
+    assert judgement.informative.sum() == 2 and kept_zeros.mask.any((1, 2)).all()
     np.testing.assert_array_equal(np.asarray(kept_zeros.advantages)[2:], 0)
     assert np.asarray(kept_zeros.advantages).std(ddof=1) == pytest.approx(1, abs=1e-3)
 
 
 def test_a_completion_without_a_reward_takes_no_part_in_ppo():
     parts, _ = make_parts(range(ROWS), dead_groups="keep", advantage="gae")
-    judged = drawn_of(parts).batch
-    rollout = judged.rollout
-    rollout.judgement.rewards[1, 2] = np.nan  # all of it is missing
-    rollout.judgement.rewards[2, 0, 1] = np.nan  # one of two
-    objectives = objectives_of(parts, rollout.judgement.rewards, rollout.samples.mask.sum(-1))
-    batch = batch_of(parts, judged._replace(objectives=objectives))
+    episodes, judgement, _ = drawn_of(parts)
+    rewards = judgement.final_rewards.copy()
+    rewards[1, 2] = np.nan  # all of it is missing
+    rewards[2, 0, 1] = np.nan  # one of two
+    batch, _ = batch_with(parts, episodes, rewards)
     rows_with_tokens = np.asarray(batch.mask.any(-1))
     assert not rows_with_tokens[1, 2] and rows_with_tokens.sum() == SIZE * GROUP - 1
     assert batch.advantages is None and np.isnan(batch.scores[1, 2])
-    a, b = rollout.judgement.rewards[2].T
+    a, b = rewards[2].T
     assert float(batch.scores[2, 0]) == a[0] + b[1:].mean()
 
 
@@ -213,7 +214,7 @@ def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(a
     parts, _ = make_parts(range(ROWS), dead_groups="keep", advantage=advantage)
 
     def learned(rewards):
-        batch = batch_of(parts, judged_with(parts, rewards))
+        batch, _ = learned_from(parts, rewards)
         return np.asarray(batch.scores if advantage == "gae" else batch.advantages)
 
     whole = np.array([[1, 1], [1, 1], [0, 1]], np.float32)
@@ -233,14 +234,14 @@ def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(a
 
 def test_a_missing_reward_does_not_make_a_dead_group_teach():
     parts, _ = make_parts(range(ROWS), dead_groups="drop", advantage="grpo")
-    judged = judged_with(parts, [[1, 0.1], [1, np.nan], [1, 0.1]])
-    assert not judged.teaching.any() and not batch_of(parts, judged).mask.any()
+    batch, informative = learned_from(parts, [[1, 0.1], [1, np.nan], [1, 0.1]])
+    assert not informative.any() and not batch.mask.any()
 
 
 def test_the_samplers_own_probabilities_travel_only_when_asked_for():
     for cap, there in ((2.0, True), (0.0, False)):
         parts, _ = make_parts(range(ROWS), importance_cap=cap)
-        batch = batch_of(parts, drawn_of(parts).batch)
+        batch = batch_of(parts, *drawn_of(parts)[:2])
         assert (batch.sampler_logprobs is not None) == there
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import StopRun, UserError
-from grpo_jax.rollout.binding import TaskRewards, find_rewards
+from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.isolated import isolate
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
@@ -72,8 +72,8 @@ def file(tmp_path):
 def find(name, *, judges=(), functions=None, source=None, drawn=False, **section):
     given = RewardSection(str(name), isolated=True, **section)
     source = source or TaskRewards()
-    (found,) = find_rewards([given], [], source, judges, functions or {}, drawn=drawn).maximised
-    return found.reward
+    (found,) = resolve_rewards([given], [], source, judges, functions or {}, drawn=drawn).maximised
+    return bind(found, {})
 
 
 def call(reward, **columns):

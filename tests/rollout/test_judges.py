@@ -12,7 +12,7 @@ from bridges.renderers.stable_diffusion_3 import StableDiffusion3
 from bridges.scorers.open_clip import OpenClip
 from grpo_jax.config import RewardSection, make_config
 from grpo_jax.errors import StageError, UserError, guarded
-from grpo_jax.rollout.binding import TaskRewards, Wanted, bind, find_rewards
+from grpo_jax.rollout.binding import ResolvedReward, TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
@@ -40,7 +40,7 @@ def load(tmp_path_factory):
 
 def resolved(*sections):
     source = TaskRewards(REWARDS, conditions=conditioned)
-    return find_rewards(sections, (), source, ("renderer", "scorer")).sections
+    return resolve_rewards(sections, (), source, ("renderer", "scorer")).sections
 
 
 def test_quality_goes_with_alignment_unless_told_otherwise():
@@ -68,7 +68,7 @@ def test_a_rewrite_that_changes_nothing_gains_exactly_nothing(load, cache_megaby
     """Rewrites and the unchanged prompt are drawn from one noise: with the same words, the same picture."""
     judges = load(cache_megabytes)
     render = make_render(judges, CONFIG, baselines=True)
-    score = make_score({"gain": bind(Wanted("gain", alignment_gain, ""), judges)}, {}, missing=False)
+    score = make_score({"gain": bind(ResolvedReward("gain", alignment_gain), judges)}, {}, missing=False)
     texts = [[row.prompt, f"{row.prompt}, painted in oil, dog of red", row.prompt] for row in ROWS]
     pictures = render(ROWS, texts, 5, evaluation)
     rewards, watched = score(ROWS, texts, pictures)
@@ -93,7 +93,7 @@ def test_a_picture_that_cannot_be_drawn_is_missing_or_an_error(load):
     lenient = dataclasses.replace(CONFIG, on_judge_error="missing")
     pictures = make_render(judges, lenient, baselines=True)(ROWS, texts, 0, False)
     rewards = {"alignment": alignment, "faithfulness": Faithfulness()}
-    bound = {name: bind(Wanted(name, reward, ""), judges) for name, reward in rewards.items()}
+    bound = {name: bind(ResolvedReward(name, reward), judges) for name, reward in rewards.items()}
     rewards, watched = make_score(bound, {"seen": bound["alignment"]}, missing=True)(ROWS, texts, pictures)
     assert np.isnan(rewards[..., 0]).all() and np.isnan(watched).all()
     np.testing.assert_array_equal(rewards[..., 1], 0)  # the prompt itself is as faithful as can be

@@ -48,31 +48,31 @@ def updated(parts, batch):
 def test_the_update_is_that_of_groups_with_the_prompt_in_masked_rows(values, judge):
     """Against whole groups that were sampled, their last rows replaced by hand."""
     kept = parts_of(values, sampling=values["sampling"] | {"keep_prompt": KEPT})
-    judged = sample_batch(kept, kept.policy.variables, 0, 0)
-    batch = batch_of(kept, judged)
+    episodes, judgement = sample_batch(kept, kept.policy.variables, 0)
+    batch = batch_of(kept, episodes, judgement)
     whole = parts_of(values)
-    sampled = sample_batch(whole, whole.policy.variables, 0, 0)
+    sampled, sampled_judgement = sample_batch(whole, whole.policy.variables, 0)
     written = GROUP - KEPT
-    texts, prompts = judged.rollout.texts, [row.prompt for row in judged.rollout.rows]
-    assert [group[:written] for group in texts] == [group[:written] for group in sampled.rollout.texts]
+    texts, prompts = episodes.texts, [row.prompt for row in episodes.rows]
+    assert [group[:written] for group in texts] == [group[:written] for group in sampled.texts]
     assert [group[written:] for group in texts] == [[prompt] * KEPT for prompt in prompts]
 
-    wishes = [row.columns["wish"] for row in judged.rollout.rows]
+    wishes = [row.columns["wish"] for row in episodes.rows]
     letters = [
         [sum(c.isalpha() for c in text) / 8 + text.count(wish) for text in group]
         for group, wish in zip(texts, wishes, strict=True)
     ]
     rewards = np.stack([letters, [[-len(text) / 10 for text in group] for group in texts]], axis=-1)
-    np.testing.assert_allclose(judged.rollout.judgement.rewards, rewards, rtol=1e-6)
+    np.testing.assert_allclose(judgement.final_rewards, rewards, rtol=1e-6)
     np.testing.assert_allclose(batch.advantages[:, :written], advantages_of(rewards, written), atol=1e-5)
     alone = advantages_of(rewards[:, :written], written)
     assert np.abs(batch.advantages[:, :written] - alone).max() > 0.1  # the prompt's rewards matter
 
     start = jax.device_get(whole.policy.variables["params"])
-    mask = np.array(sampled.rollout.samples.mask)
+    mask = np.array(sampled.samples.mask)
     mask[:, written:] = False
-    by_hand = sampled.rollout._replace(samples=sampled.rollout.samples._replace(mask=mask))
-    expected = batch_of(whole, sampled._replace(rollout=by_hand))._replace(advantages=batch.advantages)
+    by_hand = sampled._replace(samples=sampled.samples._replace(mask=mask))
+    expected = batch_of(whole, by_hand, sampled_judgement)._replace(advantages=batch.advantages)
     (came, loss), (wanted, wanted_loss) = updated(kept, batch), updated(whole, expected)
     assert loss == pytest.approx(wanted_loss, abs=1e-6)
     moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), came, start)

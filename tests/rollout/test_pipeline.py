@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from grpo_jax.errors import Stopped
-from grpo_jax.rollout.pipeline import Line, Stage, StageError, StageTimeout, at_work, run_pipeline, untimed
+from grpo_jax.rollout.pipeline import Pipeline, Stage, StageError, StageTimeout, at_work, run_pipeline, untimed
 
 PATIENCE = 600.0  # seconds after which a test that should have gone on fails instead of hanging
 
@@ -320,7 +320,7 @@ def test_the_clock_stands_still_where_a_call_has_its_own_limit():
 
 def test_a_slow_judge_does_not_hold_up_the_next_batch():
     """All of it is sampled while the first picture of the one before is still looked at; each stage keeps the order."""
-    line, sampled, order = Line(), threading.Event(), []
+    line, sampled, order = Pipeline(), threading.Event(), []
 
     def stages(batch):
         def sample(chunk):
@@ -339,11 +339,11 @@ def test_a_slow_judge_does_not_hold_up_the_next_batch():
 
     results = {}
 
-    def draw(batch, place):
-        results[batch] = run_pipeline(range(5), stages(batch), place=place)[0]
+    def draw(batch, slot):
+        results[batch] = run_pipeline(range(5), stages(batch), slot=slot)[0]
 
-    threads = [threading.Thread(target=draw, args=(batch, line.place())) for batch in range(2)]
-    for thread in reversed(threads):  # the place decides, not who comes first
+    threads = [threading.Thread(target=draw, args=(batch, line.slot())) for batch in range(2)]
+    for thread in reversed(threads):  # the slot decides, not who comes first
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
@@ -354,16 +354,16 @@ def test_a_slow_judge_does_not_hold_up_the_next_batch():
 
 
 def test_a_batch_behind_one_that_failed_never_begins():
-    line, begun = Line(), []
-    places = [line.place(), line.place()]
+    line, begun = Pipeline(), []
+    slots = [line.slot(), line.slot()]
 
     def fail(chunk):
         raise ValueError("broken")
 
     with pytest.raises(StageError, match="broken"):
-        run_pipeline([0], [Stage("score", fail)], place=places[0])
+        run_pipeline([0], [Stage("score", fail)], slot=slots[0])
     with pytest.raises(Stopped):
-        run_pipeline([0], [Stage("score", begun.append)], place=places[1], stopping=lambda: True)
+        run_pipeline([0], [Stage("score", begun.append)], slot=slots[1], stopping=lambda: True)
     assert not begun
 
 

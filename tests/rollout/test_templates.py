@@ -11,10 +11,10 @@ from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import default_system_prompt
 from grpo_jax.models.hf.tokens import special_ids
-from grpo_jax.rollout.answers import make_say
 from grpo_jax.rollout.episodes import Answer
 from grpo_jax.rollout.inputs.encoding import check_tools, make_encode, plain_rows, tell_system_prompt
 from grpo_jax.rollout.prompts import split_records
+from grpo_jax.rollout.replies import make_encode_answer
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -129,9 +129,11 @@ def test_what_is_not_for_the_template_is_refused(data, message):
 
 def test_answers_between_turns_are_told_the_same():
     tokenizer = templated()
-    named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "most": 99}
-    say = make_say(tokenizer, **named, **DataSection(chat_template_options={"mood": "merry"}).template_options)
-    assert tokenizer.decode(say(Answer("no"), True)).endswith("assistant\nmerry")
+    named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "limit": 99}
+    encode_answer = make_encode_answer(
+        tokenizer, **named, **DataSection(chat_template_options={"mood": "merry"}).template_options
+    )
+    assert tokenizer.decode(encode_answer(Answer("no"), True)).endswith("assistant\nmerry")
 
 
 def test_a_run_asks_with_them_and_names_what_the_template_has_not(place, tmp_path, capsys):

@@ -17,7 +17,7 @@ from support.text_task import aged, rows, train_here
 from grpo_jax import evaluate, make_config, run
 from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import Rewards
+from grpo_jax.rollout.binding import ResolvedRewards
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.turns import turn_measures
@@ -169,11 +169,11 @@ def test_no_two_measures_have_one_name():
         sections = tuple(RewardSection(**one) if isinstance(one, dict) else RewardSection(one) for one in rewards)
         task = {"kind": "text", "environment": "a.py:answers" if turns > 1 else ""}
         config = make_config(task=task, sampling={"turns": turns})
-        require_names(config, Rewards(sections, (), (), tuple(watch)), controls)
+        require_names(config, ResolvedRewards(sections, (), (), tuple(watch)), controls)
 
     names(["a.py:f", "b.py:g", "overlong", "f_gain"], ["a.py:f", "h"], ["blind"])  # watched as it is rewarded
     values = np.ones((2, 1, 3, 1), np.float32)
-    found = turn_measures(Judgement(values[:, :, 0], values[:, :, 0, :0], [], values, values[..., :0]), ["f"])
+    found = turn_measures(Judgement(values, values[..., :0], np.zeros((2, 1), int)), ["f"])
     assert len(found) == 5
     for name in found:
         with pytest.raises(UserError, match=f"rewards.{name}: expected a name that no other measure of the run has"):

@@ -20,7 +20,7 @@ from bridges.scorers.vqa import Vqa
 from grpo_jax.config import make_config
 from grpo_jax.config.named import load_object
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import TaskRewards, bind, find_rewards
+from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.train import main
 
 WAITING = """
@@ -115,14 +115,14 @@ def test_the_plan_counts_them(folder, place, tmp_path, capsys):
 
 def test_a_judge_that_is_no_reward_says_so_before_anything_runs():
     sections = make_config(task="text", rewards=[{"name": "pick"}]).rewards
-    (wanted,) = find_rewards(sections, (), TaskRewards(), ("pick",)).maximised
+    (wanted,) = resolve_rewards(sections, (), TaskRewards(), ("pick",)).maximised
     with pytest.raises(UserError, match=r"pick: judges.pick is no reward by itself; name one that asks it"):
         bind(wanted, {"pick": object()})
     given = make_config(task="text", rewards=[{"name": "pick", "options": {"size": 2}}]).rewards
     with pytest.raises(UserError, match=r"rewards.pick.options: expected arguments of the reward \(it has none\)"):
-        find_rewards(given, (), TaskRewards(), ("pick",))
+        resolve_rewards(given, (), TaskRewards(), ("pick",))
     with pytest.raises(UserError, match="got 'pikc'"):
-        find_rewards(make_config(task="text", rewards=[{"name": "pikc"}]).rewards, (), TaskRewards(), ("pick",))
+        resolve_rewards(make_config(task="text", rewards=[{"name": "pikc"}]).rewards, (), TaskRewards(), ("pick",))
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["of a model that is known", "of one that is not"])

@@ -14,7 +14,7 @@ from support.vision.folders import seeing_folder  # noqa: E402
 from bridges.scorers.vqa import Vqa  # noqa: E402
 from grpo_jax.config import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
-from grpo_jax.rollout.binding import TaskRewards, bind, find_rewards  # noqa: E402
+from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards  # noqa: E402
 from grpo_jax.rollout.rewards import RewardError, collect_rewards  # noqa: E402
 from grpo_jax.tasks.picture_rewards import REWARDS  # noqa: E402
 
@@ -72,7 +72,7 @@ def test_an_answer_of_several_tokens_is_read_whole(folder):
 def reward(name, judge):
     """A reward of the picture tasks as a run binds it."""
     sections = make_config(task="text", rewards=[{"name": name}]).rewards
-    (wanted,) = find_rewards(sections, (), TaskRewards(REWARDS), ("scorer", "vqa")).maximised
+    (wanted,) = resolve_rewards(sections, (), TaskRewards(REWARDS), ("scorer", "vqa")).maximised
     return bind(wanted, {"scorer": object(), "vqa": judge})
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import TaskRewards, find_rewards
+from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.data import repeat_rows
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.rewards import RewardError, as_list, as_values, collect_rewards
@@ -17,8 +17,8 @@ PROMPTS, TEXTS = ["1+1", "1+1", "2+3", "2+3"], ["2", "3", "5", "four"]
 
 def load_reward(path):
     """The function that a config's reward of this name is."""
-    (found,) = find_rewards([RewardSection(path)], [], TaskRewards(), ()).maximised
-    return found.reward
+    (found,) = resolve_rewards([RewardSection(path)], [], TaskRewards(), ()).maximised
+    return bind(found, {})
 
 
 def call(function, *, columns=None, on_error="raise", names=("mine",)):

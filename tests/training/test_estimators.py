@@ -13,7 +13,7 @@ from grpo_jax.training.estimators import (
     OVERLONG,
     Objectives,
     estimate_advantages,
-    learning_groups,
+    groups_that_vary,
     make_objectives,
     signal_metrics,
 )
@@ -98,9 +98,9 @@ def opposed():
 def test_gdpo_keeps_groups_that_the_sum_would_lose(opposed):
     for advantage, expected in (("gdpo", [True, False, True]), ("grpo", [False, False, True])):
         section = AlgorithmSection(advantage=advantage)
-        assert learning_groups(opposed, (1.0, 1.0), section).tolist() == expected, advantage
+        assert groups_that_vary(opposed, (1.0, 1.0), section).tolist() == expected, advantage
     section = AlgorithmSection(advantage="gdpo")  # an objective that does not count does not teach
-    assert learning_groups(opposed.at[0, :, 1].set(3.0), (0.0, 1.0), section).tolist() == [False, False, True]
+    assert groups_that_vary(opposed.at[0, :, 1].set(3.0), (0.0, 1.0), section).tolist() == [False, False, True]
 
 
 def test_what_the_sum_cannot_tell_apart_is_counted(opposed):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from grpo_jax.errors import StopRun, UserError
-from grpo_jax.rollout.answers import collect_answers
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Turn
 from grpo_jax.rollout.isolated import isolate, isolate_environment
+from grpo_jax.rollout.replies import collect_answers
 from grpo_jax.rollout.rewards import collect_rewards
 
 ENVIRONMENT = """

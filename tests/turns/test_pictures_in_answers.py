@@ -65,21 +65,21 @@ def played(request, tmp_path_factory):
     parts = load_parts(configured(folder), lambda *_: None, prompts=make_prompt_set(RECORDS))
     moved = partial(jax.tree.map, lambda leaf: leaf + 0.02 * jnp.cos(jnp.arange(leaf.size).reshape(leaf.shape)))
     variables = moved(parts.policy.variables)
-    judged = sample_batch(parts, variables, 0, 0)
-    return parts, variables, judged, batch_of(parts, judged)
+    episodes, judgement = sample_batch(parts, variables, 0)
+    return parts, variables, episodes, batch_of(parts, episodes, judgement)
 
 
 def test_pictures_stand_in_the_stream_as_their_tokens(played):
-    parts, _, judged, batch = played
+    parts, _, episodes, batch = played
     image = parts.policy.config.vision.image_token
-    samples = judged.rollout.samples
-    for p, row in enumerate(judged.rollout.rows):
+    samples = episodes.samples
+    for p, row in enumerate(episodes.rows):
         for g in range(2):
-            grid = np.asarray(batch.answers.grid)[p, g].reshape(-1, 2)
+            grid = np.asarray(batch.pictures["answers"].grid)[p, g].reshape(-1, 2)
             assert (samples.tokens[p, g] == image).sum() == grid.prod(-1).sum()
             assert (grid.prod(-1) > 0).sum() == {0: 2, 1: 4, 2: 0}[row.id % 3]
             assert not samples.mask[p, g][samples.tokens[p, g] == image].any()
-    assert batch.packing is None and isinstance(batch.answers, PictureStates)
+    assert batch.packing is None and isinstance(batch.pictures["answers"], PictureStates)
 
 
 def test_the_updates_logprobs_are_the_samplers(played):
@@ -89,10 +89,12 @@ def test_the_updates_logprobs_are_the_samplers(played):
     forward = make_forward(parts.policy, temperature=1.0, allowed_tokens=jnp.asarray(allowed))
     came = np.asarray(forward(variables, batch).logprobs)
     np.testing.assert_allclose(came[mask], np.asarray(batch.rollout_logprobs)[mask], atol=5e-5)
-    other = batch._replace(answers=jax.tree.map(lambda array: array[:, ::-1], batch.answers))
+    other = batch._replace(
+        pictures=batch.pictures | {"answers": jax.tree.map(lambda array: array[:, ::-1], batch.pictures["answers"])}
+    )
     moved = np.abs(np.where(mask, forward(variables, other).logprobs, 0) - np.where(mask, came, 0))
     later = mask & (np.asarray(batch.turn) > 0)
-    pictured = np.array([row.id % 3 != 2 for row in played[2].rollout.rows])
+    pictured = np.array([row.id % 3 != 2 for row in played[2].rows])
     assert (moved * later).max(axis=(1, 2))[pictured].min() > 1e-3  # what the other completion saw says something else
     assert (moved * (mask & ~later)).max() == 0
 
@@ -106,8 +108,8 @@ def beside(a, b):
 
 def test_it_is_the_long_prompts_logprobs_and_gradients(played):
     """Each turn behind all that stood before it, prompt's pictures and answers' together, as a prompt of its own."""
-    parts, variables, judged, batch = played
-    policy, samples = parts.policy, judged.rollout.samples
+    parts, variables, episodes, batch = played
+    policy, samples = parts.policy, episodes.samples
     width = batch.tokens.shape[-1]
     apart = []
     for p, g in np.ndindex(3, 2):
@@ -122,8 +124,8 @@ def test_it_is_the_long_prompts_logprobs_and_gradients(played):
     for row, (*_, before, after, _) in enumerate(apart):
         prompts[row, longest - len(before) :], prompt_mask[row, longest - len(before) :] = before, True
         tokens[row, 0, : len(after)], mask[row, 0, : len(after)] = after, True
-    flat = jax.tree.map(lambda array: array.reshape(6, *array.shape[2:]), batch.answers)
-    shown = jax.tree.map(lambda array: jnp.repeat(array, 2, axis=0), batch.pictures)
+    flat = jax.tree.map(lambda array: array.reshape(6, *array.shape[2:]), batch.pictures["answers"])
+    shown = jax.tree.map(lambda array: jnp.repeat(array, 2, axis=0), batch.pictures["pictures"])
     joined = jax.tree.map(beside, shown, flat)
     params = {"params": variables["params"]}
     rest = {name: tree for name, tree in variables.items() if name != "params"}
@@ -151,9 +153,9 @@ def test_pictures_that_nobody_would_look_at_are_refused(tmp_path):
     prompts = make_prompt_set([{"prompt": word} for word in ("one", "two", "three")])
     blind = load_parts(configured(folder, environment=f"{folder}/mine.py:drawn"), lambda *_: None, prompts=prompts)
     with pytest.raises(StageError, match=r"vision tower is not loaded \(task.pictures\)"):
-        sample_batch(blind, blind.policy.variables, 0, 0)
+        sample_batch(blind, blind.policy.variables, 0)
     config = configured(folder, environment=f"{folder}/mine.py:drawn", pictures=True)
     seeing = load_parts(config, lambda *_: None, prompts=prompts)
-    rollout = sample_batch(seeing, seeing.policy.variables, 0, 0).rollout
-    assert rollout.answers is not None and rollout.pictures is None
-    assert all(len(episode.turns) == 3 for group in rollout.episodes for episode in group)
+    episodes, _ = sample_batch(seeing, seeing.policy.variables, 0)
+    assert set(episodes.pictures) == {"answers"}
+    assert all(len(episode.turns) == 3 for group in episodes.episodes for episode in group)

@@ -25,8 +25,8 @@ def judged():
     turns = np.full((4, 1, 3, 2), nan, np.float32)
     for p, episode in enumerate(VALUES):
         turns[p, 0, : len(episode)] = episode
-    ends = np.array([[episode[-1]] for episode in VALUES], np.float32)
-    return Judgement(ends[..., :1], ends[..., 1:], [], turns[..., :1], turns[..., 1:])
+    last = np.array([[len(episode) - 1] for episode in VALUES])
+    return Judgement(turns[..., :1], turns[..., 1:], last)
 
 
 def mean(values):
@@ -59,14 +59,16 @@ def test_measures_of_turns_are_those_of_a_loop():
 
 
 def test_one_turn_has_no_measures_of_turns():
-    assert turn_measures(Judgement(np.zeros((2, 1, 1)), np.zeros((2, 1, 0)), []), ["share"]) == {}
+    assert (
+        turn_measures(Judgement(np.zeros((2, 1, 1, 1)), np.zeros((2, 1, 1, 0)), np.zeros((2, 1), int)), ["share"]) == {}
+    )
     names = ("share", "share_peak")  # two rewards
     assert turns_table({name: {"before": 0.5, "after": 1.0} for name in names}) is None
 
 
 def test_nobody_was_right_at_first():
     turns = np.zeros((2, 1, 2, 1), np.float32)
-    came = turn_measures(Judgement(turns[:, :, -1], turns[:, :, -1, :0], [], turns, turns[..., :0]), ["share"])
+    came = turn_measures(Judgement(turns, turns[..., :0], np.ones((2, 1), int)), ["share"])
     assert math.isnan(came["share_kept"]) and came["share_peak"] == 0
 
 

@@ -18,10 +18,9 @@ from typing import Any
 import jax
 
 from grpo_jax.errors import ABANDONED, Stopped
-from grpo_jax.rollout.drawing import Drawn
-from grpo_jax.rollout.pipeline import Line, Place
+from grpo_jax.rollout.pipeline import Pipeline, Slot
 from grpo_jax.rollout.watchdog import unseen_interrupts_end
-from grpo_jax.runs.iteration import Iteration, Learner, draw_batch, learn
+from grpo_jax.runs.iteration import Iteration, Learner, Sampled, learn, sample_groups
 from grpo_jax.runs.parts import Parts
 from grpo_jax.training.state import Behind, TrainState, frozen_behind, left_behind, release, variables_behind
 
@@ -41,8 +40,10 @@ class Ahead:
         """Nothing is on its way yet."""
         config = parts.config
         self._parts = parts._replace(stopping=lambda: self._closed or parts.stopping())
-        self._line = Line() if config.sampling.turns == 1 and config.algorithm.dead_groups != "resample" else None
-        self._drawn: dict[int, Future[Drawn]] = {}
+        self._pipeline = (
+            Pipeline() if config.sampling.turns == 1 and config.algorithm.dead_groups != "resample" else None
+        )
+        self._drawn: dict[int, Future[Sampled]] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
         self._frozen: Any = None  # on the sampler's own device
@@ -62,14 +63,14 @@ class Ahead:
             if self._frozen is None:
                 self._frozen = jax.device_put(frozen_behind(state), device)
             variables = {**variables, **self._frozen}
-        drawn: Future[Drawn] = Future()
-        place, before = (None, [*self._drawn.values()]) if self._line is None else (self._line.place(), [])
-        given = (drawn, before, iteration, variables, place)
+        drawn: Future[Sampled] = Future()
+        slot, before = (None, [*self._drawn.values()]) if self._pipeline is None else (self._pipeline.slot(), [])
+        given = (drawn, before, iteration, variables, slot)
         thread = threading.Thread(target=self._draw, args=given, name="sample ahead", daemon=True)
         self._drawn[iteration], self._threads[iteration] = drawn, thread
         thread.start()
 
-    def take(self, iteration: int) -> Drawn:
+    def take(self, iteration: int) -> Sampled:
         """The batch of an iteration, once it is judged; raises what ended it."""
         drawn = self._drawn[iteration]
         self._await([drawn])
@@ -92,20 +93,20 @@ class Ahead:
         self._drawn.clear()
         self._threads.clear()
 
-    def _await(self, drawn: list[Future[Drawn]]) -> None:
+    def _await(self, drawn: list[Future[Sampled]]) -> None:
         with unseen_interrupts_end():
             while wait(drawn, _POLL_SECONDS).not_done:
                 pass
 
     def _draw(
-        self, drawn: Future[Drawn], before: list[Future[Drawn]], iteration: int, variables: Any, place: Place | None
+        self, drawn: Future[Sampled], before: list[Future[Sampled]], iteration: int, variables: Any, slot: Slot | None
     ) -> None:
         """The life of a batch's thread."""
         try:
             while wait(before, _POLL_SECONDS).not_done:
                 if self._parts.stopping():
                     raise Stopped
-            drawn.set_result(draw_batch(self._parts, variables, iteration, place))
+            drawn.set_result(sample_groups(self._parts, variables, iteration, slot))
         except BaseException as error:  # told where the batch is taken
             drawn.set_exception(error)
 

@@ -308,7 +308,7 @@ def policy_ranks(name: str, judgements: Mapping[str, Judgement], *, fused: bool 
 
 
 def _remembered(judgement: Judgement, measure: int, column: str) -> dict[str, Any]:
-    ranks = judgement.watched[:, 0, measure].tolist()
+    ranks = judgement.final_watched[:, 0, measure].tolist()
     if column not in judgement.columns:
         return {"rank": ranks}
     items, times = np.unique([item for first in judgement.columns[column] for item in first], return_counts=True)

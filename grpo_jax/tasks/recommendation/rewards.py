@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.rollout.rewards import accepted_arguments, as_list, finished
+from grpo_jax.rollout.rewards import MESSAGES, accepted_arguments, as_list, asking_for_messages, asks, finished
 from grpo_jax.tasks.recommendation import metrics
 
 Reward = Callable[..., list[float | None]]
@@ -72,7 +72,7 @@ def where_ranked(reward: Reward) -> Reward:
         reward: Called with the lists of those completions alone; not at all if there are none.
     """
 
-    @functools.wraps(reward)
+    @functools.wraps(reward, updated=())
     def ranked(completions: Sequence[str], rank: Sequence[float], **columns: Any) -> list[float | None]:
         ranked_rows = [i for i, value in enumerate(rank) if not np.isnan(value)]
         values: list[Any] = [None] * len(rank)
@@ -89,6 +89,8 @@ def where_ranked(reward: Reward) -> Reward:
 
     # What is called is this function: it takes every column, whatever the reward names.
     del ranked.__wrapped__
+    if asks(reward, MESSAGES[0]):
+        ranked.__signature__ = asking_for_messages(ranked)
     return ranked
 
 

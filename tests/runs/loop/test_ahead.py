@@ -125,20 +125,20 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     }
 
     state = first.state
-    samples = sample_batch(parts, variables_behind(state, state.behind), 1, 0).rollout
-    batch = Batch(samples.prompt_tokens, samples.prompt_mask, samples.samples.tokens, samples.samples.mask)
+    episodes, judgement = sample_batch(parts, variables_behind(state, state.behind), 1)
+    samples = episodes.samples
+    batch = Batch(episodes.prompt_tokens, episodes.prompt_mask, samples.tokens, samples.mask)
     forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))
-    logprobs, mask = np.asarray(forward(state.variables, batch).logprobs), samples.samples.mask
+    logprobs, mask = np.asarray(forward(state.variables, batch).logprobs), samples.mask
     ratios = [
-        np.exp(float(new) - float(old))
-        for new, old in zip(logprobs[mask], samples.samples.sampler_logprobs[mask], strict=True)
+        np.exp(float(new) - float(old)) for new, old in zip(logprobs[mask], samples.sampler_logprobs[mask], strict=True)
     ]
     second = iterate_ahead(parts, learner, ahead, state, 1)
     ahead.close()
     assert second.row["importance_weight"] == pytest.approx(np.mean([min(ratio, 1.02) for ratio in ratios]), rel=1e-4)
     clipped = np.mean([ratio >= 1.02 for ratio in ratios])
     assert 0.05 < clipped < 0.95 and second.row["importance_clipped"] == pytest.approx(clipped, abs=0.02)
-    np.testing.assert_array_equal(second.rewards, samples.judgement.rewards)
+    np.testing.assert_array_equal(second.rewards, judgement.final_rewards)
 
 
 @pytest.mark.wide

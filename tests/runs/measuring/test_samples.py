@@ -59,13 +59,12 @@ def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
     config = run_config(run)
     by_hand = dataclasses.replace(config.sampling, group_size=COUNT, keep_prompt=0, temperature=0.7, top_k=50)
     parts = load_parts(dataclasses.replace(config, sampling=by_hand), lambda *_: None)
-    rollout = collect(
+    _, judgement = collect(
         *(parts.environment, parts.samplers.training, parts.policy.variables, parts.test_rows),
         key=parts.key,
-        iteration=0,
-        evaluation=True,
+        iteration=None,
     )
-    letters, brief = np.moveaxis(rollout.judgement.rewards.astype(float), -1, 0)
+    letters, brief = np.moveaxis(judgement.final_rewards.astype(float), -1, 0)
     summary = json.loads((run / "summary.json").read_text())
     samples, measures = summary["samples"], summary["samples"]["measures"]
     assert (samples["k"], samples["temperature"], samples["top_k"], samples["threshold"]) == (COUNT, 0.7, 50, LOW)

@@ -10,7 +10,7 @@ import threading
 from types import SimpleNamespace
 
 from grpo_jax.rollout import pipeline
-from grpo_jax.rollout.pipeline import Line, Stage, run_pipeline
+from grpo_jax.rollout.pipeline import Pipeline, Stage, run_pipeline
 
 PATIENCE = 60  # seconds; only a mistake takes that long
 
@@ -92,7 +92,7 @@ def ends_of_iterations(seconds, update, sizes, *, lag, follows, iterations, monk
     clock = Clock()
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "threading", SimpleNamespace(Thread=clock.thread, Condition=clock.condition))
-        line, done, changed, ends = Line() if lag and follows else None, [0], clock.condition(), []
+        line, done, changed, ends = Pipeline() if lag and follows else None, [0], clock.condition(), []
 
         def stage(number, unit):
             def work(chunk):
@@ -101,11 +101,11 @@ def ends_of_iterations(seconds, update, sizes, *, lag, follows, iterations, monk
 
             return Stage(f"stage {number}", work, unbounded=number == 0)
 
-        def batch(number, place):
-            if place is None:
+        def batch(number, slot):
+            if slot is None:
                 with changed:
                     changed.wait_for(lambda: done[0] == number)
-            run_pipeline(sizes, [stage(*of) for of in enumerate(seconds)], place=place)
+            run_pipeline(sizes, [stage(*of) for of in enumerate(seconds)], slot=slot)
             with changed:
                 done[0] += 1
                 changed.notify_all()
@@ -113,7 +113,7 @@ def ends_of_iterations(seconds, update, sizes, *, lag, follows, iterations, monk
         begun = 0
         for iteration in range(iterations):
             while begun <= min(iteration + lag, iterations - 1):
-                clock.thread(target=batch, args=(begun, line.place() if line else None), daemon=True).start()
+                clock.thread(target=batch, args=(begun, line.slot() if line else None), daemon=True).start()
                 begun += 1
             with changed:
                 changed.wait_for(lambda iteration=iteration: done[0] > iteration)

@@ -17,7 +17,7 @@ from grpo_jax.config import RewardSection, make_config, to_yaml
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.recommend import main as recommend_main
-from grpo_jax.rollout.binding import bind, find_rewards
+from grpo_jax.rollout.binding import bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.runs.checkpoint.manifest import seal
@@ -283,7 +283,7 @@ def data(folder):
 def test_no_rank_is_no_reward_and_never_a_number(data):
     """Of the first of two texts the retriever said nothing."""
     rows = [Row(1, "a", {"target_row": 0, "history": (1,), "excluded": (1,)})]
-    found = find_rewards([RewardSection("ndcg"), RewardSection("soft")], ["hr@5"], data.rewards, ())
+    found = resolve_rewards([RewardSection("ndcg"), RewardSection("soft")], ["hr@5"], data.rewards, ())
     rewards, watched = ({one.name: bind(one, {}) for one in some} for some in (found.maximised, found.watched))
     answer = reward_columns(np.array([np.nan, 3.0]), np.array([np.nan, 0.3], np.float32))
     score = make_score(rewards, watched, missing=False, columns_of=lambda completions, columns: answer)
@@ -316,7 +316,7 @@ def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):
 @pytest.mark.parametrize("name", ["hr", "hr@", "ndcg@0", "mrr@²", "ndcg@" + "9" * 5000, "mrr@x", "recall@5"])
 def test_a_watched_measure_must_be_known(name, data):
     with pytest.raises(UserError, match=f"watch: expected .* hr@10, .*; got '{name}'"):
-        find_rewards([RewardSection("ndcg")], [name], data.rewards, ())
+        resolve_rewards([RewardSection("ndcg")], [name], data.rewards, ())
 
 
 def test_what_does_not_go_together_is_said_before_anything_loads(folder):

@@ -83,7 +83,9 @@ def test_a_ranking_leaves_the_history_out_and_puts_what_is_not_listed_last():
     columns = ranking_columns(items, None, rows, numbers, np.zeros((3, 4)))
     assert columns[LISTED_RANK] == [2, 6, 2]  # a target in the history stays, but nobody is told to take it again
     assert columns[LISTED_FIRST] == [[4, 2], [1, 2, 3], [0, 1, 2]]
-    judgement = Judgement(np.zeros((3, 1, 1)), np.array([[[2.0]], [[6.0]], [[2.0]]]), [], columns=columns)
+    judgement = Judgement(
+        np.zeros((3, 1, 1, 1)), np.array([2.0, 6.0, 2.0]).reshape(3, 1, 1, 1), np.zeros((3, 1), int), columns
+    )
     found = policy_ranks("before", {"greedy": judgement, "oracle": judgement})
     assert found == {"before": {"rank": [2, 6, 2], "recommended": [0, 1, 2, 3, 4], "times": [1, 2, 3, 1, 1]}}
     assert json.loads(json.dumps(found)) == found  # goes into checkpoints

@@ -128,8 +128,6 @@ class PolicySection:
             a frozen one are policy.lora.vision.
         lora: Low-rank adapters.
         mesh: Several devices.
-        sampler_devices: Where batches are sampled ahead (training.lag 1; docs/scaling.md): "shared", where the policy
-            learns; "own", on one device more, with a copy of all weights.
     """
 
     path: str = ""
@@ -142,12 +140,6 @@ class PolicySection:
     vision: Literal["frozen", "train"] = "frozen"
     lora: LoraSection = field(default_factory=LoraSection)
     mesh: MeshSection = may_change(default_factory=MeshSection)
-    sampler_devices: Literal["shared", "own"] = may_change("shared")
-
-    @property
-    def devices(self) -> int:
-        """How many it takes."""
-        return self.mesh.size + (self.sampler_devices == "own")
 
     def __post_init__(self) -> None:
         """Check what cannot be together."""

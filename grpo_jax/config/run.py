@@ -178,8 +178,6 @@ class Config:
         policy, training, parts = self.policy, self.training, self.policy.mesh.fsdp
         alone = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
         require(alone, "policy.quantised", "none without policy.lora, or over a mesh", policy.quantised)
-        shared = policy.sampler_devices == "shared" or (training.lag > 0 and policy.mesh.size == 1)
-        require(shared, "policy.sampler_devices", "shared without training.lag 1, or over a mesh", "own")
         rows, horizon = training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
         steady = self.ppo.kl_target == 0 or rows <= horizon
         require(steady, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)
@@ -244,7 +242,20 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"task: expected the name of a task, got {shown(task)}")
     kind = find_task(task[KEY])
     refuse_renamed(values, kind.renamed)
-    return merged(kind.defaults, values, {"task": task})
+    return merged(kind.defaults, _without_sampler_devices(values), {"task": task})
+
+
+def _without_sampler_devices(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Config files of earlier versions without a field that is gone."""
+    policy = values.get("policy")
+    if not isinstance(policy, Mapping) or "sampler_devices" not in policy:
+        return values
+    if policy["sampler_devices"] != "shared":
+        raise UserError(
+            "policy.sampler_devices: expected no such field, the sampler always shares the policy's devices; "
+            f"got {shown(policy['sampler_devices'])}"
+        )
+    return {**values, "policy": {name: value for name, value in policy.items() if name != "sampler_devices"}}
 
 
 def refuse_renamed(values: Mapping[str, Any], renamed: Mapping[str, str]) -> None:

@@ -106,7 +106,7 @@ def _narrow_base(config: Config) -> Change | None:
 
 def _mesh(config: Config, parts: int) -> Change | None:
     prompts = config.training.prompts_per_batch // config.training.minibatches
-    if config.policy.devices > 1 or parts < 2 or prompts % parts:
+    if config.policy.mesh.size > 1 or parts < 2 or prompts % parts:
         return None
     # A micro-batch must have a prompt for each part.
     training = dataclasses.replace(config.training, accumulation=min(config.training.accumulation, prompts // parts))

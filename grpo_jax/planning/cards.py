@@ -22,7 +22,6 @@ RUNTIME = GIB // 2
 FREE = 0.05
 """Of a device, left for what does not fit between other things."""
 _RUNTIME = "runtime"
-SAMPLER = "policy, sampling ahead"  # of policy.sampler_devices own
 
 
 class Line(NamedTuple):
@@ -89,7 +88,6 @@ class Planner:
         cards = {name: Card(name, _capacity(name, self._gib), {}) for name in names}
         lines = {POLICY: policy_lines(config, self.policy(config))}
         lines |= {name: judge_lines(judge) for name, judge in config.judges.items()}
-        lines[SAMPLER] = sampler_lines(config, self.policy(config))
         for part, where in places.items():
             for name in where:
                 cards[name].parts[part] = lines[part]
@@ -114,7 +112,7 @@ def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
 
     A judge that is elsewhere takes no part in them, and what its actors take of this machine is not a card's.
     """
-    size, placement = config.policy.devices, own_package("bridges", "placement")
+    size, placement = config.policy.mesh.size, own_package("bridges", "placement")
     requests = config.requests
     away = {name: requests.pop(name) for name in config.elsewhere}
     for name, where in away.items():
@@ -125,11 +123,7 @@ def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
         if requests[POLICY] == "auto" and size > 1:
             requests[POLICY] = ",".join(f"gpu:{card}" for card in range(size))
         found, _ = placement.resolve(requests, count)
-    places = {name: tuple(where.split(",")) for name, where in {**found, **away}.items()}
-    if config.policy.sampler_devices == "own":
-        *learns, samples = places[POLICY]
-        places |= {POLICY: tuple(learns) or (samples,), SAMPLER: (samples,)}
-    return places
+    return {name: tuple(where.split(",")) for name, where in {**found, **away}.items()}
 
 
 def _capacity(name: str, gib: tuple[float, ...]) -> int:
@@ -164,11 +158,6 @@ def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
         Line("update: gradients", memory.gradients, "float32", update),
         Line("update: activations", memory.update, f"{limit}; remat: {section.remat}", update),
     ]
-
-
-def sampler_lines(config: Config, memory: PolicyMemory) -> list[Line]:
-    """What samples ahead on a device of its own."""
-    return [Line("parameters", memory.weights, "a copy"), *_sampling_lines(config, memory, True)]
 
 
 def _sampling_lines(config: Config, memory: PolicyMemory, counted: bool) -> list[Line]:

@@ -53,8 +53,7 @@ class PolicyMemory(NamedTuple):
         gradients: Of the trained ones, float32.
         update: What the update takes beside them: activations, logits of a chunk of tokens, the optimizer's steps.
         widened: Compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds.
-        behind: The copy of the trained ones that samples ahead (training.lag); 0 where the newest sample, and where it
-            lies on a device of its own.
+        behind: The copy of the trained ones that samples ahead (training.lag); 0 where the newest sample.
     """
 
     parameters: int
@@ -114,7 +113,7 @@ def policy_memory(
     trained = trained_weights(state.variables)
     same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
     wide = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **same)) if widened else config
-    gradients, beside = tree_bytes(trained), config.training.lag > 0 and config.policy.sampler_devices == "shared"
+    gradients, beside = tree_bytes(trained), config.training.lag > 0
     apart = _layers_bytes(state_shapes(wide, model, mesh, pictures=shown is not None))
     # Where they differ in type, the head is cast once for a whole program.
     casts = weight_dtype(config) != config.policy.compute_dtype and widened

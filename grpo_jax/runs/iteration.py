@@ -60,7 +60,7 @@ def make_learner(parts: Parts) -> Learner:
     iterations = iterations_in_all(config.training, len(parts.prompts.train))
     brief = LearningBrief(iterations, config.training.accumulation, parts.allowed_tokens, parts.trie)
     company.lead("learning", lambda brief: None)(brief)
-    return led_learner(config, parts.policy, brief, company, parts.sampler_device)
+    return led_learner(config, parts.policy, brief, company)
 
 
 def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: int) -> Iteration:

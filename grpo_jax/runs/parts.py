@@ -61,7 +61,6 @@ class Parts(NamedTuple):
         devices: Name of the device of each part.
         trainer: The run as rewards see it.
         stopping: Whether a stop was asked for.
-        sampler_device: Where batches are sampled ahead; None for where the policy learns.
         company: The processes of the run.
     """
 
@@ -77,7 +76,6 @@ class Parts(NamedTuple):
     devices: dict[str, str]
     trainer: Trainer
     stopping: Callable[[], bool] = lambda: False
-    sampler_device: jax.Device | None = None
     company: Company = ALONE
 
     @property
@@ -153,8 +151,6 @@ def load_parts(
         say("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
     pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
-    blind = config.policy.sampler_devices == "shared" or not pictures
-    require(blind, "policy.sampler_devices", "shared for a policy that is shown pictures", "own")
     check_tools(config.data, rows)
     folder = hf.read_folder(policy_folder(config))
     encode = make_encode(
@@ -206,7 +202,6 @@ def load_parts(
         else {POLICY: listed(devices)},
         trainer=trainer,
         stopping=stopping,
-        sampler_device=devices[-1] if config.policy.sampler_devices == "own" else None,
         company=company,
     )
 

@@ -156,9 +156,7 @@ def run_config(run_dir: str | Path) -> Config:
     if not isinstance(config, Config):
         name = to_dict(config)["task"]["kind"]
         raise UserError(f"{run_dir}: a {name} run has no language policy; its results are in summary.json")
-    # Training alone samples elsewhere; and the folder may have moved since.
-    policy = dataclasses.replace(config.policy, sampler_devices="shared")
-    return dataclasses.replace(config, policy=policy, run_dir=str(run_dir))
+    return dataclasses.replace(config, run_dir=str(run_dir))  # the folder may have moved since
 
 
 def restore_policy(

@@ -162,19 +162,14 @@ def refresh_reference(state: TrainState) -> TrainState:
     return state._replace(reference=jax.tree.map(jnp.array, state.variables[name]))
 
 
-def left_behind(state: TrainState, device: Any = None) -> Behind:
-    """The policy as it stands, in arrays of its own that no update touches, where it is or on another device."""
+def left_behind(state: TrainState) -> Behind:
+    """The policy as it stands, in arrays of its own that no update touches."""
     weights = state.variables[policy_collection(state.variables)]
-    copied = jax.tree.map(jnp.array, weights) if device is None else jax.device_put(weights, device)
-    return Behind(jnp.array(state.step), copied)
-
-
-def frozen_behind(state: TrainState) -> dict[str, Tree]:
-    """What the policy that samples ahead shares with the one that learns; a value head is of no use to it."""
-    learned = trained_collections(state.variables)
-    return {name: tree for name, tree in state.variables.items() if name not in learned}
+    return Behind(jnp.array(state.step), jax.tree.map(jnp.array, weights))
 
 
 def variables_behind(state: TrainState, behind: Behind) -> dict[str, Tree]:
-    """The variables of the policy that samples ahead, where it shares the device of the one that learns."""
-    return {**frozen_behind(state), policy_collection(state.variables): behind.weights}
+    """The variables of the policy that samples ahead; a value head is of no use to it."""
+    learned = trained_collections(state.variables)
+    frozen = {name: tree for name, tree in state.variables.items() if name not in learned}
+    return {**frozen, policy_collection(state.variables): behind.weights}

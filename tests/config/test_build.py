@@ -183,7 +183,7 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
         "TrainingSection": memory
         | {"max_steps", "num_epochs", "save_every", "keep_checkpoints", "keep_gib", "max_hours"}
         | {"early_stopping_patience"},
-        "PolicySection": {"remat", "mesh", "sampler_devices"},
+        "PolicySection": {"remat", "mesh"},
         "EvaluationSection": {"gallery"},
         "RewardSection": {"isolated"},
         "StableDiffusion3": {"batch_size", "cache_megabytes"},

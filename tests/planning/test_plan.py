@@ -364,7 +364,7 @@ def test_peak_counts_the_larger_of_sampling_and_update():
     assert memory._replace(behind=50).peak == 130 + 50 + 6 + 9  # sampling ahead: both at once
 
 
-def test_a_policy_that_samples_ahead_is_a_copy_here_or_on_a_card_of_its_own(not_compiled):
+def test_a_policy_that_samples_ahead_is_a_copy(not_compiled):
     config, model = of_tiny("--training.lag=1")
     memory = policy_memory(config, model)
     assert memory.behind == memory.weights > 0  # all weights are trained
@@ -372,10 +372,3 @@ def test_a_policy_that_samples_ahead_is_a_copy_here_or_on_a_card_of_its_own(not_
     assert 0 < policy_memory(adapters, model).behind < memory.behind / 2
     lines = cards.policy_lines(config, memory)
     assert sum(line.bytes for line in lines) == memory.peak and all(line.counted for line in lines)
-
-    config, model = of_tiny("--training.lag=1", "--policy.sampler_devices=own")
-    memory = policy_memory(config, model)
-    learns, samples, judges = cards.Planner(model, (16.0, 16.0, 16.0)).cards(config)
-    assert memory.behind == 0 and learns.needed == memory.peak + cards.RUNTIME
-    assert samples.needed == memory.weights + memory.to_sample + cards.RUNTIME
-    assert "policy" in learns.parts and not {"policy", "renderer"} & samples.parts.keys() and "renderer" in judges.parts

@@ -15,14 +15,12 @@ import time
 from concurrent.futures import Future, wait
 from typing import Any
 
-import jax
-
 from grpo_jax.errors import ABANDONED, Stopped
 from grpo_jax.rollout.pipeline import Pipeline, Slot
 from grpo_jax.rollout.watchdog import unseen_interrupts_end
 from grpo_jax.runs.iteration import Iteration, Learner, Sampled, learn, sample_groups
 from grpo_jax.runs.parts import Parts
-from grpo_jax.training.state import Behind, TrainState, frozen_behind, left_behind, release, variables_behind
+from grpo_jax.training.state import Behind, TrainState, left_behind, release, variables_behind
 
 _POLL_SECONDS = 0.5  # how often who waits looks up where a signal does not wake it
 _GRACE_SECONDS = 5.0  # how long batches that nobody wants any more are waited for
@@ -46,23 +44,18 @@ class Ahead:
         self._drawn: dict[int, Future[Sampled]] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
-        self._frozen: Any = None  # on the sampler's own device
 
     def begin(self, iteration: int, state: TrainState, behind: Behind) -> None:
         """Begins the batch of an iteration, unless it is on its way already.
 
         Args:
             iteration: From 0; the one behind that which was begun last.
-            state: Its frozen weights are shared, or copied once where the sampler has a device of its own.
+            state: Its frozen weights are shared.
             behind: The policy that samples; nobody may free it before the batch is taken.
         """
         if iteration in self._drawn:
             return
-        variables, device = variables_behind(state, behind), self._parts.sampler_device
-        if device is not None:
-            if self._frozen is None:
-                self._frozen = jax.device_put(frozen_behind(state), device)
-            variables = {**variables, **self._frozen}
+        variables = variables_behind(state, behind)
         drawn: Future[Sampled] = Future()
         slot, before = (None, [*self._drawn.values()]) if self._pipeline is None else (self._pipeline.slot(), [])
         given = (drawn, before, iteration, variables, slot)
@@ -124,7 +117,7 @@ def iterate_ahead(parts: Parts, learner: Learner, ahead: Ahead, state: TrainStat
     started, behind = time.monotonic(), state.behind
     assert behind is not None  # `Learner.start` and checkpoints have it
     ahead.begin(iteration, state, behind)  # the first of this process; others are on their way
-    now = left_behind(state, parts.sampler_device)
+    now = left_behind(state)
     if iteration + 1 < learner.iterations:
         ahead.begin(iteration + 1, state, now)
     drawn = ahead.take(iteration)

@@ -59,9 +59,7 @@ class Learner(NamedTuple):
     refresh: Callable[[TrainState], TrainState]
 
 
-def led_learner(
-    config: Config, policy: Policy, brief: LearningBrief, company: Company, sampler_device: jax.Device | None = None
-) -> Learner:
+def led_learner(config: Config, policy: Policy, brief: LearningBrief, company: Company) -> Learner:
     """The learner, whose functions are those of all processes.
 
     Args:
@@ -69,7 +67,6 @@ def led_learner(
         policy: Its policy.
         brief: What follows from the data.
         company: The processes.
-        sampler_device: Where batches are sampled ahead; None for where the policy learns.
     """
     iterations = brief.iterations
     training = dataclasses.replace(config.training, accumulation=brief.accumulation)
@@ -105,7 +102,7 @@ def led_learner(
             take_over=True,
         )
         state = settled(shard(state, policy.mesh))
-        return state._replace(behind=left_behind(state, sampler_device)) if config.training.lag else state
+        return state._replace(behind=left_behind(state)) if config.training.lag else state
 
     def learn_from(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, Any]]:
         return update(state, shard_batch(batch, policy.mesh), key)

@@ -27,7 +27,7 @@ def place_parts(config: Config, say: Say, *, processes: int = 1) -> dict[str, st
     placement = own_package("bridges", "placement")
     requests = config.requests
     away = {name: requests.pop(name) for name in config.elsewhere}
-    places, notes = placement.place(requests, policy_count=config.policy.devices // processes)
+    places, notes = placement.place(requests, policy_count=config.policy.mesh.size // processes)
     for note in [*(notes if config.judges else ()), *placement.prepare_jax(places)]:
         say("devices", note)
     return {**places, **away}
@@ -36,13 +36,13 @@ def place_parts(config: Config, say: Say, *, processes: int = 1) -> dict[str, st
 def place_policy(config: Config, *, processes: int) -> dict[str, str]:
     """The same for a process that has the policy alone."""
     placement = own_package("bridges", "placement")
-    places, _ = placement.place({POLICY: config.requests[POLICY]}, policy_count=config.policy.devices // processes)
+    places, _ = placement.place({POLICY: config.requests[POLICY]}, policy_count=config.policy.mesh.size // processes)
     placement.prepare_jax(places)
     return places
 
 
 def policy_devices(places: Mapping[str, str], section: PolicySection, *, processes: int = 1) -> list[jax.Device]:
-    """The JAX devices of the policy, as many as its mesh takes, and behind them its sampler's own.
+    """The JAX devices of the policy, as many as its mesh takes.
 
     Of several processes: those in the same places in each, one process after the other.
 
@@ -50,15 +50,12 @@ def policy_devices(places: Mapping[str, str], section: PolicySection, *, process
         UserError: There are too few, or this is not the only process of its machine: all of them would take the same.
     """
     devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
-    wanted = section.devices // processes
+    wanted = mesh.size // processes
     if len(devices) < wanted:
-        wants = f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes"
-        smaller = "make the mesh smaller (evaluate: --mesh FSDP TENSOR)"
-        if section.sampler_devices == "own":
-            wants, smaller = "policy.sampler_devices: own takes", "name two in devices.policy, or say shared"
         each = f" in each of {processes} processes" if processes > 1 else ""
         raise UserError(
-            f"{wants} {wanted} devices{each}, but the policy has {len(devices)} ({listed(devices)}); {smaller}; "
+            f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes {wanted} devices{each}, but the policy has "
+            f"{len(devices)} ({listed(devices)}); make the mesh smaller (evaluate: --mesh FSDP TENSOR); "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} shows JAX that many on a CPU, for a trial"
         )
     if processes == 1:

@@ -1,7 +1,6 @@
 """Sampling ahead: the same however long anything takes, told and corrected for what it is: off-policy by one batch."""
 
 import json
-import os
 import threading
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 import yaml
 from support.imports import ROOT
 from support.stopping import stopped_after
-from support.text_task import assert_same_run, rows, train
+from support.text_task import assert_same_run, rows
 
 from grpo_jax.config import AlgorithmSection, make_config
 from grpo_jax.config.command_line import parse
@@ -185,15 +184,6 @@ def test_episodes_of_several_turns(tmp_path):
     assert [row["staleness"] for row in rows(tmp_path / "run")] == [0, 1, 1]
 
 
-def test_a_sampler_on_a_device_of_its_own_samples_the_same(config, place, finished, tmp_path, monkeypatch):
-    """A process that sees two devices writes what one device does."""
-    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2")
-    run, given = tmp_path / "run", place._replace(config=config)
-    done = train(given, run, "--policy.sampler_devices=own", "--training.save_every=2", judge="work:0")
-    assert done.returncode == 0, done.stderr
-    assert_same_run(run, finished)
-
-
 def test_without_a_weight_the_ratio_is_taken_against_the_sampler(config):
     """Lag 1 with importance_cap 0: PPO's own ratio then spans the batch that lies between."""
     section, training = AlgorithmSection(importance_cap=0), make_config(task="text", training={"lag": 1}).training
@@ -214,17 +204,9 @@ def test_what_cannot_be():
         for lag, cap in ((0, None), (1, None), (1, 0), (0, 3))
     ]
     assert caps == [0, 2, 0, 3]
-    for section in ({"training": {}}, {"training": {"lag": 1}, "mesh": {"fsdp": 2}}):
-        policy = {"sampler_devices": "own", "mesh": section.pop("mesh", {})}
-        with pytest.raises(UserError, match="expected shared without training"):
-            make_config(task="text", policy=policy, **section)
-
-
-def test_a_device_that_is_not_there_is_one_line(config, tmp_path, capsys):
-    words = ["--config", str(config), f"--run_dir={tmp_path / 'run'}", "--policy.sampler_devices=own"]
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "policy.sampler_devices: own takes 2 devices, but the policy has 1" in error
+    assert make_config(task="text", policy={"sampler_devices": "shared"}) == make_config(task="text")
+    with pytest.raises(UserError, match=r"policy.sampler_devices: expected no such field, .*; got 'own'"):
+        make_config(task="text", policy={"sampler_devices": "own"})
 
 
 def test_a_copy_is_not_what_an_update_frees(config):

@@ -13,9 +13,8 @@ from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import PromptSet
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.tasks.picture_rewards import REWARDS, conditioned
-from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, miniature_prompts, picture_prompts
+from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, make_render, miniature_prompts, picture_prompts
 from grpo_jax.tasks.prompt_enhancement.compositional import compositional_records
-from grpo_jax.tasks.rendering import make_render
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, oracle_column
 
 COMPOSITIONAL = "compositional"

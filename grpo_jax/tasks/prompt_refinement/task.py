@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import Row, noise_seed
+from grpo_jax.rollout.episodes import Answer, Episode, Respond
 from grpo_jax.tasks.picture_rewards import REWARDS, conditioned
-from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, miniature_prompts, picture_prompts
-from grpo_jax.tasks.prompt_refinement.answers import INSTRUCTION, Shown, make_respond
-from grpo_jax.tasks.rendering import make_render
+from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, make_render, miniature_prompts, picture_prompts
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, TurnEnvironment, oracle_column
+
+Shown = Literal["drawn", "none", "other"]
+
+INSTRUCTION = (
+    "This picture was drawn from your prompt. What the user asked for: {prompt}\n"
+    "Write a better prompt that mends what is wrong. Answer with the prompt alone."
+)
 
 CONTROLS: Mapping[str, Shown] = {"blind": "none", "wrong": "other"}
 """What the policy is shown between two turns where it is measured otherwise than trained, by the measure's ending."""
@@ -74,10 +80,38 @@ class PromptRefinement(PictureTask):
         )
 
 
+def make_respond(instruction: str, shown: Shown) -> Respond:
+    """Return respond(rows, episodes) → the picture just drawn and the instruction.
+
+    Args:
+        instruction: What is said; "{prompt}" stands for the user's prompt.
+        shown: The picture "drawn" last, "none", or that of an "other" prompt, the next in the list that there is.
+    """
+
+    def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer]:
+        drawn = [episode.last.image for episode in episodes]
+        pictures = {"drawn": lambda: drawn, "none": lambda: [None] * len(drawn), "other": lambda: others(rows, drawn)}
+        return [
+            Answer(instruction.replace("{prompt}", row.prompt), () if picture is None else (picture,))
+            for row, picture in zip(rows, pictures[shown](), strict=True)
+        ]
+
+    return respond
+
+
+def others(rows: Sequence[Row], pictures: Sequence[Any]) -> list[Any]:
+    """Return for each row the picture of the next other prompt, cyclically; None where there is none."""
+    following = []
+    for index, row in enumerate(rows):
+        after = (other % len(rows) for other in range(index + 1, index + len(rows)))
+        following.append(next((pictures[i] for i in after if rows[i].id != row.id and pictures[i] is not None), None))
+    return following
+
+
 def _oracle(rows: Sequence[Row], config: Config) -> dict[str, list[str]]:
     """The best text for each row; a renderer that does not draw what it is told says itself what that is."""
-    known = getattr(config.judges["renderer"], "oracle", None)
-    if known is None or any("requested" not in row.columns for row in rows):
+    oracle = getattr(config.judges["renderer"], "oracle", None)
+    if oracle is None or any("requested" not in row.columns for row in rows):
         return oracle_column(rows)
     seeds = [noise_seed(config.seed, 0, row.id, evaluation=True) for row in rows]
-    return {"oracle": [known(row.columns["requested"], seed) for row, seed in zip(rows, seeds, strict=True)]}
+    return {"oracle": [oracle(row.columns["requested"], seed) for row, seed in zip(rows, seeds, strict=True)]}

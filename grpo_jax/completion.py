@@ -72,8 +72,8 @@ def read_words(commands: Sequence[str]) -> Words:
     """All words: the fields of every task that ships with the package, with its own judges."""
     from grpo_jax.config.build import complete
     from grpo_jax.config.command_line import FLAGS, shipped_configs
+    from grpo_jax.config.help import choices_of, clause, sections_of
     from grpo_jax.config.named import built_in_names
-    from grpo_jax.config.options import choices_of, clause, sections_of
     from grpo_jax.config.run import TASKS, find_task, with_defaults
     from grpo_jax.planning import MEMORY, PLAN
 

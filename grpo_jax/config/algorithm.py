@@ -79,37 +79,21 @@ class AlgorithmSection:
         check_ranges(self, "algorithm")
         cap = self.importance_cap
         require(not cap or cap >= 1, "algorithm.importance_cap", "null, 0 or a number >= 1", cap)
-        require(
-            self.turn_advantage == "last" or not self.learns_values,
-            "algorithm.turn_advantage",
-            "'last' with advantage 'gae'",
-            self.turn_advantage,
-        )
-        require(
-            self.scale is None or self.advantage == "grpo",
-            "algorithm.scale",
-            f"null with advantage {self.advantage!r}, which has a scale of its own",
-            self.scale,
-        )
-        require(
-            self.dead_groups == "keep" or self.compares_groups,
-            "algorithm.dead_groups",
-            f"'keep' with advantage {self.advantage!r}, which compares no groups",
-            self.dead_groups,
-        )
-        require(
-            not (self.kl_corrected and self.kl_straight_through),
-            "algorithm.kl_straight_through",
-            "false with kl_corrected",
-            self.kl_straight_through,
-        )
-        for name in ("clip_low", "clip_high"):
-            require(
-                getattr(self, name) is None or self.preset not in ("cispo", "sapo"),
-                f"algorithm.{name}",
-                f"null with preset {self.preset!r}, which has no clip bounds",
-                getattr(self, name),
-            )
+        by_turn = self.turn_advantage == "last" or not self.learns_values
+        require(by_turn, "algorithm.turn_advantage", "'last' with advantage 'gae'", self.turn_advantage)
+        scaled = self.scale is None or self.advantage == "grpo"
+        own_scale = f"null with advantage {self.advantage!r}, which has a scale of its own"
+        require(scaled, "algorithm.scale", own_scale, self.scale)
+        grouped = self.dead_groups == "keep" or self.compares_groups
+        no_groups = f"'keep' with advantage {self.advantage!r}, which compares no groups"
+        require(grouped, "algorithm.dead_groups", no_groups, self.dead_groups)
+        one_gradient = not (self.kl_corrected and self.kl_straight_through)
+        require(one_gradient, "algorithm.kl_straight_through", "false with kl_corrected", self.kl_straight_through)
+        if self.preset in ("cispo", "sapo"):
+            for name in ("clip_low", "clip_high"):
+                bound = getattr(self, name)
+                unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
+                require(bound is None, f"algorithm.{name}", unbounded, bound)
 
     @property
     def learns_values(self) -> bool:
@@ -153,9 +137,5 @@ class PPOSection:
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_ranges(self, "ppo")
-        require(
-            self.kl_target == 0 or self.kl_coef > 0,
-            "ppo.kl_coef",
-            "a number > 0 to start from when there is a kl_target",
-            self.kl_coef,
-        )
+        steerable = self.kl_target == 0 or self.kl_coef > 0
+        require(steerable, "ppo.kl_coef", "a number > 0 to start from when there is a kl_target", self.kl_coef)

@@ -13,17 +13,24 @@ import functools
 import json
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
-from grpo_jax.config.fields import CLASSES, MAY_CHANGE
-from grpo_jax.config.files import checked, read_yaml
+from grpo_jax.config.fields import CLASSES, MAY_CHANGE, default_of, is_section, join, members_of
+from grpo_jax.config.files import Values, checked, read_yaml
 from grpo_jax.config.named import KEY, class_name, find_class, shared_holder
-from grpo_jax.config.options import default_of, is_section, join, members_of, sections_of
 from grpo_jax.config.other_names import TRL
 from grpo_jax.errors import UserError, said, shown
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Section = TypeVar("Section", bound="DataclassInstance")
+_UnknownField = Callable[[str, str, object, list[str]], str]
+"""(section, key, value, names of the section's fields) → the line about a key that the section has not."""
 
 _LIST_WIDTH = 155  # characters of an error line
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
@@ -62,7 +69,7 @@ class RawArgument(str):
 # --------------------------------------------------------------------------------------------------- one plain shape
 
 
-def complete(kind: type, values: Mapping[str, Any], name: str = "") -> dict[str, Any]:
+def complete(kind: type, values: Values, name: str = "") -> dict[str, Any]:
     """Return plain values of all fields of a dataclass in one shape: the given ones, unknown ones too, and defaults.
 
     Raises:
@@ -71,26 +78,37 @@ def complete(kind: type, values: Mapping[str, Any], name: str = "") -> dict[str,
     if not isinstance(values, Mapping):
         raise UserError(f"{said(name)}: expected a mapping of fields, got {shown(values)}")
     hints = get_type_hints(kind)
-    result = {}
+    result: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
-        value = values[field.name] if field.name in values else default_of(field)
-        if value is not dataclasses.MISSING:
-            plain = _plain_named if CLASSES in field.metadata else _plain
-            result[field.name] = plain(hints[field.name], value, join(name, field.name), field)
+        where = join(name, field.name)
+        value = values.get(field.name, default_of(field))
+        if value is dataclasses.MISSING:
+            continue
+        if CLASSES not in field.metadata:
+            result[field.name] = _plain(hints[field.name], value, where)
+        elif get_origin(hints[field.name]) is not dict:
+            result[field.name] = _plain_object(field, value, where)
+        else:
+            objects = value.read(where) if isinstance(value, RawArgument) else value
+            if not isinstance(objects, Mapping):
+                raise UserError(f"{where}: expected a mapping, got {shown(objects)}")
+            result[field.name] = {
+                str(key): _plain_object(field, entry, join(where, str(key))) for key, entry in objects.items()
+            }
     return result | {str(key): value for key, value in values.items() if key not in result}
 
 
-def _plain(hint: Any, value: Any, name: str, _: Any = None) -> Any:
+def _plain(hint: Any, value: Any, name: str) -> Any:
     """Return a value as the plain data that pydantic reads its type from.
 
     A section may be null, a list of sections be given as texts, and a number as text, as YAML reads 1e-6.
     """
     if isinstance(value, RawArgument):
         value = _read_argument(hint, value, name)
-    members = members_of(hint)
     if is_section(hint):
         value = to_dict(value) if isinstance(value, hint) else {} if value is None else value
         return complete(hint, value, name) if isinstance(value, Mapping) else value
+    members = members_of(hint)
     inner = next((get_args(member)[-1] for member in members if get_origin(member) in (list, dict)), Any)
     value = _spelled_out(inner, value)
     if isinstance(value, Mapping):
@@ -144,31 +162,19 @@ def _read_argument(hint: Any, text: RawArgument, name: str) -> Any:
     return [str(text)]
 
 
-def _plain_named(hint: Any, value: Any, name: str, field: dataclasses.Field) -> dict[str, Any]:
-    """Return plain values of the object of a field, or of its mapping of objects, with the names of their classes."""
-    if get_origin(hint) is dict:
-        value = value.read(name) if isinstance(value, RawArgument) else value
-        if not isinstance(value, Mapping):
-            raise UserError(f"{name}: expected a mapping, got {shown(value)}")
-        return {str(key): _plain_named(Any, entry, join(name, str(key)), field) for key, entry in value.items()}
+def _plain_object(field: dataclasses.Field, value: Any, name: str) -> dict[str, Any]:
+    """Return the plain values of an object, with the name of its class."""
     if dataclasses.is_dataclass(value):
         return _nested(_object_leaves(field, value, ()))
     value = {KEY: str(value)} if isinstance(value, str) else value
     if not isinstance(value, Mapping) or KEY not in value:
         raise UserError(f"{name}.{KEY}: expected the name of a class, package.module:Class or file.py:Class")
-    kind, values, shared = _split(field, value, name)
-    names = [one.name for one in dataclasses.fields(kind)]
-    holder = shared_holder(field)
-    names += [one.name for one in dataclasses.fields(holder.section)] if holder else []
-    for key in values:
-        require_known(str(key), names, name)
-    more = complete(holder.section, shared, name) if holder and shared else {}
-    return {KEY: value[KEY], **complete(kind, values, name), **more}
+    kind, own, shared = _split(field, value, name)
+    more = complete(shared_holder(field).section, shared, name) if shared else {}
+    return {KEY: value[KEY], **complete(kind, own, name), **more}
 
 
-def _split(
-    field: dataclasses.Field, value: Mapping[str, Any], name: str
-) -> tuple[type, dict[str, Any], dict[str, Any]]:
+def _split(field: dataclasses.Field, value: Values, name: str) -> tuple[type, dict[str, Any], dict[str, Any]]:
     """Return the class that a mapping names, its values, and those of the section beside it, if there is one.
 
     Raises:
@@ -191,7 +197,7 @@ def _split(
 # ---------------------------------------------------------------------------------------------------- to dataclasses
 
 
-def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
+def build(kind: type[Section], values: Values, name: str = "") -> Section:
     """Make a dataclass of nested plain values; those that are such dataclasses already are taken as they are.
 
     Args:
@@ -203,133 +209,133 @@ def build(kind: type, values: Mapping[str, Any], name: str = "") -> Any:
         UserError: An unknown or missing field, a value of another type, or one out of range: a line for each.
     """
     values = complete(kind, values, name)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+
+    def unknown(section: str, key: str, value: object, names: list[str]) -> str:
+        return no_such_field(key, names, section) if name else _unknown(kind, values, join(section, key), value, names)
+
+    return _make(kind, values, name, unknown)
+
+
+def _make(kind: type[Section], values: Values, name: str, unknown: _UnknownField) -> Section:
+    if not isinstance(values, Mapping):
+        raise UserError(f"{name}: expected a mapping of fields, got {shown(values)}")
     hints = get_type_hints(kind, include_extras=True)
-    mistakes = [_unknown_field(kind, values, name, name, key, values[key]) for key in values if key not in fields]
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    mistakes = [unknown(name, key, value, [*fields]) for key, value in values.items() if key not in fields]
+    misspelt = {line.rpartition("did you mean ")[2] for line in mistakes}
     arguments = {}
     for key, field in fields.items():
-        dotted = join(name, key)
+        where = join(name, key)
+        if key not in values:
+            if f"{where}?" not in misspelt:
+                mistakes.append(f"{where}: expected a value, it has no default")
+            continue
         try:
-            if key not in values:
-                raise UserError(f"{dotted}: expected a value, it has no default")
-            if CLASSES not in field.metadata:
-                arguments[key] = validate(hints[key], values[key])
-            elif get_origin(hints[key]) is dict:
-                arguments[key] = {one: _object(field, entry, join(dotted, one)) for one, entry in values[key].items()}
-            else:
-                arguments[key] = _object(field, values[key], dotted)
+            arguments[key] = _value(field, hints[key], values[key], where, unknown)
         except UserError as error:
             mistakes += error.args
-        except ValidationError as error:
-            mistakes += describe(error, values[key], dotted, functools.partial(_unknown_field, kind, values, name))
     if mistakes:
         raise UserError(*mistakes)
-    return kind(**arguments)
-
-
-def _object(field: dataclasses.Field, value: Mapping[str, Any], name: str) -> Any:
-    kind, values, shared = _split(field, value, name)
     try:
-        made = build(kind, values, name)
-        holder = shared_holder(field)
-        return holder(made, build(holder.section, shared, name), name) if holder and shared else made
+        return kind(**arguments)
+    except ValueError as error:  # of a user's own section
+        raise UserError(f"{name}: {error}" if name else str(error)) from error
+
+
+def _value(field: dataclasses.Field, hint: Any, value: Any, name: str, unknown: _UnknownField) -> Any:
+    if CLASSES in field.metadata and get_origin(hint) is dict:
+        return {key: _object(field, entry, join(name, key)) for key, entry in value.items()}
+    if CLASSES in field.metadata:
+        return _object(field, value, name)
+    if is_section(hint):
+        return _make(hint, value, name, unknown)
+    if get_origin(hint) is list and is_section(get_args(hint)[0]) and isinstance(value, list):
+        entries = []
+        mistakes: list[str] = []
+        for place, entry in enumerate(value):
+            try:
+                entries.append(_make(get_args(hint)[0], entry, f"{name}[{place}]", unknown))
+            except UserError as error:
+                mistakes += error.args
+        if mistakes:
+            raise UserError(*mistakes)
+        return entries
+    return typed(hint, value, name)
+
+
+def _object(field: dataclasses.Field, value: Values, name: str) -> Any:
+    kind, values, shared = _split(field, value, name)
+    holder = shared_holder(field)
+    beside = [one.name for one in dataclasses.fields(holder.section)] if holder else []
+
+    def unknown(section: str, key: str, _: object, names: list[str]) -> str:
+        return no_such_field(key, names + beside if section == name else names, section)
+
+    try:
+        made = _make(kind, values, name, unknown)
+        return holder(made, build(holder.section, shared, name), name) if shared else made
     except UserError as error:  # the class names its own fields; what it is called here it does not know
         raise UserError(*(line if line.startswith(name) else f"{name}.{line}" for line in error.args)) from error
 
 
-def validate(hint: Any, value: Any) -> Any:
+def typed(hint: Any, value: Any, name: str) -> Any:
     """Return plain data as a value of a type, strictly: no text is a number, no number is text.
 
     Raises:
-        ValidationError: It is none; `describe` says it in lines.
-    """
-    return _adapter(hint).validate_json(json.dumps(value, default=shown))
-
-
-def typed(hint: Any, value: Any, name: str) -> Any:
-    """Return plain data as a value of a type that has no sections.
-
-    Raises:
-        UserError: It is none.
+        UserError: It is none; a line for each mistake that pydantic finds: where, what was expected, what came.
     """
     try:
-        return validate(hint, value)
+        return _adapter(hint).validate_json(json.dumps(value, default=shown))
     except ValidationError as error:
-        raise UserError(*describe(error, value, name)) from error
+        lines: dict[str, str] = {}
+        for mistake in error.errors(include_url=False):
+            where = name
+            inner = value
+            for part in mistake["loc"]:
+                if isinstance(part, int):
+                    where = f"{where}[{part}]"
+                    inner = inner[part]
+                elif isinstance(inner, Mapping) and part in inner:  # else a member of a union
+                    where = join(where, part)
+                    inner = inner[part]
+            # Of the members of a union, what the first one says.
+            lines.setdefault(where, f"{where}: expected {_expected(mistake)}, got {shown(mistake['input'])}")
+        raise UserError(*lines.values()) from error
 
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter:
-    # pydantic hands a config on to dataclasses inside a type, and refuses one for a dataclass itself
-    return TypeAdapter(hint | None if is_section(hint) else hint, config=_STRICT)
+    return TypeAdapter(hint, config=_STRICT)
 
 
-def describe(error: ValidationError, value: Any, name: str, unknown: Any = None) -> list[str]:
-    """Return a line for each mistake that pydantic found: where, what was expected, what came.
-
-    Args:
-        error: What it raised.
-        value: The data.
-        name: What they are called.
-        unknown: (section, key, value) → the line about a name that a section has not.
-    """
-    lines: dict[str, str] = {}
-    for mistake in error.errors(include_url=False):
-        where, section, inner = name, name, value
-        reason, came = mistake["type"], mistake["input"]
-        for part in mistake["loc"]:
-            if isinstance(part, str) and not (isinstance(inner, Mapping) and (part in inner or reason == "missing")):
-                continue  # a member of a union
-            section = where
-            where = f"{where}[{part}]" if isinstance(part, int) else join(where, part)
-            inner = inner[part] if isinstance(part, int) else inner.get(part)
-        if reason == "unexpected_keyword_argument":
-            line = unknown(section, mistake["loc"][-1], came)
-        elif reason == "missing":
-            line = f"{where}: expected a value, it has no default"
-        elif reason == "value_error":  # of the user's own section
-            line = f"{where}: {mistake['ctx']['error']}"
-        else:
-            line = f"{where}: expected {_expected(mistake)}, got {shown(came)}"
-        lines.setdefault(where, line)  # of the members of a union, what the first one says
-    misspelt = [where for where in lines if any(line.endswith(f"did you mean {where}?") for line in lines.values())]
-    return [line for where, line in lines.items() if where not in misspelt]
-
-
-def _expected(mistake: Any) -> str:
-    reason, came = mistake["type"], mistake["input"]
-    if reason == "literal_error":
-        choices = re.findall(r"'([^']*)'|(\d+)", mistake["ctx"]["expected"])
-        names = [text or number for text, number in choices]
-        near = difflib.get_close_matches(str(came), names, n=1)
-        return f"one of {', '.join(names)}" + (f" (did you mean {near[0]}?)" if near else "")
-    expected = _EXPECTED.get(reason, mistake["msg"].removeprefix("Input should be "))
-    if reason == "list_type" and isinstance(came, str | int | float):
-        expected += f", such as [{came}]"
+def _expected(mistake: ErrorDetails) -> str:
     limits = mistake.get("ctx", {})
+    if mistake["type"] == "literal_error":
+        choices = re.findall(r"'([^']*)'|(\d+)", limits["expected"])
+        names = [text or number for text, number in choices]
+        near = difflib.get_close_matches(str(mistake["input"]), names, n=1)
+        return f"one of {', '.join(names)}" + (f" (did you mean {near[0]}?)" if near else "")
+    expected = _EXPECTED.get(mistake["type"], mistake["msg"].removeprefix("Input should be "))
+    if mistake["type"] == "list_type" and isinstance(mistake["input"], str | int | float):
+        expected += f", such as [{mistake['input']}]"
     return expected.format(
         **{name: f"{limit:.12g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
     )
 
 
-def _unknown_field(kind: type, values: Mapping[str, Any], name: str, section: str, key: str, value: Any) -> str:
-    """Return the line about a name that a section has not.
+def _unknown(kind: type, values: Values, name: str, value: object, siblings: list[str]) -> str:
+    """Return the line about a field that a whole config has not.
 
-    In a whole config it says where TRL's field of that name has its place, or which section has a field of that name.
+    It says where TRL's field of that name has its place, or which section has a field of that name.
     """
-    classes = {one.name: values[one.name] for one in dataclasses.fields(kind) if CLASSES in one.metadata}
-    options = [option for part in sections_of(kind, complete(kind, classes, name), name) for option in part.options]
-    prefix = re.sub(r"\[\d+]", "[]", f"{section}." if section else "")
-    inside = [option.name.removeprefix(prefix) for option in options if option.name.startswith(prefix)]
-    siblings = [*dict.fromkeys(inner.partition(".")[0].removesuffix("[]") for inner in inside)]
-    if name:
-        return no_such_field(key, siblings, section)
+    classes = {field.name: values[field.name] for field in dataclasses.fields(kind) if CLASSES in field.metadata}
+    names = [place.removesuffix(f".{KEY}") for place in flat(complete(kind, classes))]
+    section, _, key = name.rpartition(".")
     path = [key]
     while isinstance(value, Mapping) and value:  # to the first field that is meant
         inner, value = next(iter(value.items()))
         path.append(str(inner))
-    names = [option.name for option in options if option.is_argument]
-    same = [one for one in names if one.rpartition(".")[2] == path[-1]]
+    same = [place for place in names if place.rpartition(".")[2] == path[-1]]
     dotted = join(section, *path)
     for part in reversed(path):
         place = TRL.get(part)

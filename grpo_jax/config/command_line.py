@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.config.build import RawArgument, build, complete, listed, merged, to_yaml
-from grpo_jax.config.files import DEEPEST, LONGEST, read_text, read_yaml, require_text
+from grpo_jax.config.files import DEEPEST, LONGEST, Values, read_text, read_yaml, require_text
 from grpo_jax.config.help import show_help
 from grpo_jax.config.named import KEY
 from grpo_jax.config.run import find_task, refuse_renamed, with_defaults
@@ -186,7 +186,7 @@ def _without_value(argument: str) -> str:
     return f"{said(argument)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")
 
 
-def _with_class(values: Mapping[str, Any], place: Sequence[str], kind: str) -> dict[str, Any]:
+def _with_class(values: Values, place: Sequence[str], kind: str) -> dict[str, Any]:
     """Return values with the class at a place; where another stood, its fields go with it."""
     first, *rest = place
     inner = values.get(first) or {}
@@ -197,7 +197,7 @@ def _with_class(values: Mapping[str, Any], place: Sequence[str], kind: str) -> d
     return {**values, first: {**(inner if same else {}), KEY: kind}}
 
 
-def _assigned(values: dict[str, Any], assignments: Sequence[tuple[str, RawArgument]], task: Any) -> dict[str, Any]:
+def _assigned(values: dict[str, Any], assignments: Sequence[tuple[str, RawArgument]], task: type) -> dict[str, Any]:
     """Return values with those of the arguments in their places.
 
     Raises:
@@ -207,25 +207,24 @@ def _assigned(values: dict[str, Any], assignments: Sequence[tuple[str, RawArgume
     resets = getattr(task.config, "resets", {})
     for name, _ in assignments:
         values = merged(values, resets.get(name, {}))
-    in_lists = [_leads_into_list(values, name.split(".")) for name, _ in assignments]
-    for in_list in (False, True):
-        if in_list and any(in_lists):  # of lists that may have been given as one argument
-            values = complete(task.config, values)
-        for (name, text), inside in zip(assignments, in_lists, strict=True):
-            if inside == in_list:
-                values = _placed(values, name.removesuffix("+").split("."), text, adding=name.endswith("+"))
+    whole = [(name, text) for name, text in assignments if not _leads_into_list(values, name.split("."))]
+    parts = [assignment for assignment in assignments if assignment not in whole]
+    for name, text in whole:
+        values = _placed(values, name.removesuffix("+").split("."), text, adding=name.endswith("+"))
+    if parts:  # of lists that may have been given as one argument
+        values = complete(task.config, values)
+    for name, text in parts:
+        values = _placed(values, name.removesuffix("+").split("."), text, adding=name.endswith("+"))
     return values
 
 
-def _leads_into_list(values: Any, path: Sequence[str]) -> bool:
+def _leads_into_list(values: object, path: Sequence[str]) -> bool:
     if not path or isinstance(values, list):
         return bool(path)
     return isinstance(values, Mapping) and _leads_into_list(values.get(path[0]), path[1:])
 
 
-def _placed(
-    values: Mapping[str, Any], path: Sequence[str], text: RawArgument, *, adding: bool = False
-) -> dict[str, Any]:
+def _placed(values: Values, path: Sequence[str], text: RawArgument, *, adding: bool = False) -> dict[str, Any]:
     """Return values with an argument at a place; a section changes the fields it names, `adding` extends a list."""
     first, *rest = path
     below = values.get(first)
@@ -246,8 +245,8 @@ def _placed(
 
 
 def _placed_in_list(
-    entries: Sequence[Any], path: Sequence[str], text: RawArgument, name: str, *, adding: bool
-) -> list[Any]:
+    entries: Sequence[object], path: Sequence[str], text: RawArgument, name: str, *, adding: bool
+) -> list[object]:
     """Return a list with an argument in one of its entries, counted from 0, or in a field of it."""
     number, *rest = path
     numbered = {str(place): entry for place, entry in enumerate(entries)}

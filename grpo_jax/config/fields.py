@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_args, get_type_hints
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -30,12 +31,7 @@ NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
-_BOUNDS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
-    Ge: ("ge", operator.ge, ">="),
-    Gt: ("gt", operator.gt, ">"),
-    Le: ("le", operator.le, "<="),
-    Lt: ("lt", operator.lt, "<"),
-}
+_SIGNS: dict[type, tuple[str, str]] = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 
 def require(condition: bool, name: str, expected: str, came: object) -> None:
@@ -52,28 +48,25 @@ def check_ranges(section: object, name: str) -> None:
     for field, bounds in _ranges(type(section)).items():
         value = getattr(section, field)
         for bound in bounds:
-            attribute, holds, sign = _BOUNDS[type(bound)]
+            attribute, sign = _SIGNS[type(bound)]
             limit = getattr(bound, attribute)
-            require(
-                value is None or holds(value, limit),
-                f"{name}.{field}" if name else field,
-                f"a number {sign} {limit}",
-                value,
-            )
+            in_range = value is None or getattr(operator, attribute)(value, limit)
+            require(in_range, f"{name}.{field}", f"a number {sign} {limit}", value)
 
 
 @functools.cache
-def _ranges(kind: type) -> dict[str, list[Any]]:
+def _ranges(kind: type) -> dict[str, list[Ge | Gt | Le | Lt]]:
     """Return the bounds of each field whose type, or a member of whose union, has some."""
     hints = get_type_hints(kind, include_extras=True)
-    ranges = {}
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        members = (hint, *get_args(hint))
-        ranges[field.name] = [
-            bound for member in members for bound in getattr(member, "__metadata__", ()) if type(bound) in _BOUNDS
+    return {
+        field.name: [
+            bound
+            for member in (hints[field.name], *get_args(hints[field.name]))
+            for bound in getattr(member, "__metadata__", ())
+            if type(bound) in _SIGNS
         ]
-    return {name: bounds for name, bounds in ranges.items() if bounds}
+        for field in dataclasses.fields(kind)
+    }
 
 
 def require_sizes(section: object, where: str, ranges: Mapping[str, tuple[int, int]]) -> None:
@@ -84,16 +77,16 @@ def require_sizes(section: object, where: str, ranges: Mapping[str, tuple[int, i
         require(least <= value <= most, f"{where}{name}", expected, value)
 
 
-def may_change(default: Any = dataclasses.MISSING, *, default_factory: Callable[[], Any] | None = None) -> Any:
+def may_change(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:
     """Declare a field that a resumed run may change, because nothing that is learned depends on it but for rounding.
 
     What memory allows, where things lie, how often is saved, how long is trained. Every other field of a checkpoint's
     config must be the resumed run's (`identity`).
     """
-    return _field(default, default_factory, {MAY_CHANGE: True})
+    return dataclasses.field(default=default, default_factory=default_factory, metadata={MAY_CHANGE: True})
 
 
-def named(*places: str, default_factory: Callable[[], Any] | None = None, shared: str = "") -> Any:
+def named(*places: str, default_factory: Any = dataclasses.MISSING, shared: str = "") -> Any:
     """Declare a field that holds an object whose class the config names (`named.find_class`), or a mapping of such.
 
     Args:
@@ -102,10 +95,28 @@ def named(*places: str, default_factory: Callable[[], Any] | None = None, shared
         shared: Import path of a class that holds such an object with a section, whose fields then stand beside the
             object's own: made as Holder(object, section, name), with `section` its dataclass and `parts` both objects.
     """
-    return _field(dataclasses.MISSING, default_factory, {CLASSES: places, SHARED: shared})
+    return dataclasses.field(default_factory=default_factory, metadata={CLASSES: places, SHARED: shared})
 
 
-def _field(default: Any, default_factory: Callable[[], Any] | None, metadata: dict[str, Any]) -> Any:
-    if default_factory is not None:
-        return dataclasses.field(default_factory=default_factory, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+def join(*parts: str) -> str:
+    """Return names as one dotted name; empty ones are left out."""
+    return ".".join(part for part in parts if part)
+
+
+def is_section(hint: Any) -> TypeGuard[type]:
+    """Whether the type of a field is a dataclass."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def members_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, of another type itself, without what is annotated to them."""
+    if get_origin(hint) is Annotated:
+        return members_of(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(member for inner in get_args(hint) for member in members_of(inner))
+    return (hint,)
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """Return a field's default; `dataclasses.MISSING` where a value must be given."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -17,11 +17,16 @@ import stat
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_jax.errors import UserError, said, shown
 
+if TYPE_CHECKING:
+    import yaml
+
 Value = TypeVar("Value")
+Values = Mapping[str, Any]
+"""Plain values by their names, nested: of a config, a row of metrics, a summary."""
 MOST_BYTES = 2**28
 """Of a file that is read whole, by default."""
 SILENCE_SECONDS = 60.0
@@ -135,7 +140,7 @@ def parse_json(text: str | bytes, kind: type[Value] = dict) -> Value:  # type: i
     return value
 
 
-def _require_depth(value: Any, most: int, depth: int = 0) -> None:
+def _require_depth(value: object, most: int, depth: int = 0) -> None:
     if depth > most:
         raise _too_deep(most)
     for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -180,7 +185,7 @@ class _Refused(ValueError):
     """A YAML text that is valid and stands for what cannot be used."""
 
 
-def _count_entries(node: Any, sizes: dict[int, float], depth: int = 0) -> float:
+def _count_entries(node: yaml.Node, sizes: dict[int, float], depth: int = 0) -> float:
     """Return the entries that a YAML node stands for, references written out."""
     import yaml
 
@@ -205,7 +210,7 @@ def _count_entries(node: Any, sizes: dict[int, float], depth: int = 0) -> float:
     return size
 
 
-def _refuse_twice(node: Any) -> None:
+def _refuse_twice(node: yaml.MappingNode) -> None:
     seen = set()
     for key, _ in node.value:
         if isinstance(key.value, str) and (key.tag, key.value) in seen:
@@ -235,12 +240,11 @@ def read_json(text: str, *, whole: int | None = 2**63) -> Any:
 
 @functools.cache
 def _decoder() -> json.JSONDecoder:
-    hooks: dict[str, Any] = {"parse_int": _whole, "parse_float": _finite, "parse_constant": _constant}
-    return json.JSONDecoder(object_pairs_hook=_object, **hooks)
+    return json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole, parse_float=_finite, parse_constant=_constant)
 
 
-def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _object(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    values: dict[str, object] = {}
     for key, value in pairs:
         if key in values:
             raise ValueError(f"{shown(key)} stands twice in one object")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -69,14 +68,9 @@ def built_in_names(places: Sequence[str]) -> list[str]:
     return sorted(names)
 
 
-@functools.cache
-def _load_holder(path: str) -> Any:
-    return load_object(path, "config")
-
-
 def shared_holder(field: dataclasses.Field) -> Any:
     """Return the class that holds an object of a field together with a shared section (`fields.named`), or None."""
-    return _load_holder(field.metadata[SHARED]) if field.metadata[SHARED] else None
+    return load_object(field.metadata[SHARED], "config") if field.metadata[SHARED] else None
 
 
 def load_object(path: str, what: str) -> Any:

@@ -37,18 +37,12 @@ class LoraSection:
         """Check the ranges and what does not go together."""
         check_ranges(self, "policy.lora")
         beside = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
-        require(
-            self.path is None or beside == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False},
-            "policy.lora.path",
-            "no rank, alpha or targets beside it, nor vision: the adapter has its own",
-            beside,
-        )
-        require(
-            self.used or not self.vision,
-            "policy.lora.vision",
-            "false without adapters (policy.lora.rank 0; policy.vision train)",
-            self.vision,
-        )
+        alone = self.path is None or beside == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
+        expected = "no rank, alpha or targets beside it, nor vision: the adapter has its own"
+        require(alone, "policy.lora.path", expected, beside)
+        adapted = self.used or not self.vision
+        expected = "false without adapters (policy.lora.rank 0; policy.vision train)"
+        require(adapted, "policy.lora.vision", expected, self.vision)
 
     @property
     def used(self) -> bool:
@@ -79,12 +73,8 @@ class NewPolicySection:
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_ranges(self, "policy.new")
-        require(
-            self.width % (2 * self.heads) == 0,
-            "policy.new.heads",
-            f"a number that divides width = {self.width} into even parts",
-            self.heads,
-        )
+        expected = f"a number that divides width = {self.width} into even parts"
+        require(self.width % (2 * self.heads) == 0, "policy.new.heads", expected, self.heads)
 
 
 @dataclass(frozen=True)
@@ -143,9 +133,5 @@ class PolicySection:
 
     def __post_init__(self) -> None:
         """Check what cannot be together."""
-        require(
-            self.vision == "frozen" or not self.lora.used,
-            "policy.vision",
-            "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)",
-            self.vision,
-        )
+        expected = "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)"
+        require(self.vision == "frozen" or not self.lora.used, "policy.vision", expected, self.vision)

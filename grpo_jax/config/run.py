@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
 from grpo_jax.config.build import build, merged, require_known, to_dict
 from grpo_jax.config.fields import may_change, named, require
+from grpo_jax.config.files import Values
 from grpo_jax.config.named import KEY, find_class
 from grpo_jax.config.policy import LoraSection, PolicySection
 from grpo_jax.config.sections import (
@@ -73,7 +74,7 @@ class Config:
             "gpu:0,gpu:1". A part that is left out is on "auto".
     """
 
-    resets: ClassVar[Mapping[str, Any]] = {"policy.lora.path": {"policy": {"lora": to_dict(LoraSection())}}}
+    resets: ClassVar[Values] = {"policy.lora.path": {"policy": {"lora": to_dict(LoraSection())}}}
     """What a file says of other fields gives way to an argument of this name: an adapter has a rank of its own."""
 
     task: Any = named(*TASKS)
@@ -140,66 +141,56 @@ class Config:
         labels = [reward.called for reward in self.rewards]
         expected = "each reward under another name (two of one function: give one a label beside its name)"
         require(len(set(labels)) == len(labels), "rewards", expected, labels)
-        waits = {}
-        for reward in self.rewards:
-            target, others = reward.condition_on, [label for label in labels if label != reward.called]
-            where = f"rewards.{reward.called}.condition_on"
+        hard = {reward.called: reward.condition_on for reward in self.rewards}
+        for label, target in hard.items():
+            others = [other for other in labels if other != label]
+            where = f"rewards.{label}.condition_on"
             require(target in (None, "none", *others), where, f"one of {others}", target)
-            if target in others:
-                waits[reward.called] = target
-        for label in waits:
+        for label in labels:
             chain = [label]
-            while waits.get(chain[-1]) is not None:
-                chain.append(waits[chain[-1]])
-                no_cycle = chain[-1] not in chain[:-1]
-                require(no_cycle, f"rewards.{label}.condition_on", "a chain that ends", " → ".join(chain))
+            while (target := hard[chain[-1]]) is not None and target in hard:
+                chain.append(target)
+                where = f"rewards.{label}.condition_on"
+                require(chain[-1] not in chain[:-1], where, "a chain that ends", " → ".join(chain))
 
     def _check_sampling(self) -> None:
-        group, longest = self.sampling.group_size, self.sampling.max_new_tokens
-        grouped = group >= 2 or not self.algorithm.compares_groups
-        require(grouped, "sampling.group_size", "at least 2 (a group is compared)", group)
-        kept = self.sampling.keep_prompt
-        known = kept == 0 or type(self.task).judges_prompts
-        require(known, "sampling.keep_prompt", "0 with this task, in which an unchanged prompt is no answer", kept)
-        compared = kept == 0 or self.algorithm.compares_groups
-        advantage = self.algorithm.advantage
-        require(compared, "sampling.keep_prompt", f"0 with advantage {advantage!r}, which compares no groups", kept)
-        drawn = self.sampling.group == "samples"
-        lists = f"0 with sampling.group {self.sampling.group}, which are no samples"
-        cap, reward_kl = self.algorithm.importance_cap, self.ppo.kl_coef
-        require(drawn or not cap, "algorithm.importance_cap", f"null or {lists}: no ratio corrects that", cap)
-        require(drawn or not reward_kl, "ppo.kl_coef", f"{lists} (algorithm.kl_coef weighs them)", reward_kl)
-        buffer = self.algorithm.overlong_buffer
+        section, algorithm = self.sampling, self.algorithm
+        enough = section.group_size >= 2 or not algorithm.compares_groups
+        require(enough, "sampling.group_size", "at least 2 (a group is compared)", section.group_size)
+        if section.keep_prompt:
+            unjudged = "0 with this task, in which an unchanged prompt is no answer"
+            require(type(self.task).judges_prompts, "sampling.keep_prompt", unjudged, section.keep_prompt)
+            alone = f"0 with advantage {algorithm.advantage!r}, which compares no groups"
+            require(algorithm.compares_groups, "sampling.keep_prompt", alone, section.keep_prompt)
+        if section.group != "samples":
+            listed = f"0 with sampling.group {section.group}, which are no samples"
+            cap = algorithm.importance_cap
+            require(not cap, "algorithm.importance_cap", f"null or {listed}: no ratio corrects that", cap)
+            require(not self.ppo.kl_coef, "ppo.kl_coef", f"{listed} (algorithm.kl_coef weighs them)", self.ppo.kl_coef)
+        buffer, longest = algorithm.overlong_buffer, section.max_new_tokens
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
-        chat = self.sampling.turns == 1 or self.data.form != "append"
-        require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", self.sampling.turns)
+        chat = section.turns == 1 or self.data.form != "append"
+        require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", section.turns)
 
     def _check_training(self) -> None:
-        policy, training, parts = self.policy, self.training, self.policy.mesh.fsdp
-        alone = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
-        require(alone, "policy.quantised", "none without policy.lora, or over a mesh", policy.quantised)
+        policy, training = self.policy, self.training
+        quantisable = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
+        require(quantisable, "policy.quantised", "none without policy.lora, or over a mesh", policy.quantised)
         rows, horizon = training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
-        steady = self.ppo.kl_target == 0 or rows <= horizon
-        require(steady, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)
+        reaches = self.ppo.kl_target == 0 or rows <= horizon
+        require(reaches, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)
         prompts = training.prompts_per_batch // (training.minibatches * training.accumulation)
-        require(
-            prompts % parts == 0,
-            "policy.mesh.fsdp",
+        divisor = (
             f"a divisor of {prompts}, the prompts of one micro-batch (training.prompts_per_batch / minibatches / "
-            "accumulation)",
-            parts,
+            "accumulation)"
         )
+        require(prompts % policy.mesh.fsdp == 0, "policy.mesh.fsdp", divisor, policy.mesh.fsdp)
         patience = training.early_stopping_patience
-        measured = patience == 0 or self.evaluation.every > 0
         never = "0 with evaluation.every 0, which never validates"
-        require(measured, "training.early_stopping_patience", never, patience)
-        chunk = training.chunk_prompts
-        require(
-            chunk == 0 or training.prompts_per_batch % chunk == 0,
-            "training.chunk_prompts",
-            f"a divisor of prompts_per_batch = {training.prompts_per_batch}",
-            chunk,
-        )
+        require(not patience or self.evaluation.every > 0, "training.early_stopping_patience", never, patience)
+        chunk, batch = training.chunk_prompts, training.prompts_per_batch
+        divides = chunk == 0 or batch % chunk == 0
+        require(divides, "training.chunk_prompts", f"a divisor of prompts_per_batch = {batch}", chunk)
 
 
 def find_task(name: str) -> type:
@@ -211,7 +202,7 @@ def find_task(name: str) -> type:
     return find_class(name, TASKS, "task")
 
 
-def make_config(values: Mapping[str, Any] | None = None, **sections: Any) -> Any:
+def make_config(values: Values | None = None, **sections: Any) -> Any:
     """The config of a run from nested plain values, as a YAML file holds them: over the task's own defaults.
 
         make_config(task="text", policy={"path": "path/to/Qwen2.5-0.5B-Instruct"}, sampling={"group_size": 8})
@@ -226,11 +217,11 @@ def make_config(values: Mapping[str, Any] | None = None, **sections: Any) -> Any
     Raises:
         UserError: An unknown or missing field, a value of another type, or one out of range.
     """
-    values = with_defaults(merged(values or {}, sections))
-    return build(find_task(values["task"][KEY]).config, values)
+    laid_over = with_defaults(merged(values or {}, sections))
+    return build(find_task(laid_over["task"][KEY]).config, laid_over)
 
 
-def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(values: Values) -> dict[str, Any]:
     """Values over the defaults of their task; the task's name stands as {"kind": name}.
 
     Raises:
@@ -245,7 +236,7 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return merged(kind.defaults, _without_sampler_devices(values), {"task": task})
 
 
-def _without_sampler_devices(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_sampler_devices(values: Values) -> Values:
     """Config files of earlier versions without a field that is gone."""
     policy = values.get("policy")
     if not isinstance(policy, Mapping) or "sampler_devices" not in policy:
@@ -258,16 +249,13 @@ def _without_sampler_devices(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "policy": {name: value for name, value in policy.items() if name != "sampler_devices"}}
 
 
-def refuse_renamed(values: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-    """Raises UserError for fields of an earlier version, all at once and with what they are called now."""
-    found = [f"{old} is now {new}" for old, new in renamed.items() if _has(values, old)]
+def refuse_renamed(values: Values, renamed: Mapping[str, str]) -> None:
+    """Raise UserError for fields of an earlier version, all at once and with what they are called now."""
+
+    def has(values: object, dotted: str) -> bool:
+        first, _, rest = dotted.partition(".")
+        return isinstance(values, Mapping) and first in values and (not rest or has(values[first], rest))
+
+    found = [f"{old} is now {new}" for old, new in renamed.items() if has(values, old)]
     if found:
         raise UserError(f"fields of an earlier version: {'; '.join(found)}")
-
-
-def _has(values: Any, dotted: str) -> bool:
-    for name in dotted.split("."):
-        if not isinstance(values, Mapping) or name not in values:
-            return False
-        values = values[name]
-    return True

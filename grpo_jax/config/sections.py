@@ -87,19 +87,12 @@ class DataSection:
         """Check the ranges and what does not go together."""
         check_ranges(self, "data")
         for name in ("system_prompt", "tools", "chat_template_options"):
-            require(
-                self.form != "append" or not getattr(self, name),
-                f"data.{name}",
-                "nothing with form 'append', which has no chat",
-                getattr(self, name),
-            )
+            value = getattr(self, name)
+            chat = self.form != "append" or not value
+            require(chat, f"data.{name}", "nothing with form 'append', which has no chat", value)
         reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
-        require(
-            not reserved,
-            "data.chat_template_options",
-            "what the template itself knows (data.tools and data.enable_thinking apart)",
-            reserved,
-        )
+        expected = "what the template itself knows (data.tools and data.enable_thinking apart)"
+        require(not reserved, "data.chat_template_options", expected, reserved)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -150,32 +143,18 @@ class SamplingSection:
     def __post_init__(self) -> None:
         """Check the ranges and what does not go together."""
         check_ranges(self, "sampling")
-        require(
-            self.keep_prompt < self.group_size,
-            "sampling.keep_prompt",
-            f"a number in [0, group_size - 1 = {self.group_size - 1}], for something must be written",
-            self.keep_prompt,
-        )
-        require(
-            self.keep_prompt == 0 or self.turns == 1,
-            "sampling.keep_prompt",
-            "0 with sampling.turns above 1: a prompt is not written in turns",
-            self.keep_prompt,
-        )
-        require(
-            self.min_new_tokens <= self.max_new_tokens,
-            "sampling.min_new_tokens",
-            f"a number in [0, max_new_tokens = {self.max_new_tokens}]",
-            self.min_new_tokens,
-        )
+        expected = f"a number in [0, group_size - 1 = {self.group_size - 1}], for something must be written"
+        require(self.keep_prompt < self.group_size, "sampling.keep_prompt", expected, self.keep_prompt)
+        one_turn = self.keep_prompt == 0 or self.turns == 1
+        expected = "0 with sampling.turns above 1: a prompt is not written in turns"
+        require(one_turn, "sampling.keep_prompt", expected, self.keep_prompt)
+        expected = f"a number in [0, max_new_tokens = {self.max_new_tokens}]"
+        require(self.min_new_tokens <= self.max_new_tokens, "sampling.min_new_tokens", expected, self.min_new_tokens)
         require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
         for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1)):
-            require(
-                self.group == "samples" or getattr(self, name) == off,
-                f"sampling.{name}",
-                f"{off}: sampling.group {self.group} knows temperature alone",
-                getattr(self, name),
-            )
+            value = getattr(self, name)
+            expected = f"{off}: sampling.group {self.group} knows temperature alone"
+            require(self.group == "samples" or value == off, f"sampling.{name}", expected, value)
 
     @property
     def written_completions(self) -> int:
@@ -271,12 +250,8 @@ class TrainingSection:
         """Check the ranges and that batches divide."""
         check_ranges(self, "training")
         parts = self.minibatches * self.accumulation
-        require(
-            self.prompts_per_batch % parts == 0,
-            "training.prompts_per_batch",
-            f"a multiple of minibatches x accumulation = {parts}",
-            self.prompts_per_batch,
-        )
+        expected = f"a multiple of minibatches x accumulation = {parts}"
+        require(self.prompts_per_batch % parts == 0, "training.prompts_per_batch", expected, self.prompts_per_batch)
 
 
 @dataclass(frozen=True)
@@ -354,9 +329,8 @@ class EvaluationSection:
     def __post_init__(self) -> None:
         """Check the ranges and what does not go together."""
         check_ranges(self, "evaluation")
-        require(
-            self.samples == 1 or self.sampled, "evaluation.samples", "1 with evaluation.sampled false", self.samples
-        )
+        drawn = self.samples == 1 or self.sampled
+        require(drawn, "evaluation.samples", "1 with evaluation.sampled false", self.samples)
         for name in ("temperature", "top_k", "top_p"):
             value = getattr(self, name)
             require(value is None or self.sampled, f"evaluation.{name}", "null with evaluation.sampled false", value)

@@ -236,7 +236,7 @@ def list_savings(config: Config, cards: int) -> list[Saving]:
         return {} if config.policy.lora.used else {"policy.lora.rank": 16}
 
     def narrow_base(config: Config) -> dict[str, object]:
-        narrow = {"policy.frozen_dtype": "bfloat16", "policy.compute_dtype": "bfloat16"}
+        narrow: dict[str, object] = {"policy.frozen_dtype": "bfloat16", "policy.compute_dtype": "bfloat16"}
         return narrow if config.policy.lora.used else {}
 
     def mesh(config: Config) -> dict[str, object]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from grpo_jax.config.files import Values
 from grpo_jax.tasks.display import Chart, Curve, Display, of_turns
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[Values]
+"""Of metrics.jsonl."""
 
 _WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 38, 14, 8, 32
@@ -41,9 +43,7 @@ class Series(NamedTuple):
     place: int | None = None
 
 
-def series_of(
-    rows: Sequence[Mapping[str, Any]], key: str, name: str, *, sparse: bool = False, place: int | None = None
-) -> Series:
+def series_of(rows: Rows, key: str, name: str, *, sparse: bool = False, place: int | None = None) -> Series:
     """Collects a metric over steps, leaving out rows that lack it."""
     points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
     return Series(name, [point for point in points if math.isfinite(point[1])], sparse, place)

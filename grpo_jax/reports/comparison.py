@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 from grpo_jax.config.build import flat
 from grpo_jax.config.command_line import read_config
+from grpo_jax.config.files import Values
 from grpo_jax.config.help import spelled
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.reports.charts import (
     MOST_LINES,
+    Rows,
     Series,
     all_others,
     charts_of,
@@ -22,8 +24,7 @@ from grpo_jax.reports.charts import (
     series_of,
     swatch,
 )
-from grpo_jax.reports.page import document, html_table, section
-from grpo_jax.reports.run_files import read_summary
+from grpo_jax.reports.page import document, html_table, read_summary, section
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.display import Chart, Display
 
@@ -42,9 +43,9 @@ class Compared(NamedTuple):
     """
 
     name: str
-    rows: Sequence[Mapping[str, Any]]
-    summary: Mapping[str, Any]
-    fields: Mapping[str, Any]
+    rows: Rows
+    summary: Values
+    fields: Values
 
 
 def write_comparison(path: str | Path, runs: Sequence[RunDirectory], displays: Sequence[Display]) -> None:
@@ -119,7 +120,7 @@ def _measures(compared: Sequence[Compared]) -> str:
     return section("Measures", html_table(["measure", *_headings(compared)], rows, "across"), note) if rows else ""
 
 
-def _final(summary: Mapping[str, Any]) -> dict[str, str]:
+def _final(summary: Values) -> dict[str, str]:
     cells = {}
     for name, values in summary.get("evaluation", {}).items():
         before = f" <span class='before'>{number(values['before'])}</span>" if values.get("before") is not None else ""
@@ -160,7 +161,7 @@ def _laid_over(chart: Chart, compared: Sequence[Compared]) -> str:
     return "".join(figures)
 
 
-def _series(run: Compared, place: int, metric: str, *, rows: Any = None, sparse: bool = False) -> Series:
+def _series(run: Compared, place: int, metric: str, *, rows: Rows | None = None, sparse: bool = False) -> Series:
     return series_of(run.rows if rows is None else rows, metric, run.name, sparse=sparse, place=place)
 
 
@@ -174,7 +175,7 @@ def _configs(compared: Sequence[Compared]) -> str:
     return section("Configuration", html_table(["field", *_headings(compared)], rows, "across"), note)
 
 
-def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(values: Values) -> dict[str, Any]:
     """A config by dotted names, each reward's fields under what metrics call it."""
     rewards = values.get("rewards") or []
     if rewards and all(isinstance(entry, Mapping) and isinstance(entry.get("name"), str) for entry in rewards):
@@ -183,7 +184,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat(values)
 
 
-def _spelled(fields: Mapping[str, Any], name: str) -> str:
+def _spelled(fields: Values, name: str) -> str:
     return spelled(fields[name], None) if name in fields else _MISSING
 
 

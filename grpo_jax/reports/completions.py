@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_jax.config.files import Values
 from grpo_jax.reports.charts import number
 from grpo_jax.rollout.pictures import File, png, read_rgb
 
@@ -21,6 +22,7 @@ _PICTURES = "pictures"
 _FIRST = ("step", "episode", "turn", "prompt")  # columns
 
 Row = dict[str, Any]
+"""The cells of a completion as the page has them."""
 
 
 class LoggedCompletions(NamedTuple):
@@ -32,7 +34,7 @@ class LoggedCompletions(NamedTuple):
         note: What is there, and what was left out.
     """
 
-    data: Mapping[str, Any]
+    data: Values
     note: str
 
 
@@ -53,8 +55,8 @@ def read_completions(folder: str | Path, megabytes: float = MEGABYTES) -> Logged
     room = megabytes * 1e6
     share = room / max(1, min(_SHARE, len(files)))
     iterations: dict[int, list[Row]] = {}
-    stored: set[Any] = set()  # texts and pictures that stand in the page once already
-    pictures: dict[Any, str] = {}
+    stored: set[tuple[str, str]] = set()  # texts and pictures that stand in the page once already
+    pictures: dict[bytes | str, str] = {}
     damaged = []
     cut = False
     for place in spread(len(files)):
@@ -96,9 +98,9 @@ def spread(count: int) -> list[int]:
     return list(dict.fromkeys(place for place in (0, count - 1, *reversed_bits) if 0 <= place < count))
 
 
-def _cells(row: Mapping[str, Any], pictures: dict[Any, str]) -> Row:
+def _cells(row: Values, pictures: dict[bytes | str, str]) -> Row:
     """Convert a row for the page; None where there is nothing to show."""
-    cells = {name: _cell(value) for name, value in row.items() if name != _PICTURES}
+    cells: Row = {name: _cell(value) for name, value in row.items() if name != _PICTURES}
     written, judged = row.get("completion"), row.get("text")
     if isinstance(written, str) and isinstance(judged, str) and "".join(written.split()) == "".join(judged.split()):
         cells["text"] = None  # what was judged is what was written, but for spaces
@@ -107,7 +109,7 @@ def _cells(row: Mapping[str, Any], pictures: dict[Any, str]) -> Row:
     return cells
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> str | float | None:
     if isinstance(value, str):
         return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"
     if isinstance(value, bool | int):
@@ -117,7 +119,7 @@ def _cell(value: Any) -> Any:
     return None
 
 
-def _picture(reference: Mapping[str, Any], pictures: dict[Any, str]) -> str:
+def _picture(reference: Values, pictures: dict[bytes | str, str]) -> str:
     """Return a picture as a data address, the name of a file that cannot be shown."""
     key = reference["bytes"] or reference["path"]
     if key not in pictures:
@@ -131,9 +133,9 @@ def _picture(reference: Mapping[str, Any], pictures: dict[Any, str]) -> str:
     return pictures[key]
 
 
-def _first_rows(rows: Sequence[Row], most: float, stored: set[Any]) -> tuple[list[Row], float]:
+def _first_rows(rows: Sequence[Row], most: float, stored: set[tuple[str, str]]) -> tuple[list[Row], float]:
     """Return the rows of the first prompts that take `most` bytes, those of one prompt in any case, and their bytes."""
-    new: set[Any] = set()
+    new: set[tuple[str, str]] = set()
     size = 0.0
     whole, whole_size = 0, 0.0  # rows of the prompts before this one
     for count, row in enumerate(rows):
@@ -153,10 +155,10 @@ def _texts(row: Row) -> Iterator[tuple[str, str]]:
     yield from ((_PICTURES, picture) for picture in row.get(_PICTURES, ()))
 
 
-def _data(rows: Sequence[Row]) -> dict[str, Any]:
+def _data(rows: Sequence[Row]) -> Row:
     names = dict.fromkeys([*_FIRST, *(name for row in rows for name in row if name != _PICTURES)])
     columns = [_column(name, [row.get(name) for row in rows]) for name in names]
-    data: dict[str, Any] = {"columns": [column for column in columns if column is not None]}
+    data: Row = {"columns": [column for column in columns if column is not None]}
     if any(_PICTURES in row for row in rows):
         shown = [row.get(_PICTURES, ()) for row in rows]
         places = _places(picture for pictures in shown for picture in pictures)
@@ -164,7 +166,7 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
     return data
 
 
-def _column(name: str, values: Sequence[Any]) -> dict[str, Any] | None:
+def _column(name: str, values: Sequence[Any]) -> Row | None:
     """Describe a column; None where it has no value."""
     kinds = {bool: "flag", int: "number", float: "number", str: "text"}
     kind = next((kinds[type(value)] for value in values if value is not None), None)

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, TextIO, cast
+from typing import IO, TextIO, cast
 
+from grpo_jax.config.files import Values
 from grpo_jax.runs.directory import AppendedFile
 from grpo_jax.tasks.display import Display
 
+Update = Callable[[int, Mapping[str, float]], None]
+"""(step, metrics) → shown in the live line."""
 _LIVE = (("loss", "loss"), ("dead_groups/total", "dead"), ("kl", "kl"), ("entropy", "entropy"))
 
 
@@ -46,10 +49,10 @@ class LastingStream(io.TextIOBase):
         """Of the stream."""
         return getattr(self._target(), "encoding", None) or "utf-8"
 
-    def _target(self) -> Any:
+    def _target(self) -> TextIO:
         return sys.stdout if self._stream is None else self._stream
 
-    def _try(self, act: Callable[[Any], Any]) -> Any:
+    def _try(self, act: Callable[[TextIO], object]) -> object:
         if self.lost:
             return None
         try:
@@ -108,7 +111,7 @@ class Console:
         self._log.write(text + "\n")
 
     @contextmanager
-    def live(self, total: int, display: Display, *, done: int = 0, every: int | None = None) -> Iterator["LiveLine"]:
+    def live(self, total: int, display: Display, *, done: int = 0, every: int | None = None) -> Iterator[Update]:
         """A bar over the steps of a run: one line, in which the figures have what bar, count and time leave.
 
         Args:
@@ -116,6 +119,9 @@ class Console:
             display: Which figures of the task are shown.
             done: Steps done before a resume.
             every: Steps between lines where there is no terminal; None makes about twenty.
+
+        Yields:
+            A function that shows a finished step, counted from 1, with its metrics.
         """
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
@@ -130,41 +136,30 @@ class Console:
         with Bar(*columns, console=self._terminal, disable=not shown, transient=False, expand=True) as bar:
             task = bar.add_task("training", total=total, completed=done, status="compiling …", eta="-:--:--")
             every = max(1, total // 20) if every is None else every
+            first: tuple[int, float] | None = None  # the clock starts at the end of a step that compiles
 
-            def advance(step: int, text: str, eta: str | None) -> None:
+            def update(step: int, metrics: Mapping[str, float]) -> None:
+                nonlocal first
+                now = time.monotonic()
+                first = first or (step, now)
+                eta = ""
+                if step > first[0]:
+                    pace = (now - first[1]) / (step - first[0])
+                    eta = str(timedelta(seconds=round(pace * (total - step))))
+                text = status(metrics, display)
                 bar.update(task, completed=step, status=text, eta=eta or "-:--:--")
-                line = f"step {step}/{total}  {text}" + (f"  eta {eta}" if eta else "")
-                due = step % every == 0 or step == total or step == done + 1
-                if due and not shown:
-                    self._terminal.print(line)
-                if due:
+                if step % every == 0 or step == total or step == done + 1:
+                    line = f"step {step}/{total}  {text}" + (f"  eta {eta}" if eta else "")
+                    if not shown:
+                        self._terminal.print(line)
                     self.record(line)
 
-            yield LiveLine(advance, total, display)
+            yield update
 
     def close(self) -> None:
         """Closes the log."""
         if self._log is not None:
             self._log.close()
-
-
-class LiveLine:
-    """Live figures of a run; made by `Console.live`."""
-
-    def __init__(self, advance: Callable[[int, str, str | None], None], total: int, display: Display):
-        """Starts the clock of the remaining time at the end of the first step, which compiles."""
-        self._advance, self._total, self._display = advance, total, display
-        self._first: tuple[int, float] | None = None
-
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished step (counted from 1)."""
-        now, eta = time.monotonic(), None
-        if self._first is None:
-            self._first = (step, now)
-        elif step > self._first[0]:
-            pace = (now - self._first[1]) / (step - self._first[0])
-            eta = str(timedelta(seconds=round(pace * (self._total - step))))
-        self._advance(step, status(metrics, self._display), eta)
 
 
 def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
@@ -196,7 +191,7 @@ def _is_reward(name: str) -> bool:
     return name.startswith("reward/") and name.endswith("/mean")
 
 
-def result_lines(summary: Mapping[str, Any], display: Display = Display()) -> list[str]:
+def result_lines(summary: Values, display: Display = Display()) -> list[str]:
     """The table of a summary, and its improvement in one line."""
 
     def cell(name, value):

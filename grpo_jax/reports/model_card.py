@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from grpo_jax.config.build import to_dict
-from grpo_jax.reports.run_files import read_summary
+from grpo_jax.config.files import Values
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.reports.page import read_summary
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.tasks.display import Display, of_turns
 
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def write_card(folder: str | Path, config: Any, run_dir: str | Path, *, checkpoint: str, adapters: bool) -> None:
+def write_card(folder: str | Path, config: Config, run_dir: str | Path, *, checkpoint: str, adapters: bool) -> None:
     """Writes README.md of an exported folder; nothing where the run has no end yet that it could tell of.
 
     Raises:
@@ -29,8 +31,8 @@ def write_card(folder: str | Path, config: Any, run_dir: str | Path, *, checkpoi
 
 
 def model_card(
-    config: Any,
-    summary: Mapping[str, Any],
+    config: Config,
+    summary: Values,
     display: Display = Display(),
     *,
     checkpoint: str = "final",
@@ -50,7 +52,10 @@ def model_card(
     base, task = config.policy.path, _public(to_dict(config)["task"]["kind"])
     algorithm = config.algorithm
     tags = ["grpo_jax", "reinforcement-learning", algorithm.advantage, algorithm.preset]
-    front: dict[str, Any] = {"library_name": "peft" if adapters else "transformers", "tags": list(dict.fromkeys(tags))}
+    front: dict[str, object] = {
+        "library_name": "peft" if adapters else "transformers",
+        "tags": list(dict.fromkeys(tags)),
+    }
     if _is_hub_id(base):
         front["base_model"] = base
     merged = "to load onto it" if adapters else "merged into it"
@@ -77,10 +82,10 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _rewards(config: Any) -> str:
+def _rewards(config: Config) -> str:
     """As the config has them; conditions among them."""
 
-    def told(reward: Any) -> str:
+    def told(reward: RewardSection) -> str:
         text = f"{reward.called} (weight {reward.weight:g})"
         waits = reward.condition_on not in (None, "none")
         return f"{text}, where {reward.condition_on} ≥ {reward.threshold:g}" if waits else text
@@ -88,11 +93,11 @@ def _rewards(config: Any) -> str:
     return ", ".join(map(told, config.rewards)) or "the task's own"
 
 
-def _judges(config: Any) -> list[tuple[str, str]]:
+def _judges(config: Config) -> list[tuple[str, str]]:
     return [(name, judge["kind"]) for name, judge in to_dict(config)["judges"].items()]
 
 
-def _measures(summary: Mapping[str, Any], display: Display) -> str:
+def _measures(summary: Values, display: Display) -> str:
     evaluation = summary.get("evaluation", {})
     if not evaluation:
         return "No prompts were held out: nothing was measured before and after training."

@@ -8,12 +8,12 @@ from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
 from grpo_jax.config.build import to_dict, to_yaml
+from grpo_jax.config.files import Values
 from grpo_jax.errors import StageError, UserError, one_line
 from grpo_jax.models.hf.hub import push_folder, require_hub
-from grpo_jax.reports.console import Console, LiveLine, result_lines
+from grpo_jax.reports.console import Console, Update, result_lines
 from grpo_jax.reports.model_card import model_card
-from grpo_jax.reports.page import end_sections, write_report
-from grpo_jax.reports.run_files import RunEnd, write_end
+from grpo_jax.reports.page import RunEnd, end_sections, write_end, write_report
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers, require_writers
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.task import Finished
@@ -49,7 +49,7 @@ class RunOutput:
             raise
         self.say, self.part, self.note = self.console.say, self.console.part, self.console.note
         self._writers: list[MetricWriter] = []
-        self._live: LiveLine | None = None
+        self._show: Update | None = None
         self._open_line = ExitStack()
 
     def truncate(self, step: int, *, rows: int | None = None) -> int:
@@ -77,21 +77,21 @@ class RunOutput:
 
     def start(self, total: int, done: int = 0) -> None:
         """Starts the live line of `total` iterations, `done` of them before a resume."""
-        self._live = self._open_line.enter_context(self.console.live(total, self._display, done=done))
+        self._show = self._open_line.enter_context(self.console.live(total, self._display, done=done))
 
-    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Writes the completions of an iteration: columns, one entry each."""
         self.directory.write_completions(step, columns)
         for writer in list(self._writers):
             self._try(writer, lambda writer=writer: writer.completions(step, columns))
 
-    def iteration(self, row: Mapping[str, Any]) -> None:
+    def iteration(self, row: Values) -> None:
         """Writes and shows one iteration by its metrics, with "step"."""
         step = int(row["step"])
         for writer in list(self._writers):
             self._try(writer, lambda writer=writer: writer.write(step, row))
-        if self._live is not None:
-            self._live.update(step, row)
+        if self._show is not None:
+            self._show(step, row)
 
     def _try(self, writer: MetricWriter, act: Callable[[], None]) -> None:
         """What one writes that is not needed to go on ends with a note where it fails, and the run does not."""
@@ -178,7 +178,7 @@ class RunOutput:
 
     def _end_line(self) -> None:
         self._open_line.close()
-        self._live = None
+        self._show = None
 
 
 def _told(error: BaseException) -> str:

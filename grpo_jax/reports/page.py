@@ -9,13 +9,15 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.reports.charts import curves_section, number
+from grpo_jax.config.build import typed
+from grpo_jax.config.files import Values, load_json, read_text
+from grpo_jax.errors import UserError
+from grpo_jax.reports.charts import Rows, curves_section, number
 from grpo_jax.reports.completions import MEGABYTES, LoggedCompletions, read_completions
-from grpo_jax.reports.run_files import RunEnd, read_config, read_end, read_summary
 from grpo_jax.runs.directory import RunDirectory, encode_png, finite, read_metrics, write_atomically
 from grpo_jax.tasks.display import Display, EpisodeEntry, GalleryEntry, ShownTurn, Table, of_turns
 
@@ -23,6 +25,31 @@ _SHOWN_SIZE = 128  # pictures are shown about this wide: small ones enlarged by 
 _ROWS_SHOWN = 200
 _HERE = Path(__file__).parent
 Measures = Mapping[str, float | None]
+_SUMMARY: Values = {
+    "iterations": int,
+    "prompts": int,
+    "evaluation": dict[str, dict[str, float | None]],
+    "best": dict[str, float | None] | None,
+    "seconds": dict[str, float | None],
+    "versions": dict[str, str],
+    "samples": dict[str, Any],
+}
+"""What pages and cards compute with, where a summary has it."""
+_SAMPLES = dict[str, dict[str, dict[str, list[float | None] | None]]]
+
+
+class RunEnd(NamedTuple):
+    """What report.html shows that stands in no other file of a run; report.json.
+
+    Attributes:
+        sections: HTML of the gallery, the episodes and the tables by these names, in which all text is escaped.
+        starts: Iterations done when a process began: the one after compiles.
+        config: The configuration of the last process, as YAML.
+    """
+
+    sections: Mapping[str, str] = {}
+    starts: Sequence[int] = (0,)
+    config: str = ""
 
 
 def write_report(
@@ -31,9 +58,9 @@ def write_report(
     display: Display = Display(),
     *,
     megabytes: float = MEGABYTES,
-    summary: Mapping[str, Any] | None = None,
+    summary: Values | None = None,
 ) -> None:
-    """Writes the page of a run, finished or not, from its directory.
+    """Write the page of a run, finished or not, from its directory.
 
     Args:
         path: Of the HTML file.
@@ -55,9 +82,9 @@ def write_report(
 
 def render_report(
     title: str,
-    summary: Mapping[str, Any],
+    summary: Values,
     display: Display = Display(),
-    rows: Sequence[Mapping[str, Any]] = (),
+    rows: Rows = (),
     end: RunEnd = RunEnd(),
     completions: LoggedCompletions | None = None,
 ) -> str:
@@ -95,7 +122,7 @@ def end_sections(
     }
 
 
-def document(title: str, sections: Iterable[str], data: Mapping[str, Any] | None = None) -> str:
+def document(title: str, sections: Iterable[str], data: Values | None = None) -> str:
     """Make an HTML file that stands alone: a policy lets nothing but its one script run, and nothing be fetched.
 
     Args:
@@ -141,7 +168,7 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str 
 # ------------------------------------------------------------------------------------------------------- the headline
 
 
-def _headline(title: str, summary: Mapping[str, Any], display: Display, rows: Sequence[Mapping[str, Any]]) -> str:
+def _headline(title: str, summary: Values, display: Display, rows: Rows) -> str:
     evaluation = dict(summary.get("evaluation", {}))
     total = evaluation.get("total")
     if any(values == total for name, values in evaluation.items() if name != "total"):
@@ -173,7 +200,7 @@ def _claim(name: str, values: Measures, prompts: int | None, display: Display) -
 
 
 def _card(name: str, values: Measures, display: Display, first: bool) -> str:
-    measured = {kind: values[kind] for kind in ("before", "after", "oracle") if values.get(kind) is not None}
+    measured = {kind: value for kind in ("before", "after", "oracle") if (value := values.get(kind)) is not None}
     low = min([0.0, *measured.values()])
     high = max([1e-9, *measured.values()])
     bars = "".join(
@@ -323,7 +350,7 @@ def _table(table: Table) -> str:
     return section(html.escape(table.title), content + more, html.escape(table.note))
 
 
-def _facts(summary: Mapping[str, Any], config: str) -> str:
+def _facts(summary: Values, config: str) -> str:
     plain = {k: v for k, v in summary.items() if k != "evaluation" and not isinstance(v, Mapping | list | tuple)}
     groups = {"run": plain}
     for name in ("seconds", "versions", "devices"):
@@ -339,5 +366,63 @@ def _facts(summary: Mapping[str, Any], config: str) -> str:
     return section("How it was run", f"<div class='facts'>{lists}</div>{shown}")
 
 
-def _fact(value: Any) -> str:
+def _fact(value: float | str | None) -> str:
     return number(value) if value is None or isinstance(value, float) else html.escape(str(value))
+
+
+# --------------------------------------------------------------------------------------------- files of a run's end
+
+
+def write_end(run: RunDirectory, end: RunEnd) -> None:
+    """Write report.json.
+
+    Raises:
+        UserError: The disk is full.
+    """
+    write_atomically(run.end, json.dumps(finite(end._asdict()), indent=1) + "\n")
+
+
+def read_end(run: RunDirectory) -> RunEnd:
+    """Read report.json of a finished run.
+
+    Raises:
+        UserError: It is damaged, or of an earlier version.
+    """
+    if not run.end.exists():
+        return RunEnd(config=read_config(run))
+    stored = load_json(run.end)
+    if "sections" not in stored:
+        raise UserError(f"{run.end} is of another version of grpo_jax: report.html stays as that one wrote it")
+    try:
+        return RunEnd(
+            typed(dict[str, str], stored["sections"], "sections"),
+            typed(list[int], stored.get("starts"), "starts"),
+            typed(str, stored.get("config"), "config"),
+        )
+    except UserError as error:
+        raise UserError(f"{run.end}: {error}") from error
+
+
+def read_config(run: RunDirectory) -> str:
+    """Return the text of config.yaml."""
+    return read_text(run.config) if run.config.is_file() else ""
+
+
+def read_summary(run: RunDirectory, rows: Rows = ()) -> dict[str, Any]:
+    """Read summary.json; empty for a run that has not finished, or goes on after it had.
+
+    Args:
+        run: Whose.
+        rows: Of its metrics.jsonl.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    summary = load_json(run.summary) if run.summary.exists() else {}
+    try:
+        for name in _SUMMARY.keys() & summary.keys():
+            typed(_SUMMARY[name], summary[name], name)
+        typed(_SAMPLES, summary.get("samples", {}).get("measures", {}), "samples.measures")
+    except UserError as error:
+        raise UserError(f"{run.summary}: {error}") from error
+    return {} if rows and summary.get("iterations", rows[-1]["step"]) < rows[-1]["step"] else summary

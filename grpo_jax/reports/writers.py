@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.config.files import read_text
+import numpy as np
+
+from grpo_jax.config.files import Values, read_text
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.runs.directory import (
     AppendedFile,
@@ -36,10 +38,10 @@ class MetricWriter:
         """Writes one row."""
         raise NotImplementedError
 
-    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Takes the completions of an iteration, columns of one entry each."""
 
-    def finish(self, summary: Mapping[str, Any], tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
+    def finish(self, summary: Values, tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
         """Takes what summary.json holds, tables and pictures of a finished run."""
 
     def close(self) -> None:
@@ -92,7 +94,7 @@ class TensorBoard(MetricWriter):
         self._add(step, [value(tag=name, simple_value=number) for name, number in numbers(metrics).items()])
         self._last = step
 
-    def finish(self, summary: Mapping[str, Any], tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
+    def finish(self, summary: Values, tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
         """Writes the gallery's pictures, at the last step."""
         message = self._summaries.Summary
         values = []
@@ -106,7 +108,7 @@ class TensorBoard(MetricWriter):
         if values:
             self._add(self._last, values)
 
-    def _add(self, step: int, values: Sequence[Any]) -> None:
+    def _add(self, step: int, values: Sequence[object]) -> None:
         summary = self._summaries.Summary(value=values)
         with disk_errors(self._folder):
             self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
@@ -121,7 +123,7 @@ class TensorBoard(MetricWriter):
 class WeightsAndBiases(MetricWriter):
     """A run on Weights & Biases, the same one again on resume: the run directory keeps its id."""
 
-    def __init__(self, run: RunDirectory, config: Mapping[str, Any]):
+    def __init__(self, run: RunDirectory, config: Values):
         """Starts or continues the run.
 
         Raises:
@@ -146,14 +148,14 @@ class WeightsAndBiases(MetricWriter):
         """Logs one row."""
         self._run.log(numbers(metrics), step=step)
 
-    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Logs the first of them as a table, with the iteration's numbers."""
         first = {name: [_plain(value) for value in column[:_COMPLETIONS]] for name, column in columns.items()}
         cells = {name: column for name, column in first.items() if all(isinstance(cell, _CELLS) for cell in column)}
         rows = [list(row) for row in zip(*cells.values(), strict=True)]
         self._run.log({"completions": self._wandb.Table(columns=list(cells), data=rows)}, step=step)
 
-    def finish(self, summary: Mapping[str, Any], tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
+    def finish(self, summary: Values, tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
         """Updates the run's summary, logs each table under its title, and the gallery as one with pictures."""
         self._run.summary.update(finite(summary))
         for table in tables:
@@ -167,7 +169,7 @@ class WeightsAndBiases(MetricWriter):
             columns: list[Any] = ["prompt", "text", "before", "after"]
             self._run.log({"table/gallery": self._wandb.Table(columns=columns, data=rows)})
 
-    def _image(self, picture: Any) -> Any:
+    def _image(self, picture: np.ndarray | None) -> object:
         return None if picture is None else self._wandb.Image(picture)
 
     def close(self) -> None:
@@ -200,7 +202,7 @@ def open_writers(
     report_to: Sequence[str] = (),
     *,
     resume_step: int | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Values | None = None,
 ) -> tuple[list[MetricWriter], list[str]]:
     """Opens metrics.jsonl and the writers asked for.
 
@@ -236,7 +238,7 @@ def open_writers(
     return writers, notes
 
 
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def numbers(metrics: Values) -> dict[str, float]:
     """The finite numbers of a row, without its step."""
     return {
         name: float(value)
@@ -245,6 +247,6 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """A cell of a table: a plain number or text."""
     return value.item() if hasattr(value, "item") else value

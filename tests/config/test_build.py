@@ -22,8 +22,8 @@ from grpo_jax.config import (
 )
 from grpo_jax.config.command_line import find_config, load_config, parse
 from grpo_jax.config.fields import MAY_CHANGE
+from grpo_jax.config.help import help_lines
 from grpo_jax.config.named import built_in_names, find_class
-from grpo_jax.config.options import help_lines
 from grpo_jax.config.run import JUDGES, TASKS, find_task
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.cartpole.task import CartPoleConfig

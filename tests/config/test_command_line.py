@@ -166,7 +166,6 @@ def test_a_mistyped_field_or_value_is_named_with_the_nearest_valid_one(dotted, v
     ("old", "now"),
     [
         ("prompt_enhancement/renderer.path", "renderer is now judges.renderer"),
-        ("prompt_enhancement/renderer.batch_size", "renderer is now judges.renderer"),
         ("prompt_enhancement/scorer.model", "scorer is now judges.scorer"),
         (
             "prompt_enhancement/scorer.watch_model",
@@ -175,7 +174,6 @@ def test_a_mistyped_field_or_value_is_named_with_the_nearest_valid_one(dotted, v
         ("recommendation/recommendation.dummy_users", "recommendation is now task (its fields stand beside task.kind)"),
         ("recommendation/retrieval.backend", "retrieval is now task.retrieval"),
         ("recommendation/warm_start.pairs", "warm_start.pairs is now task.pairs"),
-        ("recommendation/warm_start.title_characters", "warm_start.title_characters is now task.pair_characters"),
     ],
 )
 def test_the_fields_of_an_earlier_version_are_told_what_they_are_called_now(old, now, tmp_path):

@@ -8,8 +8,8 @@ from support.text_task import ROOT
 
 from grpo_jax import __main__, evaluate, export, train
 from grpo_jax.config import make_config
+from grpo_jax.config.help import choices_of, sections_of, type_word
 from grpo_jax.config.named import built_in_names
-from grpo_jax.config.options import choices_of, sections_of, type_word
 from grpo_jax.config.run import TASKS
 from grpo_jax.config.sections import RewardSection
 

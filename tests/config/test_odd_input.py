@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_jax import evaluate, export
-from grpo_jax.config import SamplingSection, build, identity
+from grpo_jax.config import SamplingSection, build, identity, to_dict
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.files import read_yaml
 from grpo_jax.errors import UserError, guarded, shown
@@ -40,7 +40,7 @@ def line_of(capsys, command, *arguments):
         (b"task: text\ntask: cartpole\n", "config.yaml: line 2: 'task' stands twice in one section"),
         (BOMB.encode(), "stands for more than 100,000 entries"),
         (b"task: &a [*a]\n", "&reference of line 1 holds itself"),
-        (b"task: text\nwatch: " + b"[" * 3000, "nested deeper than 32 levels"),
+        (b"task: text\nwatch: " + b"[" * 100, "nested deeper than 32 levels"),
         (b"task: text\nseed: " + b"9" * 5000, "not valid YAML"),
         (b"task: text\nseed: 2001-99-99\n", "not valid YAML: month must be in 1..12"),
         (b'task: text\nrun_dir: "a\\0b"\n', "holds a NUL character"),
@@ -97,14 +97,13 @@ def every_float(values, path=()):
 
 @pytest.mark.parametrize("task", ["text", "prompt_enhancement", "recommendation", "cartpole"])
 def test_no_float_takes_nan_or_infinity(task):
-    from grpo_jax.config import to_dict
-
     names = list(every_float(to_dict(parse(["--task", task]))))
     assert len(names) > 10
-    for name in names:
-        for value in ("nan", "inf", "-inf", "1e999"):
-            with pytest.raises(UserError, match=f"{name}: expected a finite number"):
-                parse(["--task", task, f"--{name}", value])
+    for value in ("nan", "inf", "-inf", "1e999"):
+        with pytest.raises(UserError) as error:
+            parse(["--task", task, *(f"--{name}={value}" for name in names)])
+        refused = {line.partition(": expected a finite number")[0] for line in error.value.args}
+        assert refused == {*names}
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "y" * 5000, "a/" * 400, "~no_such_user/x"])

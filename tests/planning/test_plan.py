@@ -18,6 +18,7 @@ from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import make_policy
 from grpo_jax.models.quantised import quantise
 from grpo_jax.planning import cards
+from grpo_jax.planning import policy as plan
 from grpo_jax.planning.policy import (
     GIB,
     PUBLISHED_POLICIES,
@@ -40,7 +41,6 @@ SMALL = (
     *("--training.prompts_per_batch=4", "--sampling.group_size=3", "--sampling.max_new_tokens=6"),
     *("--data.max_prompt_tokens=16", "--training.accumulation=2", "--training.inner_epochs=1"),
 )
-GREEDY_CHOICE = ("--sampling.top_k=5",)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,6 +127,7 @@ def recorded(monkeypatch, make):
 
 def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
     config, model = of_tiny("--algorithm.kl_coef=0.1")
+    monkeypatch.setattr(plan, "temporary_bytes", lambda *_: 0)  # of sampling
     memory = policy_memory(config, model)
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 100))
     forward = make_forward(make_policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
@@ -142,7 +143,8 @@ def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
 
 
 def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
-    config, model = of_tiny(*GREEDY_CHOICE)
+    config, model = of_tiny("--sampling.top_k=5")
+    monkeypatch.setattr(plan, "update_bytes", lambda *_: 0)
     memory = policy_memory(config, model)
     params = SamplingParams(3, 6, top_k=5)
     sampler = {}

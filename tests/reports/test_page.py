@@ -13,8 +13,7 @@ import pytest
 
 from grpo_jax.reports.charts import Series, line_chart, nice_ticks, number, series_of, smoothed
 from grpo_jax.reports.completions import read_completions
-from grpo_jax.reports.page import end_sections, render_report
-from grpo_jax.reports.run_files import RunEnd
+from grpo_jax.reports.page import RunEnd, end_sections, render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.display import GalleryEntry, Table
 from grpo_jax.tasks.prompt_enhancement.task import PromptEnhancement

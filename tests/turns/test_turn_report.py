@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_jax.reports.page import end_sections, render_report
-from grpo_jax.reports.run_files import RunEnd
+from grpo_jax.reports.page import RunEnd, end_sections, render_report
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.turns import turn_measures, turns_table

@@ -40,19 +40,6 @@ def test_high_entropy_is_numpys_quantile(share, seed):
     np.testing.assert_array_equal(high_entropy_mask(entropy, mask, share=share), expected)
 
 
-@given(seeds, st.permutations(range(4)))
-def test_high_entropy_under_padding_order_and_axes(seed, order):
-    entropy, mask = tokens(seed)
-    expected = np.asarray(HIGH(entropy, mask, share=0.4))
-    wide = HIGH(np.pad(entropy, ((1, 0), (0, 2)), constant_values=9), np.pad(mask, ((1, 0), (0, 2))), share=0.4)
-    np.testing.assert_array_equal(wide[1:, :6], expected)
-    assert not np.asarray(wide)[0].any()
-    assert not np.asarray(wide)[:, 6:].any()
-    np.testing.assert_array_equal(HIGH(entropy[order], mask[order], share=0.4), expected[order])
-    grouped = HIGH(entropy.reshape(2, 2, 6), mask.reshape(2, 2, 6), share=0.4)
-    np.testing.assert_array_equal(np.reshape(grouped, (4, 6)), expected)
-
-
 def test_high_entropy_of_nothing_of_one_and_in_low_precision():
     entropy, mask = tokens(1)
     assert not high_entropy_mask(entropy, np.zeros_like(mask), share=0.2).any()
@@ -217,8 +204,3 @@ R = np.zeros((2, 3, 2), np.float32)
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_bad_input_is_refused_while_tracing():
-    with pytest.raises(ValueError, match="share must be more than 0"):
-        jax.eval_shape(lambda e: high_entropy_mask(e, M, share=0.0), jax.ShapeDtypeStruct((2, 3), jnp.float32))

@@ -21,8 +21,14 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize("size", [0, 24])
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("qwen2_vl", 24),
+        ("qwen3_vl", 0),
+        *(pytest.param(*other, marks=pytest.mark.wide) for other in (("qwen2_vl", 0), ("qwen2_5_vl", 0))),
+    ],
+)
 def test_logits_of_rows_are_transformers(family, size, tmp_path):
     folder = seeing_folder(tmp_path / "policy", family)
     loaded = hf.load_folder(folder, vision=True)

@@ -52,28 +52,6 @@ def test_runs_that_are_there_are_not_run_again(tmp_path, monkeypatch, capsys):
     assert "| refinement | seeing | 1 | 0.200 | 0.800 | 1.000 | 0.750 | 60 |" in printed
 
 
-def test_seeds_that_differ_widen_the_interval():
-    like, unlike = [np.full(128, 0.5)] * 3, [np.full(128, value) for value in (0.3, 0.5, 0.7)]
-    assert vision.interval(like) == [0.5, 0.5, 0.5]
-    mean, low, high = vision.interval(unlike)
-    assert mean == pytest.approx(0.5) and low == pytest.approx(0.3) and high == pytest.approx(0.7)
-
-
-def test_memory_of_an_update_with_pictures(monkeypatch, capsys, tmp_path):
-    memory = load("benchmarks/evidence/picture_memory.py")
-    asked = []
-
-    def measured(config, model, mesh, shown):
-        asked.append((config.policy.vision, shown and shown.patches, config.data.max_prompt_tokens))
-        return (len(asked) % 3) * memory.MIB
-
-    monkeypatch.setattr(memory, "update_bytes", measured)
-    memory.main(["--case", "tiny-pictures", "--json", str(tmp_path / "memory.json")])
-    assert asked[:3] == [("frozen", None, 12), ("frozen", 16, 12), ("train", 16, 12)]
-    assert "| layer | 16 | 1 | 2 | 0 |" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "memory.json").read_text())) == 6
-
-
 def test_pictures_of_episodes(tmp_path):
     figures = load("docs/make_figures.py")
     (tmp_path / "images").mkdir()

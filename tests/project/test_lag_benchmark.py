@@ -12,6 +12,7 @@ _SPEC.loader.exec_module(lag)
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_a_case_is_a_run_that_samples_ahead_in_chunks(tmp_path):
     found = lag.measure(tmp_path, 1, 2, 4, unit=0.01, iterations=5)
     assert (found["lag"], found["chunks"], found["floor"]) == (1, 2, 0.0125) and 0 < found["seconds"] <= found[

@@ -1,7 +1,6 @@
 """The memory benchmark's claim at a size that compiles at once; and what it writes."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,3 @@ def test_a_frozen_head_has_no_product_of_its_shape(frozen):
     wide = dict(vocabulary=2048, width=512)
     head = 4 * 2048 * 512
     assert (memory.temporary_bytes(256, 64, **wide, frozen_head=frozen) > head) is not frozen
-
-
-def test_table_and_json(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(memory, "LENGTHS", (8, 64))
-    monkeypatch.setattr(memory, "temporary_bytes", lambda length, chunk, **_: 2**20 * length * (chunk is None) + 2**20)
-    assert memory.main(["--output", str(tmp_path / "memory.json")]) == 0
-    assert "| 64 | 65 | 1 |  |  | 1 | 0.4 |" in capsys.readouterr().out
-    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
-    assert [row["tokens"] for row in rows] == [8, 64]
-    assert rows[0]["chunked"] == {}

@@ -10,19 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "gpu"
-BESIDE = {"driver", "outcome"}
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """The driver and what becomes of measurements, as the script imports them."""
-    monkeypatch.syspath_prepend(str(SCRIPT))
-    import driver
-    import outcome
-
-    yield driver, outcome
-    for name in BESIDE:
-        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -72,45 +59,3 @@ def test_what_is_compared_agrees_and_what_is_timed_has_figures(ran):
     iteration = parts["iteration"]["7 B with LoRA, an iteration"]
     assert iteration["draw_seconds"] > 0 and "drawn_by" not in iteration
     assert parts["iteration"]["its peak memory beside --plan's"]["predicted_gib"] > 0
-
-
-def test_a_measurement_is_left_out_or_fails_alone(scripts):
-    _, outcome = scripts
-    kept = []
-
-    def missing():
-        outcome.needs("no_such_package")
-
-    def broken():
-        raise ValueError("first line\nsecond")
-
-    measurements = {"one": missing, "two": broken, "three": lambda: outcome.compared(2.0, 1.0), "four": dict}
-    outcome.work(measurements, 60, lambda rows: kept.append(dict(rows)))
-    assert [len(rows) for rows in kept] == [1, 2, 3, 4]
-    found = kept[-1]
-    assert found["one"] == {"skipped": "the package no_such_package is not installed"}
-    assert found["two"]["failed"] == "ValueError: first line"
-    assert found["three"]["agrees"] is False and set(found["four"]) == {"took"}
-    outcome.work({"late": broken}, 0, lambda rows: kept.append(rows))
-    assert kept[-1] == {"late": {"skipped": "no time was left"}}
-
-
-def test_what_failed_or_differs_stands_in_the_table_and_in_the_exit_code(scripts):
-    driver, _ = scripts
-    rows = {"a": {"difference": 2.0, "agrees": False, "took": 1.0}, "b": {"skipped": "no card"}}
-    lines = driver.table({"part": {"measurements": rows, "failed": "ended with -9"}}).splitlines()
-    assert lines[2:] == [
-        "| part | a | **differs** | difference 2 |",
-        "| part | b | skipped: no card |  |",
-        "| part | | failed: ended with -9 | |",
-    ]
-    wells = [driver.is_well({"measurements": {name: rows[name]}}) for name in "ab"]
-    assert wells == [False, True] and not driver.is_well({"measurements": {}, "failed": "ended with 1"})
-    assert driver.run_parts(["update"], True, 1.0, Path("unused"))["update"]["skipped"] == "no time was left"
-
-
-def test_a_part_that_takes_too_long_is_ended_and_the_others_are_not_lost(scripts, tmp_path):
-    driver, _ = scripts
-    told = driver.run_worker(["--worker", "resuming", "--tiny"], 0.2, tmp_path)
-    assert told.found is None and told.ending == "ended after 0 s"
-    assert driver.run_worker(["--worker", "no_such_part"], 60, tmp_path).ending == "ended with 2"

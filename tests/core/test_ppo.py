@@ -52,24 +52,6 @@ def policy_slope(parts, normaliser=None):
     return jax.value_and_grad(call, (0, 1), has_aux=True)(parts["logprobs"], parts["entropy"])
 
 
-def test_policy_loss_is_the_loop(x64):
-    for seed in range(3):
-        parts = batch(seed, np.float64)
-        losses, entropies, low, high = [], [], 0, 0
-        for place in zip(*np.nonzero(parts["mask"]), strict=True):
-            ratio = np.exp(parts["logprobs"][place] - parts["old_logprobs"][place])
-            advantage = parts["advantages"][place]
-            losses.append(max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.3)))
-            entropies.append(parts["entropy"][place])
-            low += ratio < 0.8 and advantage < 0
-            high += ratio > 1.3 and advantage > 0
-        (loss, metrics), _ = policy_slope(parts)
-        np.testing.assert_allclose(loss, np.mean(losses) - 0.1 * np.mean(entropies), rtol=1e-12)
-        np.testing.assert_allclose(metrics.policy_loss.value(), np.mean(losses), rtol=1e-12)
-        np.testing.assert_allclose(metrics.clip_low.value(), low / len(losses), rtol=1e-12)
-        np.testing.assert_allclose(metrics.clip_high.value(), high / len(losses), rtol=1e-12)
-
-
 def test_policy_loss_passes_its_choices_on():
     parts = batch(1)
     args = [parts[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")]

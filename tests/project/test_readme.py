@@ -40,8 +40,6 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 def test_the_python_of_the_readme_trains_and_answers(folder, monkeypatch, capsys):
     answered = BLOCKS[2].replace('answer("What', 'print("said:", answer("What').replace('number.")', 'number."))')
-        'number.")', 'number."))'
-    )
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     exec(compile(BLOCKS[1] + answered, "README.md", "exec"), {"__name__": "__main__"})

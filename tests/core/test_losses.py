@@ -248,13 +248,10 @@ X = np.zeros((2, 3), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: grpo_loss(X.astype(int), X, A, M), TypeError, "logprobs must be of a floating type"),
         (lambda: grpo_loss(X[0, 0], X, A, M), ValueError, "logprobs must have a token axis"),
         (lambda: grpo_loss(X, X[:1], A, M), ValueError, r"old_logprobs must have .* \(2, 3\), got \(1, 3\)"),
         (lambda: grpo_loss(X, X, A[:1], M), ValueError, r"advantages must have shape \(2,\) or \(2, 3\)"),
         (lambda: grpo_loss(X, X, A[:, None], M), ValueError, "advantages must have shape"),
-        (lambda: grpo_loss(X, X, A.astype(int), M), TypeError, "advantages must be of a floating type"),
-        (lambda: grpo_loss(X, X, A, X), TypeError, "mask must be of type bool, got float32"),
         (lambda: grpo_loss(X, X, A, M[:1]), ValueError, r"mask must have shape \(2, 3\)"),
         (lambda: grpo_loss(X, X, A, M, ratio="row"), ValueError, "ratio must be 'token' or 'sequence'"),
         (lambda: grpo_loss(X, X, A, M, aggregation="mean"), ValueError, "aggregation must be 'sequence', 'token'"),
@@ -274,11 +271,9 @@ X = np.zeros((2, 3), np.float32)
         (lambda: grpo_loss(X, X, A, M, token_weights=A), ValueError, r"token_weights must have shape .* got \(2,\)"),
         (lambda: grpo_loss(X, X, A, M, token_weights=X.astype(int)), TypeError, "token_weights must be of a floating"),
         (lambda: FixedLength(0), ValueError, "length must be at least 1, got 0"),
-        (lambda: loss_normaliser(X), TypeError, "mask must be of type bool"),
         (lambda: loss_normaliser(M, "row"), ValueError, "aggregation must be"),
         (lambda: loss_normaliser(M[0, 0]), ValueError, "mask must have a token axis"),
         (lambda: sft_loss(X, M[:1]), ValueError, r"mask must have shape \(2, 3\)"),
-        (lambda: sft_loss(X.astype(int), M), TypeError, "logprobs must be of a floating type"),
     ],
 )
 def test_bad_input(call, error, message):

@@ -171,22 +171,17 @@ def gae(rewards=R, values=V, discount=0.9, trace=0.9, **options):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: discounted_returns(R.astype(int), discount=0.9), TypeError, "rewards must be of a floating type"),
         (lambda: discounted_returns(R[0, 0], discount=0.9), ValueError, "rewards must have a time axis"),
         (lambda: discounted_returns(R, discount=1.1), ValueError, r"discount must be in \[0, 1\], got 1.1"),
         (lambda: discounted_returns(R, discount=-0.1), ValueError, r"discount must be in \[0, 1\], got -0.1"),
         (lambda: discounted_returns(R, discount=2), ValueError, r"discount must be in \[0, 1\], got 2"),
         (lambda: discounted_returns(R, discount=np.nan), ValueError, r"discount must be in \[0, 1\], got nan"),
         (lambda: discounted_returns(R, discount=R - 1), ValueError, r"discount must be in \[0, 1\]"),
-        (lambda: discounted_returns(R, discount=M), TypeError, "discount must be of a floating type, got bool"),
         (lambda: discounted_returns(R, discount=R[0]), ValueError, r"scalar or have shape \(2, 3\), got \(3,\)"),
-        (lambda: discounted_returns(R, discount=0.9, mask=R), TypeError, "mask must be of type bool"),
         (lambda: discounted_returns(R, discount=0.9, mask=M[:1]), ValueError, r"mask must have shape \(2, 3\)"),
         (lambda: gae(trace=1.5), ValueError, r"trace must be in \[0, 1\], got 1.5"),
         (lambda: gae(trace=-1e-9), ValueError, r"trace must be in \[0, 1\]"),
         (lambda: gae(discount=1.5), ValueError, r"discount must be in \[0, 1\], got 1.5"),
-        (lambda: gae(rewards=R.astype(int)), TypeError, "rewards must be of a floating type"),
-        (lambda: gae(values=V.astype(int)), TypeError, "values must be of a floating type"),
         (lambda: gae(values=R), ValueError, r"values must have shape \(2, 4\), got \(2, 3\)"),
         (lambda: gae(values=V[:1], next_values=R), ValueError, r"values must have shape \(2, 4\) or \(2, 3\)"),
         (lambda: gae(next_values=V), ValueError, r"next_values must have rewards' shape \(2, 3\), got \(2, 4\)"),
@@ -197,7 +192,6 @@ def gae(rewards=R, values=V, discount=0.9, trace=0.9, **options):
         (lambda: normalised_returns(R[:1], mask=M[:1]), ValueError, "at least 2 episodes in a group"),
         (lambda: normalised_returns(R, mask=M[:1]), ValueError, r"mask must have shape \(2, 3\)"),
         (lambda: normalised_returns(R, mask=M, eps=-1.0), ValueError, "eps must be at least 0, got -1.0"),
-        (lambda: normalised_returns(R.astype(int), mask=M), TypeError, "returns must be of a floating type"),
     ],
 )
 def test_bad_input(call, error, message):

@@ -92,12 +92,9 @@ def penalised(scores=S, logprobs=X, ref=X, mask=M, kl_coef=0.1, **options):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: penalised(scores=S.astype(int)), TypeError, "scores must be of a floating type, got int"),
         (lambda: penalised(scores=X), ValueError, r"scores must have shape \(2,\), got \(2, 3\)"),
-        (lambda: penalised(logprobs=X.astype(int)), TypeError, "logprobs must be of a floating type"),
         (lambda: penalised(logprobs=X[0, 0]), ValueError, "logprobs must have a token axis"),
         (lambda: penalised(ref=X[:1]), ValueError, r"ref_logprobs must have .* \(2, 3\), got \(1, 3\)"),
-        (lambda: penalised(mask=X), TypeError, "mask must be of type bool"),
         (lambda: penalised(mask=M[:1]), ValueError, r"mask must have shape \(2, 3\), got \(1, 3\)"),
         (lambda: penalised(kl_coef=-0.1), ValueError, "kl_coef must be at least 0, got -0.1"),
         (lambda: penalised(kl_coef=np.nan), ValueError, "kl_coef must be at least 0, got nan"),

@@ -162,22 +162,6 @@ def test_window_and_token_counts(scorer):
     assert torch.equal(features[0], features[1])
 
 
-def test_token_counts_of_open_clips_own_tokenizer():
-    from bridges.clip import Scorer
-
-    tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    texts = ["a photo of a cat", "Unbelievably long-winded, isn't it?"]
-    expected = [(row != 0).sum().item() for row in tokenizer(texts)]
-    stand_in = Scorer.__new__(Scorer)
-    stand_in._tokenizer = tokenizer
-    assert stand_in.count_tokens(texts) == expected
-
-
-def test_folder_may_be_named_in_open_clips_way(folder, scorer):
-    again = load_scorer(f"local-dir:{folder}", batch_size=8)
-    assert torch.equal(again.text_features(TEXTS), scorer.text_features(TEXTS))
-
-
 def test_wrong_inputs(scorer):
     with pytest.raises(ValueError, match="images: expected float"):
         scorer.image_features(torch.zeros(3, 24, 24))
@@ -287,14 +271,7 @@ def test_one_linear_layer_is_a_quality_head(tmp_path):
     "tensors",
     [
         {"weight": torch.ones(1, 5), "bias": torch.ones(1)},
-        {"weight": torch.ones(2, 4), "bias": torch.ones(2)},
         {"weight": torch.ones(1, 4)},
-        {
-            "0.weight": torch.ones(3, 4),
-            "0.bias": torch.ones(3),
-            "1.weight": torch.ones(1, 2),
-            "1.bias": torch.ones(1),
-        },
         {"scale": torch.ones(4)},
     ],
 )

@@ -62,33 +62,6 @@ def test_policy_loss_passes_its_choices_on():
     assert got != ppo_loss(*args)[0]
 
 
-def loop_value(parts, clip):
-    losses, clipped = [], 0
-    for place in zip(*np.nonzero(parts["mask"]), strict=True):
-        value, old, target = (parts[name][place] for name in ("values", "old_values", "returns"))
-        plain = (value - target) ** 2
-        bounded = plain if clip is None else (old + min(max(value - old, -clip), clip) - target) ** 2
-        losses.append(0.5 * max(plain, bounded))
-        clipped += bounded > plain
-    return np.mean(losses), clipped / len(losses)
-
-
-@pytest.mark.parametrize("clip", [0.2, 0.0, None])
-def test_value_loss_is_the_loop(clip, x64):
-    for seed in range(3):
-        parts = batch(seed, np.float64)
-        (loss, metrics), _ = value_slope(parts, clip=clip)
-        expected, fraction = loop_value(parts, clip)
-        np.testing.assert_allclose(loss, expected, rtol=1e-12)
-        np.testing.assert_allclose(metrics.loss.value(), expected, rtol=1e-12)
-        np.testing.assert_allclose(metrics.clip_fraction.value(), fraction, rtol=1e-12)
-        values, targets = parts["values"][parts["mask"]], parts["returns"][parts["mask"]]
-        np.testing.assert_allclose(metrics.value.value(), values.mean(), rtol=1e-12)
-        np.testing.assert_allclose(metrics.target.value(), targets.mean(), rtol=1e-12)
-        explained = 1 - np.var(targets - values) / np.var(targets)
-        np.testing.assert_allclose(metrics.explained_variance(), explained, rtol=1e-10)
-
-
 def test_a_prediction_that_moved_enough_gets_no_gradient():
     """Beyond its bound and still short of the target: stopped. Away from the target: pulled back."""
     old, target = np.zeros((1, 4), np.float32), np.float32([[1.0, 1.0, 1.0, -1.0]])

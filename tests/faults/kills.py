@@ -25,10 +25,7 @@ PHASES = {
     "load": ("grpo_jax.runs.language:load_parts", "grpo_jax.tasks.cartpole.program:make_train"),
     "baseline": ("grpo_jax.runs.language:measure_all", "grpo_jax.tasks.cartpole.program:CartPoleProgram._measure"),
     "warm start": ("grpo_jax.runs.language:warm_start",),
-    "iteration": (
-        "grpo_jax.runs.language:run_iteration",
-        "grpo_jax.tasks.cartpole.program:CartPoleProgram.advance",
-    ),
+    "iteration": ("grpo_jax.runs.language:run_iteration", "grpo_jax.tasks.cartpole.program:CartPoleProgram.advance"),
     "records": ("grpo_jax.reports.output:RunOutput.iteration",),
     "validation": ("grpo_jax.runs.experiment:_measured",),
     "commit": ("grpo_jax.runs.checkpoint.series:Series._commit",),

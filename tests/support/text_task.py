@@ -98,13 +98,7 @@ def make_place(folder: Path) -> Place:
         "sampling": {"group_size": 4, "max_new_tokens": 8},
         "algorithm": {"kl_coef": 0.1, "update_ref_every": 2},
         "optimizer": {"learning_rate": 0.01, "schedule": "cosine", "warmup_steps": 3},
-        "training": {
-            "prompts_per_batch": 4,
-            "max_steps": 6,
-            "inner_epochs": 2,
-            "minibatches": 2,
-            "save_every": 3,
-        },
+        "training": {"prompts_per_batch": 4, "max_steps": 6, "inner_epochs": 2, "minibatches": 2, "save_every": 3},
         "evaluation": {"every": 2, "sampled": False},
         "rewards": [{"name": f"{judge}:letters"}, {"name": f"{judge}:brief", "weight": 0.5}],
     }
@@ -188,12 +182,7 @@ def rewound(run: Path, to: Path, step: int) -> Path:
 
 
 def environment(place: Place, run: Path, judge: str) -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONFAULTHANDLER": "1",
-        "JUDGE": judge,
-        "JUDGE_RUN": str(run),
-    }
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", "JUDGE": judge, "JUDGE_RUN": str(run)}
 
 
 def start(place: Place, run: Path, *arguments: str, judge: str = "work:0") -> subprocess.Popen:

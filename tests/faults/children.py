@@ -64,15 +64,7 @@ def run(
     folder: Path,
     command: str = "grpo_jax.train",
 ) -> Ended:
-    """A command in a child.
-
-    Args:
-        arguments: Of the command.
-        before: Called in the child before the command.
-        after: Called in the parent with the child's process number; what it returns is waited for.
-        folder: Where its output goes meanwhile.
-        command: Its module.
-    """
+    """A command in a child."""
 
     def act() -> None:
         from grpo_jax.errors import leave

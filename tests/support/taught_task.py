@@ -16,11 +16,7 @@ def brevity(completions):
 
 @dataclass(frozen=True)
 class Taught(Task):
-    """What to answer to "linen lamp" is taught; what is rewarded is to be brief.
-
-    Args:
-        texts: The answers.
-    """
+    """What to answer to "linen lamp" is taught; what is rewarded is to be brief."""
 
     texts: list[str]
 

@@ -16,7 +16,11 @@ def brevity(completions):
 
 @dataclass(frozen=True)
 class Taught(Task):
-    """What to answer to "linen lamp" is taught; what is rewarded is to be brief."""
+    """What to answer to "linen lamp" is taught; what is rewarded is to be brief.
+
+    Args:
+        texts: The answers.
+    """
 
     texts: list[str]
 

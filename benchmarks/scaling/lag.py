@@ -68,9 +68,8 @@ def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, 
     from grpo_jax.config import make_config
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.experiment import Run, execute
+    from grpo_jax.runs.experiment import Callbacks, Run, execute
     from grpo_jax.runs.language import load_program
-    from grpo_jax.runs.loop.callbacks import Callbacks
     from grpo_jax.runs.processes import stop_requests
 
     config = make_config(

@@ -13,9 +13,8 @@ from grpo_jax.core.repeated import mean_interval, pass_at_k
 from grpo_jax.errors import Stopped
 from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, judge
-from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, with_control
+from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, turn_measures, with_control
 from grpo_jax.runs.parts import Parts, objectives_of
-from grpo_jax.runs.turns import turn_measures
 from grpo_jax.training.estimators import total_rewards
 
 PICTURE_CHUNK = 32

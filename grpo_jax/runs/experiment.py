@@ -10,20 +10,87 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from grpo_jax.config.build import to_yaml
-from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError
+from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.loop.callbacks import Callbacks, IterationEvent
-from grpo_jax.runs.loop.early_stopping import SCORE, Waited, after_validation, reason_to_end
 from grpo_jax.runs.processes import StopRequests
-from grpo_jax.runs.progress import Progress, added, identity_of, require_same, with_total
+from grpo_jax.runs.progress import (
+    SCORE,
+    Progress,
+    Waited,
+    added,
+    after_validation,
+    identity_of,
+    reason_to_end,
+    require_same,
+    with_total,
+)
 from grpo_jax.runs.results import versions
 from grpo_jax.tasks.task import Program
+
+
+@dataclass(frozen=True)
+class IterationEvent:
+    """What a callback is told.
+
+    Attributes:
+        step: Iterations done.
+        iterations: That there are to be.
+        metrics: By name as in metrics.jsonl: on an iteration its row, on a validation that row's "validation/…"; on a
+            checkpoint nothing.
+        run_dir: Of the run.
+        checkpoint: The checkpoint that was written; None otherwise.
+    """
+
+    step: int
+    iterations: int
+    metrics: Mapping[str, float]
+    run_dir: Path
+    checkpoint: Path | None = None
+
+
+Callback = Callable[[IterationEvent], bool | None]
+"""callback(event) → True to stop the run as a signal does: saved, and `--resume` goes on; False or None goes on."""
+
+
+class Callbacks(NamedTuple):
+    """Who is told of what; None for nobody.
+
+    Attributes:
+        on_iteration: Each iteration, when its row of metrics.jsonl is written.
+        on_validation: Each validation behind it.
+        on_checkpoint: Each checkpoint of the loop, when it is on disk.
+    """
+
+    on_iteration: Callback | None = None
+    on_validation: Callback | None = None
+    on_checkpoint: Callback | None = None
+
+    def ask(self, name: str, event: IterationEvent) -> bool:
+        """Tells the callback of that name; whether it asks to stop.
+
+        Raises:
+            UserError: It raised, or returned something else.
+        """
+        callback = getattr(self, name)
+        if callback is None:
+            return False
+        try:
+            answer = callback(event)
+        except Exception as error:
+            raise UserError(f"{name}: {type(error).__name__}: {one_line(error)}") from error
+        if answer is not None and not isinstance(answer, bool | np.bool_):
+            raise UserError(f"{name}: expected it to return True to stop, else False or None, got {one_line(answer)}")
+        return bool(answer)
+
 
 State = Any
 Row = Mapping[str, Any]

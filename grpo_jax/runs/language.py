@@ -20,9 +20,9 @@ from grpo_jax.rollout.rewards import IN_PYTHON
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import Evaluation, evaluate_policy, measure_all
 from grpo_jax.runs.iteration import Learner, make_learner, run_iteration
-from grpo_jax.runs.loop.ahead import Ahead, iterate_ahead
 from grpo_jax.runs.measures import TOTAL
 from grpo_jax.runs.parts import Parts, load_parts, within_budget
+from grpo_jax.runs.prefetch import Prefetcher, iterate_ahead
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
@@ -62,9 +62,9 @@ class LanguageProgram:
     clock: float
 
     @cached_property
-    def ahead(self) -> Ahead | None:
+    def ahead(self) -> Prefetcher | None:
         """Batches that are sampled ahead (training.lag); None where each is sampled with the newest weights."""
-        return Ahead(self.parts) if self.parts.config.training.lag else None
+        return Prefetcher(self.parts) if self.parts.config.training.lag else None
 
     @property
     def iterations(self) -> int:

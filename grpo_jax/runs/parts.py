@@ -30,10 +30,9 @@ from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
 from grpo_jax.rollout.trainer import Trainer
-from grpo_jax.runs.loop.early_stopping import SCORE
 from grpo_jax.runs.measures import require_names
-from grpo_jax.runs.policy import load_run_policy, make_new_policy, policy_folder
-from grpo_jax.runs.seeing import eyes_of, make_prepare
+from grpo_jax.runs.policy import eyes_of, load_run_policy, make_new_policy, make_prepare, policy_folder
+from grpo_jax.runs.progress import SCORE
 from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.several.devices import listed, place_parts, policy_devices
 from grpo_jax.runs.several.led import Brief, led_samplers, led_see

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,12 @@ from grpo_jax.models import hf
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import Policy, load_policy
 from grpo_jax.models.quantised import count_weights
+from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE, VISUAL
+from grpo_jax.models.vision.pictures import Pictures, pack_pictures, same_size
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.inputs.encoding import Eyes, load_eyes, prepare_rows
+from grpo_jax.rollout.inputs.pictures import source_of
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.task import Vocabulary
@@ -183,3 +189,59 @@ def restore_variables(
     trained = {name: variables[name] for name in trained_collections(variables)}
     restored, meta = restore_params(run_dir, checkpoint, trained)
     return {**variables, **restored}, meta
+
+
+def eyes_of(config: Config, loaded: Any) -> Callable[[], Eyes] | None:
+    """What loads the processor of the policy's folder, once; None for a policy that sees no pictures."""
+    vision = loaded.config.vision
+    if vision is None:
+        return None
+    return functools.cache(lambda: load_eyes(loaded.path, vision, config.data.picture_size))
+
+
+def make_see(policy: Policy) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """see(variables, `Pictures`) → their states, and what the update takes of them.
+
+    A frozen tower's states are what the update takes; one that is trained, or has adapters, sees them again.
+    """
+    compiled = jax.jit(policy.encode_images)
+
+    def see(variables: Any, pictures: Any) -> tuple[Any, Any]:
+        states = gather(compiled(variables, pictures), policy.mesh)
+        frozen = VISUAL in variables and VISUAL not in variables.get("lora", {})
+        return states, states if frozen else pictures
+
+    return see
+
+
+def make_prepare(eyes: Callable[[], Eyes], device: jax.Device | None = None) -> Callable[[Any], Pictures]:
+    """prepare(pictures) → `Pictures` [N, 1, ..], one in each row.
+
+    Pictures drawn in torch, float [N, 3, H, W] in [0, 1], are prepared where they are and handed over by dlpack: the
+    same memory where the policy's device is theirs, one copy where it is another. Anything else that a row of the data
+    may hold, as a list, goes through the folder's processor on the host.
+
+    Args:
+        eyes: Of `eyes_of`; asked at the first call.
+        device: The policy's; None for where JAX sees the pictures.
+    """
+
+    def prepare(pictures: Any) -> Pictures:
+        own = eyes()
+        if not hasattr(pictures, "detach"):
+            return _on_the_host(pictures, own)
+        patches, grid = own_package("bridges", "pixels").patches_of(pictures, own.settings)
+        return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, own.vision)
+
+    return prepare
+
+
+def _on_the_host(pictures: Sequence[Any], eyes: Eyes) -> Pictures:
+    try:
+        rows = [Row(place, "", pictures=(source_of(picture, None),)) for place, picture in enumerate(pictures)]
+    except ValueError as error:
+        raise UserError(f"pictures: {error}") from error
+    packed = pack_pictures(prepare_rows(rows, eyes), eyes.vision)
+    if packed is None:
+        raise ValueError("pictures: expected at least one")
+    return packed

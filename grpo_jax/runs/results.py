@@ -20,10 +20,9 @@ from grpo_jax.runs.evaluation import (
     evaluate_policy,
     evaluate_texts,
 )
-from grpo_jax.runs.measures import TOTAL
+from grpo_jax.runs.measures import TOTAL, turns_table
 from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.progress import added
-from grpo_jax.runs.turns import turns_table
 from grpo_jax.sampling.samplers import measured_section
 from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table
 from grpo_jax.tasks.task import Finished

@@ -20,7 +20,7 @@ from grpo_jax.rollout.episodes import Answer, checked
 from grpo_jax.rollout.replies import prepared
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.loop.learner import LearningBrief
+from grpo_jax.runs.iteration import LearningBrief
 from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.policy import Policy
 from grpo_jax.runs.several.company import Company

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
 from grpo_jax.errors import UserError
 
@@ -111,3 +113,22 @@ def check_fits(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: Path)
                 f"{where} does not fit this configuration: {name} is {came} in the checkpoint,"
                 f" {expected} is expected; use the config.yaml that lies beside it"
             )
+
+
+def handler() -> ocp.CompositeCheckpointHandler:
+    """Make the Orbax handler of a checkpoint's trees."""
+    trees: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ITEMS}
+    return ocp.CompositeCheckpointHandler(**trees)
+
+
+def write_trees(checkpointer: ocp.AsyncCheckpointer, path: str, trees: Mapping[str, PyTree]) -> None:
+    """Copies a checkpoint's arrays, those of this process, and begins to write them."""
+    args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
+    checkpointer.save(Path(path), args=ocp.args.Composite(**args))
+
+
+def read_tree(path: str, item: str, template: PyTree) -> PyTree:
+    """Read a tree of a checkpoint in shapes and places of `template`, the parts of it that this process holds."""
+    with closing(ocp.Checkpointer(handler())) as reader:
+        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target(template))})
+        return reader.restore(Path(path), args=args)[item]

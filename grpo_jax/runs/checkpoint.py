@@ -31,11 +31,10 @@ import jax
 import numpy as np
 
 from grpo_jax.errors import UserError, one_line, shown
-from grpo_jax.runs.checkpoint.manifest import disk_usage, find_damage
-from grpo_jax.runs.checkpoint.series import Series
-from grpo_jax.runs.checkpoint.tree import EVALUATED, PyTree, as_template, check_fits, items, leaves, storable
 from grpo_jax.runs.directory import retry_write
+from grpo_jax.runs.series import Series, disk_usage, find_damage
 from grpo_jax.runs.several.company import ALONE, Company
+from grpo_jax.runs.trees import EVALUATED, PyTree, as_template, check_fits, items, leaves, storable
 
 Result = TypeVar("Result")
 Meta = dict[str, Any]

@@ -7,12 +7,13 @@ files.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from grpo_jax.config.files import load_json
-from grpo_jax.runs.checkpoint.manifest import entries, link_files, seal
-from grpo_jax.runs.checkpoint.tree import ITEMS, PyTree, target
+from grpo_jax.errors import UserError
 from grpo_jax.runs.several.company import ALONE, Company
+from grpo_jax.runs.trees import PyTree, handler, read_tree, write_trees
 
 _WRITING, _META = ".writing", "meta.json"
 WRITE, READ = "write checkpoint", "read checkpoint"  # as all processes do it
@@ -186,25 +187,6 @@ class Series:
         return self._checkpointer
 
 
-def handler() -> ocp.CompositeCheckpointHandler:
-    """Make the Orbax handler of a checkpoint's trees."""
-    trees: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ITEMS}
-    return ocp.CompositeCheckpointHandler(**trees)
-
-
-def write_trees(checkpointer: ocp.AsyncCheckpointer, path: str, trees: Mapping[str, PyTree]) -> None:
-    """Copies a checkpoint's arrays, those of this process, and begins to write them."""
-    args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
-    checkpointer.save(Path(path), args=ocp.args.Composite(**args))
-
-
-def read_tree(path: str, item: str, template: PyTree) -> PyTree:
-    """Read a tree of a checkpoint in shapes and places of `template`, the parts of it that this process holds."""
-    with closing(ocp.Checkpointer(handler())) as reader:
-        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target(template))})
-        return reader.restore(Path(path), args=args)[item]
-
-
 def _sync(folder: Path) -> None:
     """Makes a rename in a folder last through a power cut."""
     handle = os.open(folder, os.O_RDONLY)
@@ -212,3 +194,103 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+MANIFEST = "manifest.json"
+
+
+def seal(folder: Path, listed: Mapping[str, Any] | None = None) -> None:
+    """Lists every file below a folder in its manifest, which is on the disk when this returns.
+
+    Args:
+        folder: Of the checkpoint.
+        listed: Entries of files that are not read again, from another manifest.
+    """
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / MANIFEST:
+            name = str(path.relative_to(folder))
+            entry = (listed or {}).get(name)
+            files[name] = entry or {"bytes": path.stat().st_size, "sha256": _checksum(path)}
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump({"files": files}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def entries(folder: Path) -> dict[str, Any]:
+    """Return a manifest's entries by file name.
+
+    Raises:
+        UserError: There is none that can be read.
+    """
+    files = load_json(folder / MANIFEST).get("files")
+    if not isinstance(files, dict):
+        raise UserError(f"{folder / MANIFEST} lists no files")
+    return files
+
+
+def find_damage(folder: Path) -> str:
+    """Return the first difference from the manifest in a few words, "" where every file is as it was written."""
+    if not (folder / MANIFEST).exists():
+        return f"it has no {MANIFEST}: it was not written to its end"
+    try:
+        listed = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries(folder).items()}
+    except (UserError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    if not listed:
+        return f"{MANIFEST} lists nothing"
+    for name, (size, checksum) in listed.items():
+        damage = _compare(folder / name, size, checksum)
+        if damage:
+            return f"{name} {damage}"
+    return ""
+
+
+def _compare(path: Path, size: int, checksum: str) -> str:
+    try:
+        if path.stat().st_size != size:
+            return f"has {path.stat().st_size} bytes, not {size}"
+        return "" if _checksum(path) == checksum else "has another checksum"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def link_files(names: Iterable[str], source: Path, target: Path) -> None:
+    """Makes a folder of hard links to files of another one: they outlive each other and count once on the disk.
+
+    Args:
+        names: Of the files, relative to both folders; a damaged manifest may name any.
+        source: Where they are.
+        target: Must not exist.
+
+    Raises:
+        OSError: A file is gone, or the file system has no hard links.
+    """
+    wanted = set(names)
+    existing = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    if not wanted <= existing:
+        raise FileNotFoundError(f"{source} has no {min(wanted - existing)}")
+    target.mkdir(parents=True)
+    for name in wanted:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.link(source / name, target / name)
+
+
+def disk_usage(folders: Iterable[Path]) -> int:
+    """Return the bytes of all files in folders, each file once however many names it has."""
+    sizes = {}
+    for folder in folders:
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                with suppress(OSError):  # removed meanwhile
+                    status = os.lstat(os.path.join(parent, name))
+                    sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())

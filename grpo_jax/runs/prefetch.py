@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.5  # how often who waits looks up where a signal does not wake
 _GRACE_SECONDS = 5.0  # how long batches that nobody wants any more are waited for
 
 
-class Ahead:
+class Prefetcher:
     """Batches on their way, a thread for each: the one that is learned from next, and the one behind it.
 
     Their stages are one line: each takes the chunks of one batch after those of the other, so a slow judge holds up no
@@ -104,7 +104,7 @@ class Ahead:
             drawn.set_exception(error)
 
 
-def iterate_ahead(parts: Parts, learner: Learner, ahead: Ahead, state: TrainState, iteration: int) -> Iteration:
+def iterate_ahead(parts: Parts, learner: Learner, ahead: Prefetcher, state: TrainState, iteration: int) -> Iteration:
     """As `run_iteration`, and the next batch is begun before this one is waited for.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,10 +27,9 @@ from grpo_jax.runs.policy import Policy
 from grpo_jax.runs.several.company import Company
 from grpo_jax.sampling.choices import completion_tokens
 from grpo_jax.training.batch import Batch
-from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.objectives import make_forward, make_supervised_objective
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import TrainState, init_state, release, restored_state, saved_parts, settled
-from grpo_jax.training.supervised import make_supervised_objective, optimizer_section
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]
@@ -122,7 +122,9 @@ def led_lessons(
         company: The processes.
     """
     section = config.warm_start
-    optimizing = optimizer_section(section, config.optimizer)
+    optimizing = dataclasses.replace(
+        config.optimizer, learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
+    )
     optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, policy.mesh)
     allowed = None if brief.allowed is None else jnp.asarray(brief.allowed)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import optax
 
 from grpo_jax.config.sections import OptimizerSection
-from grpo_jax.models.variables import VALUE
-
-Tree = Any
+from grpo_jax.models.variables import VALUE, PyTree, Variables
 
 _DECAYED = ("kernel", "a", "b")  # matrices of projections, and of the adapters beside them
 
@@ -39,7 +35,7 @@ def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedu
     return optax.join_schedules([ramp, after], [warmup])
 
 
-def decayed(weights: dict[str, Tree]) -> dict[str, Tree]:
+def decayed(weights: Variables) -> Variables:
     """Which weights decay, a bool for each: matrices of projections, kernels and adapters alike.
 
     Norms, biases, embeddings (learned positions and an untied unembedding too) and the value head do not: decay would
@@ -49,7 +45,7 @@ def decayed(weights: dict[str, Tree]) -> dict[str, Tree]:
         weights: The trained collections by name.
     """
 
-    def decays(path: tuple[Any, ...], _: Any) -> bool:
+    def decays(path: tuple[object, ...], _: object) -> bool:
         names = [getattr(entry, "key", None) for entry in path]
         return names[-1] in _DECAYED and names[0] != VALUE
 
@@ -71,7 +67,7 @@ def make_optimizer(
         value_rate: Learning rate of the value head as a multiple of the others'.
     """
 
-    def scale_value(updates: Tree, _: Tree | None) -> Tree:
+    def scale_value(updates: PyTree, _: PyTree | None) -> PyTree:
         if VALUE not in updates:
             return updates
         return {**updates, VALUE: jax.tree.map(lambda step: value_rate * step, updates[VALUE])}

@@ -20,7 +20,7 @@ from grpo_jax.core.trie import Trie
 from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.models.sharding import shard, shard_batch, shard_optimizer
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
-from grpo_jax.rollout.inputs.pictures import pictures_column
+from grpo_jax.rollout.pictures import pictures_column
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, informative_first
 from grpo_jax.runs.measures import turn_metrics

@@ -24,8 +24,8 @@ from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE, VISUAL
 from grpo_jax.models.vision.pictures import Pictures, pack_pictures, same_size
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.inputs.encoding import Eyes, load_eyes, prepare_rows
-from grpo_jax.rollout.inputs.pictures import source_of
+from grpo_jax.rollout.encoding import Eyes, load_eyes, prepare_rows
+from grpo_jax.rollout.pictures import source_of
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.task import Vocabulary

@@ -56,6 +56,8 @@ def make_forward(
         trie: The texts of which each completion is one, in place of `allowed_tokens`.
     """
 
+    allowed: dict[str, Any] = {"allowed_tokens": allowed_tokens} if trie is None else {"trie": trie}
+
     def forward(variables: Variables, batch: Batch) -> Forward:
         packing = batch.packing
         encode_images = policy.encode_images
@@ -70,10 +72,9 @@ def make_forward(
             variables,
             hidden,
             rows[0],
-            trie=trie,
             nodes=nodes,
             temperature=temperature,
-            allowed_tokens=allowed_tokens if trie is None else None,
+            **allowed,
         )
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         whole = Forward(logprobs, entropy, values)

@@ -93,7 +93,7 @@ def _run(
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.rollout.watchdog import last_words
     from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.experiment import Run, execute
+    from grpo_jax.runs.experiment import Run
     from grpo_jax.runs.language import load_program
 
     again = (
@@ -119,7 +119,7 @@ def _run(
             note=output.note,
             company=company,
         ) as checkpoints:
-            return execute(Run(program, checkpoints, output, clock, callbacks), stop)
+            return Run(program, checkpoints, output, clock, stop, callbacks).execute()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,12 +48,6 @@ def retry_write(
 ) -> Result:
     """Call `write` until it succeeds: a disk is full or away for a moment, and a run is long.
 
-    Args:
-        write: What is tried.
-        may_pass: Whether an error is worth another attempt.
-        on_retry: on_retry(error, seconds of the pause) is called before each pause.
-        max_attempts: Attempts in all.
-
     Raises:
         Exception: The last attempt's, or one that does not pass.
     """
@@ -178,10 +172,6 @@ class RunDirectory:
     def open(cls, path: str | Path, *, resume: bool = False) -> "RunDirectory":
         """Makes the folder, or opens an earlier run's with `resume`.
 
-        Args:
-            path: Of the run.
-            resume: It must hold a run already.
-
         Raises:
             UserError: It holds a run already, there is none to resume, or it is not writable.
         """
@@ -303,12 +293,7 @@ class RunDirectory:
                 write_atomically(self.images / f"{index:03d}_{name}.png", encode_png(picture))
 
     def write_completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
-        """Writes completions/step_00000N.parquet, one row per completion.
-
-        Args:
-            step: The iteration; becomes the first column.
-            columns: Equally long; prompt, completion, each reward, advantage, length, truncated.
-        """
+        """Writes completions/step_00000N.parquet, one row per completion."""
         import pyarrow
         import pyarrow.parquet
 

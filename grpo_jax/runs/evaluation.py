@@ -183,11 +183,6 @@ def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, 
 
     The total is the weighted sum of the objectives' means, each over the rows that have it: groups of one have no
     mean of their own that could take a missing value's place. It is NaN where an objective is missing in all rows.
-
-    Args:
-        parts: Weights, conditions and the penalty on length.
-        judgement: Of P prompts.
-        lengths: i32 [P, G, U], tokens of each turn.
     """
     names = parts.environment.reward_names + parts.environment.watch_names
     judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)

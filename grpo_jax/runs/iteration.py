@@ -93,14 +93,7 @@ def make_learner(parts: Parts) -> Learner:
 
 
 def led_learner(config: Config, policy: Policy, brief: LearningBrief, company: Company) -> Learner:
-    """The learner, whose functions are those of all processes.
-
-    Args:
-        config: The run's.
-        policy: Its policy.
-        brief: What follows from the data.
-        company: The processes.
-    """
+    """The learner, whose functions are those of all processes."""
     iterations = brief.iterations
     training = dataclasses.replace(config.training, accumulation=brief.accumulation)
     per_iteration = config.training.inner_epochs * config.training.minibatches
@@ -167,14 +160,7 @@ class Iteration(NamedTuple):
 
 
 def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: int) -> Iteration:
-    """Samples a batch, judges it and learns from it.
-
-    Args:
-        parts: The run's parts.
-        learner: Its compiled steps.
-        state: Donated.
-        iteration: From 0.
-    """
+    """Samples a batch, judges it and learns from it."""
     started = time.monotonic()
     sampled = sample_groups(parts, state.variables, iteration)
     return learn(parts, learner, state, iteration, sampled, started)
@@ -189,12 +175,6 @@ def sample_groups(parts: Parts, variables: Any, iteration: int, slot: Slot | Non
 
     DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups take their places in the
     order they were drawn; if there are too few, groups of the first draw whose variance is zero fill up.
-
-    Args:
-        parts: The run's parts.
-        variables: Of the policy that samples.
-        iteration: From 0.
-        slot: Among batches that are on their way at once; only where there are no further draws.
 
     Returns:
         What is learned from. The metrics are of the first draw: what the policy is like, before anything was left out.
@@ -216,16 +196,7 @@ def sample_groups(parts: Parts, variables: Any, iteration: int, slot: Slot | Non
 def learn(
     parts: Parts, learner: Learner, state: TrainState, iteration: int, sampled: Sampled, started: float
 ) -> Iteration:
-    """Learn from a batch.
-
-    Args:
-        parts: The run's parts.
-        learner: Its compiled steps.
-        state: Donated.
-        iteration: From 0.
-        sampled: Of `sample_groups`.
-        started: `time.monotonic()` when the iteration began.
-    """
+    """Learn from a batch."""
     config, every = parts.config, parts.config.algorithm.update_ref_every
     episodes, judgement, measured = sampled
     before_update = time.perf_counter()

@@ -271,18 +271,7 @@ def load_program(
     leaving: ExitStack,
     company: Company = ALONE,
 ) -> LanguageProgram:
-    """Loads a language run.
-
-    Args:
-        config: The run's.
-        output: Its terminal (`reports.output.RunOutput`).
-        prompts: In place of the task's own, or None.
-        rewards: In place of the config's, or None.
-        clock: `time.monotonic()` at the start.
-        stop: Looked at while judges are waited for.
-        leaving: What ends judges that hold something outside this process, when the run does.
-        company: The processes of the run.
-    """
+    """Loads a language run."""
     source = from_python(config, prompts, rewards)
     if source.config is not config and not config.resume:  # a resume may be refused yet
         output.directory.write_config(to_yaml(source.config))

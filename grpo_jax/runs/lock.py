@@ -29,9 +29,6 @@ class RunLock:
     def __init__(self, folder: Path):
         """Takes the lock.
 
-        Args:
-            folder: It must exist.
-
         Raises:
             UserError: Another process, or another run of this one, has it; names it.
             OSError: The folder is not writable.

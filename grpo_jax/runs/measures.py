@@ -32,11 +32,6 @@ def with_control(name: str, control: str) -> str:
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
     """Refuses rewards and watched measures whose name the run tells something else by, which one would replace.
 
-    Args:
-        config: The run's.
-        rewards: As found.
-        controls: Names of the task's controls.
-
     Raises:
         UserError: Naming it.
     """
@@ -66,12 +61,6 @@ def turn_metrics(
 ) -> dict[str, float]:
     """A batch's episodes in a metrics row; nothing where the policy writes once.
 
-    Args:
-        episodes: The batch.
-        judgement: Of it.
-        rewards: Names of the rewards.
-        watched: Of watched measures.
-
     Returns:
         "reward/NAME@turnU", "watch/NAME@turnU" and "completion_tokens@turnU": means over the completions that have turn
         U, from 1. "turns": of an episode. "answer_tokens": what was said to one.
@@ -97,10 +86,6 @@ def _mean(values: np.ndarray) -> float:
 
 def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float]:
     """Held-out measures of episodes beside those of their ends; nothing where the policy writes once.
-
-    Args:
-        judgement: Of P prompts with G completions each.
-        names: Of rewards and watched measures, N + W.
 
     Returns:
         Of each measure, as means over the completions that have it: "NAME_turn_U" after U turns, for all but the last

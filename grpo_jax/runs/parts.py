@@ -213,17 +213,7 @@ def make_environment(
     *,
     device: jax.Device | None = None,
 ) -> Environment:
-    """The functions between the policy's tokens and the rewards.
-
-    Args:
-        config: The run's.
-        data: What its task has loaded.
-        loaded: The policy's folder, for its tokenizer.
-        rewards: As found.
-        judges: Loaded, by name.
-        encode: Of `make_encode`.
-        device: The policy's, where pictures that it is shown go; None for where JAX sees them.
-    """
+    """The functions between the policy's tokens and the rewards."""
     eyes = eyes_of(config, loaded)
     maximised = {wanted.name: bind(wanted, judges) for wanted in rewards.maximised}
     watched = {wanted.name: bind(wanted, judges) for wanted in rewards.watched}

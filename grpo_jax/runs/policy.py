@@ -55,10 +55,6 @@ def _start(config: Config) -> Path:
 def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
     """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths.
 
-    Args:
-        config: The run's.
-        vocabulary: What the policy can say.
-
     Raises:
         UserError: The task has no words for one.
     """

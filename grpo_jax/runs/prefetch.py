@@ -46,13 +46,7 @@ class Prefetcher:
         self._closed = False
 
     def begin(self, iteration: int, state: TrainState, behind: Behind) -> None:
-        """Begins the batch of an iteration, unless it is on its way already.
-
-        Args:
-            iteration: From 0; the one behind that which was begun last.
-            state: Its frozen weights are shared.
-            behind: The policy that samples; nobody may free it before the batch is taken.
-        """
+        """Begins the batch of an iteration, unless it is on its way already."""
         if iteration in self._drawn:
             return
         variables = variables_behind(state, behind)
@@ -105,15 +99,7 @@ class Prefetcher:
 
 
 def iterate_ahead(parts: Parts, learner: Learner, ahead: Prefetcher, state: TrainState, iteration: int) -> Iteration:
-    """As `run_iteration`, and the next batch is begun before this one is waited for.
-
-    Args:
-        parts: The run's parts.
-        learner: Its compiled steps.
-        ahead: What is on its way.
-        state: Donated.
-        iteration: From 0.
-    """
+    """As `run_iteration`, and the next batch is begun before this one is waited for."""
     started, behind = time.monotonic(), state.behind
     assert behind is not None  # `Learner.start` and checkpoints have it
     ahead.begin(iteration, state, behind)  # the first of this process; others are on their way

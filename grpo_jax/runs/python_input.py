@@ -50,11 +50,6 @@ class PythonInput(NamedTuple):
 def from_python(config: Config, prompts: Any, rewards: Any) -> PythonInput:
     """Checks prompts and rewards, and writes them into the config.
 
-    Args:
-        config: The run.
-        prompts: As `grpo_jax.train.run` takes them.
-        rewards: Likewise.
-
     Raises:
         UserError: Naming what is wrong.
     """
@@ -69,11 +64,6 @@ def from_python(config: Config, prompts: Any, rewards: Any) -> PythonInput:
 
 def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[str], None]) -> None:
     """Writes the rows to prompts.jsonl; on resume they must be those of the run.
-
-    Args:
-        source: What `run` was given.
-        directory: Of the run.
-        note: Prints a line, where columns hold what a JSON file would change.
 
     Raises:
         UserError: The run began with other rows, or the disk is full.

@@ -141,12 +141,7 @@ def statistics_of(found: Mapping[str, Evaluation]) -> Statistics | None:
 
 
 def samples_of(parts: Parts, measured: Mapping[str, Statistics | None]) -> dict[str, Any]:
-    """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn; nothing without any.
-
-    Args:
-        parts: The run's.
-        measured: By when, "before" and "after" training.
-    """
+    """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn; nothing without any."""
     known = {when: found for when, found in measured.items() if found is not None}
     if not known:
         return {}

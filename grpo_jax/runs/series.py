@@ -200,12 +200,7 @@ MANIFEST = "manifest.json"
 
 
 def seal(folder: Path, listed: Mapping[str, Any] | None = None) -> None:
-    """Lists every file below a folder in its manifest, which is on the disk when this returns.
-
-    Args:
-        folder: Of the checkpoint.
-        listed: Entries of files that are not read again, from another manifest.
-    """
+    """Lists every file below a folder in its manifest, which is on the disk when this returns."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != folder / MANIFEST:
@@ -265,11 +260,6 @@ def _checksum(path: Path) -> str:
 
 def link_files(names: Iterable[str], source: Path, target: Path) -> None:
     """Makes a folder of hard links to files of another one: they outlive each other and count once on the disk.
-
-    Args:
-        names: Of the files, relative to both folders; a damaged manifest may name any.
-        source: Where they are.
-        target: Must not exist.
 
     Raises:
         OSError: A file is gone, or the file system has no hard links.

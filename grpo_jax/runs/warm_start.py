@@ -113,14 +113,7 @@ def warm_start(
 def led_lessons(
     config: Config, policy: Policy, brief: LearningBrief, company: Company
 ) -> tuple[Callable[..., TrainState], Callable[..., tuple[TrainState, dict[str, Any]]]]:
-    """The functions start(variables) → state and step(state, batch) → (state, report), of all processes.
-
-    Args:
-        config: The run's.
-        policy: Its policy.
-        brief: What follows from the data.
-        company: The processes.
-    """
+    """The functions start(variables) → state and step(state, batch) → (state, report), of all processes."""
     section = config.warm_start
     optimizing = dataclasses.replace(
         config.optimizer, learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
@@ -194,11 +187,6 @@ def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
 
 def taught_stream(parts: Parts, pair: Pair, grids: Sequence[Any] = ()) -> tuple[list[int], list[bool]]:
     """All that stands behind a pair's prompt, as sampling makes it, and which tokens of it the policy is to write.
-
-    Args:
-        parts: Tokenizer, and what says answers.
-        pair: The prompt, a text, and perhaps answers and further texts in turn.
-        grids: Rows and columns of each picture among the answers.
 
     Raises:
         UserError: It has more texts than there are turns.

@@ -86,14 +86,7 @@ def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) ->
 def state_shapes(
     config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, *, pictures: bool = False
 ) -> TrainState:
-    """The shapes, types and places of the state that training begins with.
-
-    Args:
-        config: The run's.
-        model: The policy's config.
-        mesh: Its devices where they are several.
-        pictures: The policy is shown pictures, and has its vision tower even where that is not trained.
-    """
+    """The shapes, types and places of the state that training begins with."""
     section, lora = config.policy, lora_config(config.policy.lora, model)
 
     def start() -> TrainState:
@@ -130,13 +123,6 @@ def batch_shapes(
     """The shapes of one update's batch, where all prompts and completions are as long as they may be.
 
     Shorter completions are packed into fewer rows, which takes less.
-
-    Args:
-        config: The run's.
-        state: Of `state_shapes`.
-        forward: Of `make_forward`.
-        mesh: The policy's devices where they are several.
-        shown: ((P, G)) → pictures as `Batch` has them; None for nothing.
     """
     training, sampling = config.training, config.sampling
     prompts = training.prompts_per_batch // training.minibatches

@@ -40,9 +40,6 @@ def decayed(weights: Variables) -> Variables:
 
     Norms, biases, embeddings (learned positions and an untied unembedding too) and the value head do not: decay would
     pull norms to 0 rather than to 1, rare tokens to 0 with every update they take no part in, and values to 0.
-
-    Args:
-        weights: The trained collections by name.
     """
 
     def decays(path: tuple[object, ...], _: object) -> bool:
@@ -60,11 +57,6 @@ def make_optimizer(
         m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  w' = w - rate · (m̂ / (√v̂ + ε) + weight_decay · w)
 
     with the last term for the weights that decay alone (`decayed`). From https://arxiv.org/abs/1711.05101.
-
-    Args:
-        section: Its settings.
-        schedule: Learning rate by update.
-        value_rate: Learning rate of the value head as a multiple of the others'.
     """
 
     def scale_value(updates: PyTree, _: PyTree | None) -> PyTree:

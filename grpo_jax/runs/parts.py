@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,9 +20,10 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
-from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, iterations_in_all, row_sizes
-from grpo_jax.rollout.encoding import check_tools, make_encode, tell_system_prompt
+from grpo_jax.rollout.data import PromptSet, Row, all_rows, batches_per_epoch, iterations_in_all, row_sizes
+from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode, tell_system_prompt
 from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.rewards import Reward
@@ -81,12 +82,12 @@ class Parts(NamedTuple):
         return self.task_data.prompts
 
     @property
-    def test_rows(self) -> Sequence[Any]:
+    def test_rows(self) -> Sequence[Row]:
         """The held-out prompts that results are reported on."""
         return self.prompts.test[: self.config.evaluation.prompts or None]
 
     @property
-    def validation_rows(self) -> Sequence[Any]:
+    def validation_rows(self) -> Sequence[Row]:
         """The held-out prompts that "best" is chosen on."""
         return self.prompts.validation[: self.config.evaluation.validation_prompts]
 
@@ -206,10 +207,10 @@ def load_parts(
 def make_environment(
     config: Config,
     data: TaskData,
-    loaded: Any,
+    loaded: hf.PolicyFolder,
     rewards: ResolvedRewards,
-    judges: Mapping[str, Any],
-    encode: Callable[..., Any],
+    judges: Mapping[str, object],
+    encode: Callable[..., Encoded],
     *,
     device: jax.Device | None = None,
 ) -> Environment:
@@ -236,7 +237,7 @@ def make_environment(
     )
 
 
-def make_answering(config: Config, environment: TurnEnvironment, loaded: Any) -> Answering | None:
+def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> Answering | None:
     """What stands between an episode's turns; None where the policy writes once.
 
     Raises:
@@ -360,7 +361,7 @@ def within_budget(parts: Parts, say: Say) -> Parts:
     return parts._replace(config=with_accumulation(count))
 
 
-def _shown(parts: Parts, pictures: Any) -> Shown | None:
+def _shown(parts: Parts, pictures: Pictures | None) -> Shown | None:
     """The most pictures that the policy is shown, given those of the prompt that has most."""
     answers = (parts.config.sampling.turns - 1) * parts.task_data.environment.shows_pictures
     if pictures is None and not answers:

@@ -14,16 +14,17 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import orbax.checkpoint as ocp
 
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
+from grpo_jax.models.variables import PyTree
+from grpo_jax.runs.progress import Record
 from grpo_jax.runs.several.company import ALONE, Company
-from grpo_jax.runs.trees import PyTree, handler, read_tree, write_trees
+from grpo_jax.runs.trees import describe_tree, handler, read_tree, write_trees
 
 _WRITING, _META = ".writing", "meta.json"
 WRITE, READ = "write checkpoint", "read checkpoint"  # as all processes do it
@@ -42,7 +43,7 @@ class Series:
         committed: Callable[[], None] = lambda: None,
         company: Company = ALONE,
     ):
-        """Opens a folder; unless it is only read, it is made and what an interrupted write left is removed.
+        """Open a folder; unless it is only read, it is made and what an interrupted write left is removed.
 
         Args:
             folder: Of this series alone, but for other series in folders within it.
@@ -51,9 +52,6 @@ class Series:
             read_only: Nothing is made or removed: another process may be writing.
             committed: Called when one has its place, by the thread that wrote it.
             company: The processes that hold the arrays, each of which writes and reads its own.
-
-        Raises:
-            OSError: The folder cannot be made.
         """
         self.folder = folder
         self.writing: int | None = None  # the number of the write in the background
@@ -85,12 +83,8 @@ class Series:
         matches = (pattern.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
-    def save(self, number: int, trees: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
-        """Copies the arrays and writes them in the background, after the write before is done.
-
-        Raises:
-            Exception: What Orbax or the system raised; here or in `wait`.
-        """
+    def save(self, number: int, trees: Mapping[str, PyTree], meta: Mapping[str, object]) -> None:
+        """Copy the arrays and write them in the background; what Orbax or the system raises comes here or in `wait`."""
         written = self._start_writing(number)
         self._write(str(written), trees)
         self.writing = number
@@ -98,7 +92,7 @@ class Series:
         self._thread = threading.Thread(target=self._commit, args=arguments, name="commit", daemon=True)
         self._thread.start()
 
-    def link(self, number: int, source: Path, meta: Mapping[str, Any]) -> None:
+    def link(self, number: int, source: Path, meta: Mapping[str, object]) -> None:
         """Makes a checkpoint of the arrays of another one with a meta of its own, at once: of the same files.
 
         Raises:
@@ -137,16 +131,13 @@ class Series:
         """Read a tree of a checkpoint, in shapes and places of `template`."""
         return self._read(str(self.path(number)), item, template)
 
-    def read_meta(self, number: int) -> dict[str, Any]:
+    def read_meta(self, number: int) -> Record:
         """Read the meta of a checkpoint."""
         return load_json(self.path(number) / _META)
 
     def described(self, number: int, item: str) -> PyTree:
-        """Return shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""
-        with closing(ocp.Checkpointer(handler())) as reader:
-            metadata = (reader.metadata(self.path(number)).item_metadata or {}).get(item)
-        tree = getattr(metadata, "tree", metadata)
-        return {} if tree is None else tree
+        """Return shapes and types of a tree of a checkpoint; {} where it holds none."""
+        return describe_tree(self.path(number), item)
 
     def close(self) -> None:
         """Waits for the write in the background and ends Orbax's threads."""
@@ -171,7 +162,7 @@ class Series:
         except BaseException as error:
             self._error = error
 
-    def _put_in_place(self, written: Path, number: int, meta: str, listed: Mapping[str, Any] | None = None) -> None:
+    def _put_in_place(self, written: Path, number: int, meta: str, listed: Mapping[str, object] | None = None) -> None:
         (written / _META).write_text(meta, encoding="utf-8")
         seal(written, listed)
         os.rename(written, self.path(number))
@@ -199,7 +190,7 @@ def _sync(folder: Path) -> None:
 MANIFEST = "manifest.json"
 
 
-def seal(folder: Path, listed: Mapping[str, Any] | None = None) -> None:
+def seal(folder: Path, listed: Mapping[str, object] | None = None) -> None:
     """Lists every file below a folder in its manifest, which is on the disk when this returns."""
     files = {}
     for path in sorted(folder.rglob("*")):
@@ -213,7 +204,7 @@ def seal(folder: Path, listed: Mapping[str, Any] | None = None) -> None:
         os.fsync(file.fileno())
 
 
-def entries(folder: Path) -> dict[str, Any]:
+def entries(folder: Path) -> Record:
     """Return a manifest's entries by file name.
 
     Raises:

@@ -75,7 +75,7 @@ def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) ->
     side = math.isqrt(patches // vision.merged) * vision.merge
     windows = pack_windows(np.array([side, side]), patches, vision)
 
-    def shape(*axes: int, dtype: type = np.int32) -> jax.ShapeDtypeStruct:
+    def shape(*axes: int, dtype: type = np.int32) -> PyTree:
         return jax.ShapeDtypeStruct((*lead, *axes), dtype)
 
     return Pictures(

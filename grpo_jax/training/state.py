@@ -121,7 +121,7 @@ def settled(state: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: leaf if leaf.committed else jax.device_put(leaf, device), state)
 
 
-def saved_parts(state: TrainState) -> Variables:
+def saved_parts(state: TrainState) -> dict[str, PyTree]:
     """What a checkpoint holds of a state: everything that training changes, frozen weights left out."""
     return {**state._asdict(), "variables": trained_weights(state.variables)}
 

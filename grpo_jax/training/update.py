@@ -7,6 +7,7 @@ rewards have already become advantages, or scores that PPO's values make advanta
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from grpo_jax.config.sections import TrainingSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
-from grpo_jax.core.trie import Trie
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree, Variables
@@ -241,20 +241,20 @@ def make_update(
     algorithm: AlgorithmSection,
     training: TrainingSection,
     *,
-    temperature: float,
     max_new_tokens: int,
-    allowed_tokens: jax.Array | None = None,
-    trie: Trie | None = None,
     ppo: PPOSection = PPOSection(),
+    **distribution: Any,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
     """Everything that is learned from one batch: inner epochs of minibatches, one compiled step each.
+
+    `distribution` is temperature, allowed_tokens and trie of `make_forward`.
 
     Returns:
         update(state, batch, key) → (state, report): "loss" and "grad_norm" averaged over the steps, "skipped" steps
         counted, "metrics" by part of the loss, and "measured" before the first step (`make_preparation`), with the
         "kl_coef" that was used.
     """
-    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens, trie=trie)
+    forward = make_forward(policy, **distribution)
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
     prepare, steer = make_preparation(forward, algorithm, ppo, training), make_kl_control(ppo)
 

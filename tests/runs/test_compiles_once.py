@@ -6,9 +6,8 @@ import jax
 import pytest
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.runs.iteration import make_learner, run_iteration
+from grpo_jax.runs.iteration import Prefetcher, iterate_ahead, make_learner, run_iteration
 from grpo_jax.runs.parts import load_parts
-from grpo_jax.runs.prefetch import Prefetcher, iterate_ahead
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

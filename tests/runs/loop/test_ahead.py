@@ -15,9 +15,8 @@ from grpo_jax.config import AlgorithmSection, make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.iteration import make_learner, run_iteration, sample_batch
+from grpo_jax.runs.iteration import Prefetcher, iterate_ahead, make_learner, run_iteration, sample_batch
 from grpo_jax.runs.parts import load_parts
-from grpo_jax.runs.prefetch import Prefetcher, iterate_ahead
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward

@@ -78,7 +78,7 @@ class Clock:
 
 
 def ends_of_iterations(seconds, update, sizes, *, lag, follows, iterations, monkeypatch):
-    """When each update ends of a loop as `runs.prefetch` makes it, its batches through `run_pipeline`.
+    """When each update ends of a loop as `runs.iteration` makes it, its batches through `run_pipeline`.
 
     Args:
         seconds: Of one unit of a chunk's size in each stage.

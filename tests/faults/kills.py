@@ -27,14 +27,14 @@ PHASES = {
     "warm start": ("grpo_jax.runs.language:warm_start",),
     "iteration": ("grpo_jax.runs.language:run_iteration", "grpo_jax.tasks.cartpole.program:CartPoleProgram.advance"),
     "records": ("grpo_jax.reports.output:RunOutput.iteration",),
-    "validation": ("grpo_jax.runs.experiment:_measured",),
-    "commit": ("grpo_jax.runs.checkpoint.series:Series._commit",),
-    "best": ("grpo_jax.runs.checkpoint.checkpoints:Checkpoints.save_best",),
-    "final": ("grpo_jax.runs.checkpoint.checkpoints:Checkpoints.save_final",),
+    "validation": ("grpo_jax.runs.experiment:Run._measured",),
+    "commit": ("grpo_jax.runs.series:Series._commit",),
+    "best": ("grpo_jax.runs.checkpoint:Checkpoints.save_best",),
+    "final": ("grpo_jax.runs.checkpoint:Checkpoints.save_final",),
     "export": ("grpo_jax.models.policy:Policy.save",),
     "images": ("grpo_jax.runs.directory:RunDirectory.write_images",),
     "report": ("grpo_jax.reports.output:write_report",),
-    "resume": ("grpo_jax.runs.experiment:resume",),
+    "resume": ("grpo_jax.runs.experiment:Run.resume",),
 }
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

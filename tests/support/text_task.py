@@ -271,7 +271,7 @@ def final_state(run: Path, which: int | str = "final"):
 
 def aged(checkpoint: Path, seconds: float) -> None:
     """Makes a checkpoint one of a process that took that much longer, in all and in each of its stages."""
-    from grpo_jax.runs.checkpoint.manifest import seal
+    from grpo_jax.runs.series import seal
 
     file = checkpoint / "meta.json"
     meta = json.loads(file.read_text())

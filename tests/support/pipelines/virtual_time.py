@@ -78,7 +78,7 @@ class Clock:
 
 
 def ends_of_iterations(seconds, update, sizes, *, lag, follows, iterations, monkeypatch):
-    """When each update ends of a loop as `runs.loop.ahead` makes it, its batches through `run_pipeline`."""
+    """When each update ends of a loop as `runs.iteration` makes it, its batches through `run_pipeline`."""
     clock = Clock()
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "threading", SimpleNamespace(Thread=clock.thread, Condition=clock.condition))

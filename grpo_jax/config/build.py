@@ -309,15 +309,18 @@ def _adapter(hint: Any) -> TypeAdapter:
 
 
 def _expected(mistake: ErrorDetails) -> str:
+    came = mistake["input"]
     limits = mistake.get("ctx", {})
     if mistake["type"] == "literal_error":
         choices = re.findall(r"'([^']*)'|(\d+)", limits["expected"])
         names = [text or number for text, number in choices]
-        near = difflib.get_close_matches(str(mistake["input"]), names, n=1)
+        near = difflib.get_close_matches(str(came), names, n=1)
         return f"one of {', '.join(names)}" + (f" (did you mean {near[0]}?)" if near else "")
-    expected = _EXPECTED.get(mistake["type"], mistake["msg"].removeprefix("Input should be "))
-    if mistake["type"] == "list_type" and isinstance(mistake["input"], str | int | float):
-        expected += f", such as [{mistake['input']}]"
+    if mistake["type"] == "list_type" and isinstance(came, str | int | float):
+        return f"a list, such as [{said(came)}]"
+    expected = _EXPECTED.get(mistake["type"])
+    if expected is None:
+        return mistake["msg"].removeprefix("Input should be ")
     return expected.format(
         **{name: f"{limit:.12g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
     )

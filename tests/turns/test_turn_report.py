@@ -8,7 +8,7 @@ import pytest
 from grpo_jax.reports.page import RunEnd, end_sections, render_report
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.turns import turn_measures, turns_table
+from grpo_jax.runs.measures import turn_measures, turns_table
 from grpo_jax.tasks.display import Display, EpisodeEntry, ShownTurn, of_turns
 
 nan = math.nan

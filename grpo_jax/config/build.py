@@ -169,9 +169,9 @@ def _plain_object(field: dataclasses.Field, value: Any, name: str) -> dict[str, 
     value = {KEY: str(value)} if isinstance(value, str) else value
     if not isinstance(value, Mapping) or KEY not in value:
         raise UserError(f"{name}.{KEY}: expected the name of a class, package.module:Class or file.py:Class")
-    kind, own, shared = _split(field, value, name)
+    kind, values, shared = _split(field, value, name)
     more = complete(shared_holder(field).section, shared, name) if shared else {}
-    return {KEY: value[KEY], **complete(kind, own, name), **more}
+    return {KEY: value[KEY], **complete(kind, values, name), **more}
 
 
 def _split(field: dataclasses.Field, value: Values, name: str) -> tuple[type, dict[str, Any], dict[str, Any]]:

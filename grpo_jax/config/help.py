@@ -107,15 +107,15 @@ def show_help(topic: str, kind: type, values: Values, command: str = "train") ->
             return "\n\n".join([_section(section), *_below(inside)])
     if inside:
         return "\n\n".join(map(_section, inside))
-    found = [option for option in options if _is_meant(topic, option.name)]
-    if not found and place:
+    meant = [option for option in options if _is_meant(topic, option.name)]
+    if not meant and place:
         raise UserError(f"--help {topic}: no such section; {place.hint}")
-    if not found:
+    if not meant:
         try:
             require_known(topic, [*(section.name for section in sections), *(option.name for option in options)])
         except UserError as error:
             raise UserError(f"--help {str(error).replace('no such field', 'no such section')}") from error
-    return "\n".join(_option(option, whole=True) for option in found)
+    return "\n".join(_option(option, whole=True) for option in meant)
 
 
 def _is_meant(topic: str, name: str) -> bool:

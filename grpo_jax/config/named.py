@@ -83,12 +83,12 @@ def load_object(path: str, what: str) -> Any:
     if not colon or not place or not name:
         raise UserError(f"{what} {path!r}: write package.module:name or file.py:name")
     module = load_module(place, f"{what} {path!r}")
-    found = getattr(module, name, None)
-    if found is None:
+    value = getattr(module, name, None)
+    if value is None:
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        own = [key for key in public if getattr(getattr(module, key), "__module__", None) == module.__name__]
-        raise UserError(f"{what} {path!r}: {place} has no {name} (it has: {', '.join(own) or 'nothing to call'})")
-    return found
+        defined = [key for key in public if getattr(getattr(module, key), "__module__", None) == module.__name__]
+        raise UserError(f"{what} {path!r}: {place} has no {name} (it has: {', '.join(defined) or 'nothing to call'})")
+    return value
 
 
 def load_module(place: str, what: str) -> ModuleType:
@@ -120,20 +120,17 @@ def own_package(package: str, module: str = "") -> Any:
     Raises:
         UserError: The package that is imported is not this project's.
     """
-    found = _import_own(package)
-    if not getattr(found, "__grpo_jax__", False):
-        raise UserError(
-            f"{getattr(found, '__file__', package)} is another package called `{package}`, not grpo_jax's; uninstall "
-            "it or put grpo_jax first on the path"
-        )
-    return importlib.import_module(f"{package}.{module}") if module else found
-
-
-def _import_own(package: str) -> ModuleType:
     try:
-        return importlib.import_module(package)
+        imported = importlib.import_module(package)
     except ImportError as error:
         raise UserError(f"the package {package} is missing ({error}); install grpo_jax again") from error
+    if not getattr(imported, "__grpo_jax__", False):
+        place = getattr(imported, "__file__", package)
+        raise UserError(
+            f"{place} is another package called `{package}`, not grpo_jax's; uninstall it or put grpo_jax first on the "
+            "path"
+        )
+    return importlib.import_module(f"{package}.{module}") if module else imported
 
 
 _FILE = "grpo_jax_file_"
@@ -162,20 +159,20 @@ def _built_in(name: str, places: Sequence[str], what: str) -> ModuleType:
     for place in places:
         module = place.format(name)
         try:
-            found = importlib.util.find_spec(module)
+            spec = importlib.util.find_spec(module)
         except ModuleNotFoundError:  # no such package, or another one of its name
-            found = None
-        if found is not None:
+            spec = None
+        if spec is not None:
             return importlib.import_module(module)
     for place in places:
         own_package(place.partition(".")[0])
-    known = ", ".join(built_in_names(places))
-    raise UserError(f"{what}: expected {known}, package.module:Class or file.py:Class, got {name!r}")
+    names = ", ".join(built_in_names(places))
+    raise UserError(f"{what}: expected {names}, package.module:Class or file.py:Class, got {name!r}")
 
 
 def _class_of(module: ModuleType, wanted: str, name: str, what: str) -> type:
-    own = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == module.__name__]
-    fitting = [kind for kind in own if dataclasses.is_dataclass(kind) and hasattr(kind, "load")]
+    defined = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == module.__name__]
+    fitting = [kind for kind in defined if dataclasses.is_dataclass(kind) and hasattr(kind, "load")]
     chosen = [kind for kind in fitting if kind.__name__ == wanted] if wanted else fitting
     if len(chosen) == 1:
         return chosen[0]

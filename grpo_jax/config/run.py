@@ -117,15 +117,15 @@ class Config:
         self._check_training()
         if self.algorithm.importance_cap is None:
             lagging = self.training.lag and self.sampling.group == "samples"
-            given = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if lagging else 0.0)
-            object.__setattr__(self, "algorithm", given)
+            capped = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if lagging else 0.0)
+            object.__setattr__(self, "algorithm", capped)
         self.task.check(self)
 
     @property
     def requests(self) -> dict[str, str]:
         """Where each part is asked to be, the policy first: as `devices` says, else as its judge does (`runs_on`)."""
-        own = {name: getattr(judge, "runs_on", "auto") for name, judge in self.judges.items()}
-        return {POLICY: "auto", **own, **self.devices}
+        asked = {name: getattr(judge, "runs_on", "auto") for name, judge in self.judges.items()}
+        return {POLICY: "auto", **asked, **self.devices}
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
@@ -256,6 +256,6 @@ def refuse_renamed(values: Values, renamed: Mapping[str, str]) -> None:
         first, _, rest = dotted.partition(".")
         return isinstance(values, Mapping) and first in values and (not rest or has(values[first], rest))
 
-    found = [f"{old} is now {new}" for old, new in renamed.items() if has(values, old)]
-    if found:
-        raise UserError(f"fields of an earlier version: {'; '.join(found)}")
+    earlier = [f"{old} is now {new}" for old, new in renamed.items() if has(values, old)]
+    if earlier:
+        raise UserError(f"fields of an earlier version: {'; '.join(earlier)}")

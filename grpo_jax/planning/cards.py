@@ -124,12 +124,12 @@ def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
     for name, where in away.items():
         require(where == "cpu", f"devices.{name}", "none for a judge in a pool, which has its resources", where)
     if not count:
-        found, _ = placement.place(requests, policy_count=size)
+        places, _ = placement.place(requests, policy_count=size)
     else:
         if requests[POLICY] == "auto" and size > 1:
             requests[POLICY] = ",".join(f"gpu:{card}" for card in range(size))
-        found, _ = placement.resolve(requests, count)
-    return {name: tuple(where.split(",")) for name, where in {**found, **away}.items()}
+        places, _ = placement.resolve(requests, count)
+    return {name: tuple(where.split(",")) for name, where in {**places, **away}.items()}
 
 
 def _capacity(name: str, gib: tuple[float, ...]) -> int:

@@ -46,11 +46,11 @@ def show_plan(config: object, gib: tuple[float, ...]) -> int:
     if not full:
         print("It fits.")
         return 0
-    told = f"It does not fit: {', '.join(card.name for card in full)}."
+    verdict = f"It does not fit: {', '.join(card.name for card in full)}."
     if small := [card.name for card in full if card.runtime > card.room]:
-        print(f"{told} Contexts and libraries alone are too much for {', '.join(small)}: take larger devices.")
+        print(f"{verdict} Contexts and libraries alone are too much for {', '.join(small)}: take larger devices.")
         return 1
-    print(f"{told} Looking for what would (each try compiles the programs, for minutes in all) …", flush=True)
+    print(f"{verdict} Looking for what would (each try compiles the programs, for minutes in all) …", flush=True)
     # A mesh is compiled for devices that JAX has, or simulates.
     words, left = changes_that_fit(config, min(len(cards), len(jax.devices()) + 1), planner.excess)
     print("It would fit with:" if not left.bytes else f"Still {_gib(left.bytes)} GiB too much with:")
@@ -74,8 +74,8 @@ def _show_devices(gib: tuple[float, ...], config: Config) -> None:
 def _tell(config: Config, memory: PolicyMemory, cards: Sequence[Card], notes: Sequence[str]) -> None:
     task = to_dict(config)["task"]["kind"]
     print(f"Plan of {task}: {config.policy.path}, {memory.parameters:,} parameters, {memory.trained:,} trained")
-    dtype, given = config.policy.compute_dtype, config.policy.matmul_precision
-    print(f"  computed in {dtype}, matmul_precision {precision_of(dtype, given) or 'default'}")
+    dtype, precision = config.policy.compute_dtype, config.policy.matmul_precision
+    print(f"  computed in {dtype}, matmul_precision {precision_of(dtype, precision) or 'default'}")
     for note in notes:
         print(f"  {note}")
     if config.task.not_planned:

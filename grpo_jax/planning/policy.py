@@ -245,15 +245,15 @@ def _compiled_turn(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh |
     )
     prompts, section = _chunk(config), config.sampling
     tokens = np.zeros((prompts, config.data.max_prompt_tokens), np.int32)
-    said = np.zeros((prompts, section.group_size, section.max_answer_tokens), np.int32)
+    reply = np.zeros((prompts, section.group_size, section.max_answer_tokens), np.int32)
     keys = jax.random.split(jax.random.key(0), prompts)
-    heard = said, np.ones_like(said, bool), keys, np.ones(said.shape[:2], bool)
+    replies = reply, np.ones_like(reply, bool), keys, np.ones(reply.shape[:2], bool)
     variables = {name: tree for name, tree in state_shapes(config, model, mesh).variables.items() if name != VALUE}
     carried = jax.eval_shape(lambda v: sampler.begin(v, tokens, np.ones_like(tokens, bool), keys)[1], variables)
     for _ in range(section.turns - 2):
-        carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *heard)[1], variables, carried)
+        carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *replies)[1], variables, carried)
     return temporary_bytes(
-        jax.jit(lambda v, before: gather(sampler.go_on(v, before, *heard)[0], mesh)), variables, carried
+        jax.jit(lambda v, before: gather(sampler.go_on(v, before, *replies)[0], mesh)), variables, carried
     )
 
 

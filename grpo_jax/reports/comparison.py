@@ -113,9 +113,9 @@ def _runs(compared: Sequence[Compared]) -> str:
 
 def _measures(compared: Sequence[Compared]) -> str:
     """Held-out measures at the end, with their intervals where several completions were drawn."""
-    found = [_final(run.summary) for run in compared]
-    names = dict.fromkeys(name for measures in found for name in measures)
-    rows = [[html.escape(name), *(measures.get(name, _MISSING) for measures in found)] for name in names]
+    finals = [_final(run.summary) for run in compared]
+    names = dict.fromkeys(name for measures in finals for name in measures)
+    rows = [[html.escape(name), *(measures.get(name, _MISSING) for measures in finals)] for name in names]
     note = "On the held-out prompts after training; in grey before it. In brackets 95 % intervals, over prompts."
     return section("Measures", html_table(["measure", *_headings(compared)], rows, "across"), note) if rows else ""
 

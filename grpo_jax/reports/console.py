@@ -195,8 +195,8 @@ def result_lines(summary: Values, display: Display = Display()) -> list[str]:
     """The table of a summary, and its improvement in one line."""
 
     def cell(name, value):
-        known = isinstance(value, int | float) and math.isfinite(value)
-        return f"{value:>9.{display.digits_of(name)}f}" if known else f"{'–':>9}"
+        finite = isinstance(value, int | float) and math.isfinite(value)
+        return f"{value:>9.{display.digits_of(name)}f}" if finite else f"{'–':>9}"
 
     measures = summary["evaluation"]
     if not measures:

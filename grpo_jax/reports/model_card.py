@@ -103,8 +103,8 @@ def _measures(summary: Values, display: Display) -> str:
         return "No prompts were held out: nothing was measured before and after training."
 
     def value(name: str, number: float | None) -> str:
-        known = number is not None and math.isfinite(number)
-        return f"{number:.{display.digits_of(name)}f}" if known else "–"
+        finite = number is not None and math.isfinite(number)
+        return f"{number:.{display.digits_of(name)}f}" if finite else "–"
 
     rows = [
         (name, *(value(name, values.get(when)) for when in ("before", "after")))

@@ -204,8 +204,9 @@ def test_a_list_is_given_without_brackets_and_changed_by_entry():
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             parse(["--task=text", *words])
-    with pytest.raises(UserError, match=r"report_to: expected a list, such as \[wandb\], got 'wandb'"):
-        make_config(task="text", report_to="wandb")
+    for value in ("wandb", "{wandb}"):
+        with pytest.raises(UserError, match=re.escape(f"report_to: expected a list, such as [{value}], got {value!r}")):
+            make_config(task="text", report_to=value)
 
 
 def test_arguments_without_an_option_or_a_value_are_refused():

@@ -1,5 +1,6 @@
 """What tests of plans have in common."""
 
+import jax
 import pytest
 
 from grpo_jax.planning import policy as plan
@@ -12,3 +13,9 @@ def not_compiled(monkeypatch):
     """Every program takes 3 GiB."""
     for module in (plan, training_memory):
         monkeypatch.setattr(module, "temporary_bytes", lambda *_: 3 * GIB)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices_have_started():
+    """Planning for other devices would ask JAX for more of them, in this process too."""
+    jax.devices()

@@ -43,12 +43,6 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def devices_have_started():
-    """Planning for other devices would ask JAX for more of them, in this process too."""
-    jax.devices()
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A policy's config.json and nothing else."""
@@ -382,3 +376,18 @@ def test_a_policy_that_samples_ahead_is_a_copy(not_compiled):
     assert 0 < policy_memory(adapters, model).behind < memory.behind / 2
     lines = cards.policy_lines(config, memory)
     assert sum(line.bytes for line in lines) == memory.peak and all(line.counted for line in lines)
+
+
+def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
+    """As in a run (`runs.parts`), where it has no part in the placing."""
+    from bridges import placement
+
+    pool = ("--judges.renderer.replicas=4", "--judges.renderer.resources={num_gpus: 1}")
+    config = parse(["--config=prompt_enhancement_miniature", *pool])
+    first, second, third, host = cards.Planner(read_shape("miniature"), (16.0, 16.0, 16.0)).cards(config)
+    assert [*first.parts] == ["policy", "runtime"] and [*second.parts] == ["scorer", "runtime"] and not third.parts
+    assert host.name == "cpu" and "4 actors in a Ray cluster" in host.parts["renderer"][0].note
+    places, _ = placement.resolve({name: where for name, where in config.requests.items() if name != "renderer"}, 3)
+    assert places == {"policy": "gpu:0", "scorer": "gpu:1"}
+    assert main([*pool, "--devices.renderer=gpu:1", "--plan", "--device_memory_gib=16,16"]) == 2
+    assert "devices.renderer: expected none for a judge in a pool" in capsys.readouterr().err

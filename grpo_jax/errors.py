@@ -203,13 +203,7 @@ def carry_out(
     act: Callable[[argparse.Namespace], object],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Reads a command's options and acts on them; returns the exit code.
-
-    Args:
-        make_parser: What reads them.
-        act: The command.
-        arguments: None for the process's own.
-    """
+    """Read a command's options (None: the process's own) and act on them; return the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
 
     def read_and_act() -> object:

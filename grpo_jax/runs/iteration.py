@@ -50,15 +50,15 @@ from grpo_jax.training.estimators import (
 )
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import (
-    Behind,
+    StaleWeights,
     TrainState,
+    commit_to_device,
+    free_buffers,
     init_state,
-    left_behind,
     needs_reference,
     refresh_reference,
-    release,
-    settled,
-    variables_behind,
+    stale_copy,
+    stale_variables,
 )
 from grpo_jax.training.update import make_update
 
@@ -144,8 +144,8 @@ def led_learner(config: Config, policy: Policy, brief: LearningBrief, company: C
             loss_scale=make_loss_scale(config.policy.compute_dtype),
             take_over=True,
         )
-        state = settled(shard(state, policy.mesh))
-        return state._replace(behind=left_behind(state)) if config.training.lag else state
+        state = commit_to_device(shard(state, policy.mesh))
+        return state._replace(behind=stale_copy(state)) if config.training.lag else state
 
     def learn_from(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Record]:
         return update(state, shard_batch(batch, policy.mesh), key)
@@ -224,7 +224,7 @@ def learn(
     seconds = {**episodes.seconds, "update": time.perf_counter() - before_update}
     if needs_reference(config.algorithm, config.ppo) and every and (iteration + 1) % every == 0:
         before, state = state.reference, learner.refresh(state)
-        release(before)
+        free_buffers(before)
     row = {
         "step": iteration + 1,
         "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
@@ -424,11 +424,11 @@ class Prefetcher:
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
 
-    def begin(self, iteration: int, state: TrainState, behind: Behind) -> None:
+    def begin(self, iteration: int, state: TrainState, behind: StaleWeights) -> None:
         """Begins the batch of an iteration, unless it is on its way already."""
         if iteration in self._drawn:
             return
-        variables = variables_behind(state, behind)
+        variables = stale_variables(state, behind)
         drawn: Future[Sampled] = Future()
         slot, before = (None, [*self._drawn.values()]) if self._pipeline is None else (self._pipeline.slot(), [])
         given = (drawn, before, iteration, variables, slot)
@@ -487,11 +487,11 @@ def iterate_ahead(parts: Parts, learner: Learner, ahead: Prefetcher, state: Trai
     started, behind = time.monotonic(), state.behind
     assert behind is not None  # `Learner.start` and checkpoints have it
     ahead.begin(iteration, state, behind)  # the first of this process; others are on their way
-    now = left_behind(state)
+    now = stale_copy(state)
     if iteration + 1 < learner.iterations:
         ahead.begin(iteration + 1, state, now)
     drawn = ahead.take(iteration)
     staleness = int(state.step) - int(behind.step)
-    release(behind)
+    free_buffers(behind)
     result = learn(parts, learner, state._replace(behind=now), iteration, drawn, started)
     return result._replace(row={**result.row, "staleness": staleness})

@@ -37,7 +37,7 @@ from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.display import of_turns
 from grpo_jax.tasks.task import Advanced, Begun, Finished
-from grpo_jax.training.state import TrainState, release, restored_state, saved_parts
+from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import PATIENCE
 
 UNTRAINED = "untrained"
@@ -85,7 +85,7 @@ class LanguageProgram:
     def template(self) -> TrainState:
         """The start without its arrays: two states at once may not fit."""
         state = self.learner.start(self.parts.policy.variables)
-        release(saved_parts(state))
+        free_buffers(saved_parts(state))
         return state
 
     def saved(self, state: TrainState) -> Record:
@@ -114,10 +114,11 @@ class LanguageProgram:
         line = "no prompts are held out: nothing is measured before and after training"
         if before:
             found = before["greedy"].measures
-            told = {name: value for name, value in found.items() if not of_turns(name, found)}
-            measures = "  ".join(f"{name} {value:.3f}" for name, value in told.items())
+            measures = "  ".join(f"{name} {value:.3f}" for name, value in found.items() if not of_turns(name, found))
             line = f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}"
-            self._tell_absent(before["greedy"])
+            values = self._by_name(np.moveaxis(before["greedy"].judgement.final_rewards, -1, 0))
+            if missing := missing_rewards(values, self.parts.rewards.weights):
+                self.say(f"note: no held-out completion got the reward {listed(missing)}")
         return Begun(state, notes, seconds, line)
 
     def _warm_up(self, folder: Path) -> tuple[TrainState, Record, dict[str, float]] | None:
@@ -168,13 +169,6 @@ class LanguageProgram:
         }
         samples = found["sampled"].samples if "sampled" in found else None
         return noted if samples is None else noted | {"samples": samples}
-
-    def _tell_absent(self, before: Evaluation) -> None:
-        """Notes the rewards that no held-out completion has before training."""
-        values = self._by_name(np.moveaxis(before.judgement.final_rewards, -1, 0))
-        gone = missing_rewards(values, self.parts.rewards.weights)
-        if gone:
-            self.say(f"note: no held-out completion got the reward {listed(gone)}")
 
     def _by_name(self, values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.parts.environment.reward_names, values, strict=True))
@@ -236,11 +230,7 @@ class LanguageProgram:
         return measures, measures.pop(TOTAL)
 
     def finish(self, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
-        """Measures the held-out prompts after training, and writes `policy/` and `adapter/`.
-
-        Raises:
-            UserError: The run is over and never had a reward, or made no update: it was resumed after it had said so.
-        """
+        """Measures the held-out prompts after training, and writes `policy/` and `adapter/`."""
         failure = self._nothing_judged(progress.notes.get("absent", {}), progress.iteration)
         if int(state.step) == 0:
             failure = failure or self._nothing_learned(state, progress.iteration)

@@ -30,11 +30,7 @@ def with_control(name: str, control: str) -> str:
 
 
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
-    """Refuses rewards and watched measures whose name the run tells something else by, which one would replace.
-
-    Raises:
-        UserError: Naming it.
-    """
+    """Refuses rewards and watched measures whose name the run tells something else by, which one would replace."""
     sections = [*rewards.sections, *map(RewardSection, rewards.watch)]
     names = [section.called for section in sections]
     taken = {SCORE, TOTAL, *OWN_MEASURES, *(with_control(name, control) for name in names for control in controls)}

@@ -54,11 +54,7 @@ def _start(config: Config) -> Path:
 
 
 def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
-    """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths.
-
-    Raises:
-        UserError: The task has no words for one.
-    """
+    """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths."""
     if config.policy.path != NEW:
         return
     if vocabulary is None:

@@ -38,11 +38,7 @@ class StopRequests:
         return self._asked
 
     def set(self) -> None:
-        """Asks.
-
-        Raises:
-            Stopped: Where that is allowed (`at_once`).
-        """
+        """Asks."""
         self._asked = True
         if self._at_once:
             raise Stopped
@@ -138,9 +134,6 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> int:
     Args:
         environment: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID; or
             what srun sets.
-
-    Returns:
-        The number of processes.
 
     Raises:
         UserError: as `announced` and `number_of`, or the first process cannot have its port.

@@ -49,11 +49,7 @@ class PythonInput(NamedTuple):
 
 
 def from_python(config: Config, prompts: object, rewards: object) -> PythonInput:
-    """Checks prompts and rewards, and writes them into the config.
-
-    Raises:
-        UserError: Naming what is wrong.
-    """
+    """Checks prompts and rewards, and writes them into the config."""
     taken = None if prompts is None else _prompt_set(prompts, config.data)
     if taken is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=IN_PYTHON))
@@ -140,11 +136,7 @@ def _kept(row: Row, split: str) -> Record:
 
 
 def _row(line: Record) -> Row:
-    """The inverse of `_kept`.
-
-    Raises:
-        UserError: A picture's file is gone.
-    """
+    """The inverse of `_kept`."""
     try:
         pictures = tuple(source_of(kept, None) for kept in line.get("pictures", ()))
     except ValueError as error:
@@ -204,11 +196,7 @@ def _named(reward: object) -> tuple[str, Any]:
 
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
-    """A section for each function: the config's of that name, which sets weight, condition and options, or a plain one.
-
-    Raises:
-        UserError: The config names a reward for which there is no function.
-    """
+    """A section for each function: the config's of that name (weight, condition and options), or a plain one."""
     known = {section.called: section for section in sections}
     unmatched = [label for label in known if label not in functions]
     if unmatched:

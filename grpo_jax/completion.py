@@ -131,8 +131,8 @@ if [[ $funcstack[1] == _grpo ]]; then _grpo "$@"; else compdef _grpo grpo; fi"""
 def _filled(script: str, words: Words, assigned: str) -> str:
     """A script with the branches of its two questions: which values, which options."""
 
-    def branches(found: Mapping[str, Sequence[str]], indent: int) -> str:
-        return "\n".join(f"{'':{indent}}{name}) {assigned.format(' '.join(of))};;" for name, of in found.items())
+    def branches(by_name: Mapping[str, Sequence[str]], indent: int) -> str:
+        return "\n".join(f"{'':{indent}}{name}) {assigned.format(' '.join(of))};;" for name, of in by_name.items())
 
     values = {**words.values, "completion": SHELLS}
     options = {"|".join(commands): names for commands, names in words.options.items()}

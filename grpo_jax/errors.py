@@ -145,12 +145,12 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
 
 def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """Raises UserError for an option that a command has not; it says the nearest that it has."""
-    known = option_names(parser)
+    options = option_names(parser)
     for word in arguments:
         name = word.partition("=")[0]
-        if name.startswith("--") and not any(one.startswith(name) for one in known):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+        if name.startswith("--") and not any(one.startswith(name) for one in options):
+            near = difflib.get_close_matches(name, options, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(options)}"
             raise UserError(f"{said(name)}: no such option; {hint}")
 
 

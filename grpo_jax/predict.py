@@ -73,6 +73,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
     loaded = policy.folder
+    assert loaded is not None  # `load_policy` has read it
     ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
     eyes = eyes_of(config, loaded)
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))

@@ -143,10 +143,10 @@ class Checkpoints:
         Raises:
             UserError: No sound one of `step_N` and `final` would remain.
         """
-        found = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
-        for entry, _ in found:
+        damaged = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
+        for entry, _ in damaged:
             entry.series.set_aside(entry.number)
-        return [f"{entry.path} is damaged ({damage}) and was set aside" for entry, damage in found]
+        return [f"{entry.path} is damaged ({damage}) and was set aside" for entry, damage in damaged]
 
     def available(self) -> list[str]:
         """Return the names that can be restored, as they are written on the command line."""

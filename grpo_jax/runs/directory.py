@@ -440,13 +440,13 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: str | Path, step: int) -> None:
-    """Cuts a metrics.jsonl back to the rows up to a step; the rest is kept byte for byte."""
+    """Cuts a metrics.jsonl back to the rows up to a step; the rest is remaining byte for byte."""
     path = Path(path)
     if not path.is_file():
         return
-    kept = sum(row["step"] <= step for row in read_metrics(path))
+    remaining = sum(row["step"] <= step for row in read_metrics(path))
     lines = [line for line in _content(path).split(b"\n") if line.strip()]
-    write_atomically(path, b"".join(line + b"\n" for line in lines[:kept]))
+    write_atomically(path, b"".join(line + b"\n" for line in lines[:remaining]))
 
 
 def _content(metrics: Path) -> bytes:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from grpo_jax.config import Config
 from grpo_jax.core.trie import Trie
@@ -93,7 +94,7 @@ class Learner(NamedTuple):
     """
 
     update: Callable[..., tuple[TrainState, Record]]
-    schedule: Callable[[int], jax.Array]
+    schedule: optax.Schedule
     iterations: int
     updates_per_iteration: int
     start: Callable[[Variables], TrainState]
@@ -229,7 +230,7 @@ def learn(
         "step": iteration + 1,
         "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
         **update_metrics(report),
-        "learning_rate": float(learner.schedule(first_update)),
+        "learning_rate": float(np.asarray(learner.schedule(first_update))),
         **measured,
     }
     if state.loss_scale is not None:
@@ -367,7 +368,7 @@ def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, a
         parts: Names of rewards and watched measures.
         episodes: The groups that were learned from.
         judgement: Theirs.
-        advantages: f32 [P, G]; of PPO the mean over each completion's tokens; [P, G, T] where turns have their own.
+        advantages: f32 [P, G]; of PPO the mean over each completion's tokens; [P, G, T] where turns have their in_turn.
     """
     samples, (_, group, turns) = episodes.samples, episodes.lengths.shape
     names = [f"reward/{name}" for name in parts.environment.reward_names]
@@ -380,9 +381,9 @@ def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, a
         for number, turn in enumerate(episodes.episodes[p][g].turns):
             advantage = advantages[p, g]
             if advantages.ndim == 3:
-                own = samples.mask[p, g] & (samples.turn[p, g] == number)
-                own = own[: advantages.shape[2]]
-                advantage = advantage[own].mean() if own.any() else 0
+                in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
+                in_turn = in_turn[: advantages.shape[2]]
+                advantage = advantage[in_turn].mean() if in_turn.any() else 0
             entry = {"prompt": episodes.rows[p].prompt, "completion": turn.written, "text": turn.text}
             if turns > 1:
                 answer = None if turn.answer is None or turn.answer.done else turn.answer.text
@@ -431,8 +432,8 @@ class Prefetcher:
         variables = stale_variables(state, behind)
         drawn: Future[Sampled] = Future()
         slot, before = (None, [*self._drawn.values()]) if self._pipeline is None else (self._pipeline.slot(), [])
-        given = (drawn, before, iteration, variables, slot)
-        thread = threading.Thread(target=self._draw, args=given, name="sample ahead", daemon=True)
+        arguments = (drawn, before, iteration, variables, slot)
+        thread = threading.Thread(target=self._draw, args=arguments, name="sample ahead", daemon=True)
         self._drawn[iteration], self._threads[iteration] = drawn, thread
         thread.start()
 
@@ -440,9 +441,9 @@ class Prefetcher:
         """The batch of an iteration, once it is judged; raises what ended it."""
         drawn = self._drawn[iteration]
         self._await([drawn])
-        found = drawn.result()
+        sampled = drawn.result()
         del self._drawn[iteration], self._threads[iteration]
-        return found
+        return sampled
 
     def settle(self) -> None:
         """Waits until nothing is on its way: who comes next has sampler and judges alone. `take` tells of failures."""

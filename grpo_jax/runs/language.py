@@ -15,6 +15,7 @@ import numpy as np
 from grpo_jax.config.build import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
+from grpo_jax.models.variables import PyTree
 from grpo_jax.rollout.rewards import (
     IN_PYTHON,
     listed,
@@ -92,7 +93,7 @@ class LanguageProgram:
         """All that training changes; frozen weights are left out."""
         return saved_parts(state)
 
-    def restored(self, saved: Record, template: TrainState) -> TrainState:
+    def restored(self, saved: Mapping[str, PyTree], template: TrainState) -> TrainState:
         """With the frozen weights of the template."""
         return restored_state(saved, template.variables)
 
@@ -113,8 +114,10 @@ class LanguageProgram:
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         line = "no prompts are held out: nothing is measured before and after training"
         if before:
-            found = before["greedy"].measures
-            measures = "  ".join(f"{name} {value:.3f}" for name, value in found.items() if not of_turns(name, found))
+            measured = before["greedy"].measures
+            measures = "  ".join(
+                f"{name} {value:.3f}" for name, value in measured.items() if not of_turns(name, measured)
+            )
             line = f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}"
             values = self._by_name(np.moveaxis(before["greedy"].judgement.final_rewards, -1, 0))
             if missing := missing_rewards(values, self.parts.rewards.weights):
@@ -158,22 +161,22 @@ class LanguageProgram:
         require_same(meta["identity"], self.parts.config, self.identity, folder)
         return {name: meta[name] for name in ("identity", "notes", "seconds")}
 
-    def _noted(self, notes: Record, name: str, found: Mapping[str, Evaluation]) -> Record:
-        measures = {kind: evaluation.measures for kind, evaluation in found.items()}
-        if not found:
+    def _noted(self, notes: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Record:
+        measures = {kind: evaluation.measures for kind, evaluation in evaluations.items()}
+        if not evaluations:
             return dict(notes)
-        judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
+        judgements = {kind: evaluation.judgement for kind, evaluation in evaluations.items()}
         noted = {
             "before": notes["before"] | measures,
             "remembered": notes["remembered"] | self.parts.task_data.report.remember(name, judgements),
         }
-        samples = found["sampled"].samples if "sampled" in found else None
+        samples = evaluations["sampled"].samples if "sampled" in evaluations else None
         return noted if samples is None else noted | {"samples": samples}
 
     def _by_name(self, values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.parts.environment.reward_names, values, strict=True))
 
-    def advance(self, state: TrainState, iteration: int, notes: Record) -> Advanced:
+    def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
         """One iteration."""
         if self.ahead is None:
             result = run_iteration(self.parts, self.learner, state, iteration)
@@ -225,8 +228,8 @@ class LanguageProgram:
         if not due or not self.parts.validation_rows:
             return None
         self._settle()
-        found = evaluate_policy(self.parts, state.variables, self.parts.validation_rows)
-        measures = dict(found.measures)
+        evaluation = evaluate_policy(self.parts, state.variables, self.parts.validation_rows)
+        measures = dict(evaluation.measures)
         return measures, measures.pop(TOTAL)
 
     def finish(self, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:

@@ -91,6 +91,11 @@ class Parts(NamedTuple):
         """The held-out prompts that "best" is chosen on."""
         return self.prompts.validation[: self.config.evaluation.validation_prompts]
 
+    @property
+    def measure_names(self) -> tuple[str, ...]:
+        """Of rewards and watched measures, N + W."""
+        return self.environment.reward_names + self.environment.watch_names
+
     def scheduling(self, chunk_prompts: int, slot: Slot | None = None) -> Scheduling:
         """How a batch goes through the pipeline."""
         return Scheduling(chunk_prompts, self.config.judge_timeout or None, self.stopping, slot)

@@ -221,11 +221,11 @@ def make_prepare(eyes: Callable[[], Eyes], device: jax.Device | None = None) -> 
     """
 
     def prepare(pictures: Any) -> Pictures:
-        own = eyes()
+        processor = eyes()
         if not hasattr(pictures, "detach"):
-            return _on_the_host(pictures, own)
-        patches, grid = own_package("bridges", "pixels").patches_of(pictures, own.settings)
-        return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, own.vision)
+            return _on_the_host(pictures, processor)
+        patches, grid = own_package("bridges", "pixels").patches_of(pictures, processor.settings)
+        return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, processor.vision)
 
     return prepare
 

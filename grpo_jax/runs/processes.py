@@ -141,16 +141,16 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> int:
     count, slurm = announced(environment)
     if count == 1 or jax.distributed.is_initialized():
         return count
-    given: dict[str, Any] = {"cluster_detection_method": "slurm"}
+    options: dict[str, Any] = {"cluster_detection_method": "slurm"}
     if not slurm:
         number = number_of(environment)
-        given = {"coordinator_address": environment[COORDINATOR], "num_processes": count, "process_id": number}
+        options = {"coordinator_address": environment[COORDINATOR], "num_processes": count, "process_id": number}
         if number == 0:
             _require_free(environment[COORDINATOR])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # One that is gone is noticed by the others themselves (`several.channel.Watch`); JAX would abort them all.
     jax.config.update("jax_enable_recoverability", True)
-    jax.distributed.initialize(**given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     return count
 
 

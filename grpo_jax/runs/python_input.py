@@ -71,10 +71,10 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[s
     if lost is not None:
         note(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
         return
-    given = source.prompts
+    prompts = source.prompts
 
     def lines() -> Iterator[bytes]:
-        for split, part in zip(SPLITS, given, strict=True):
+        for split, part in zip(SPLITS, prompts, strict=True):
             yield from (f"{json.dumps(_kept(row, split))}\n".encode() for row in part)
 
     if not source.config.resume:
@@ -167,12 +167,12 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:
-    """The functions by what metrics call them: their own names, or those that they are given under."""
+    """The functions by what metrics call them: their own names, or those that they are functions under."""
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     else:
-        given = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
-        named = [_named(reward) for reward in given]
+        functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
+        named = [_named(reward) for reward in functions]
     wrong = [shown(function) for _, function in named if not callable(function)]
     if wrong:
         raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")
@@ -197,19 +197,19 @@ def _named(reward: object) -> tuple[str, Any]:
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
     """A section for each function: the config's of that name (weight, condition and options), or a plain one."""
-    known = {section.called: section for section in sections}
-    unmatched = [label for label in known if label not in functions]
+    configured = {section.called: section for section in sections}
+    unmatched = [label for label in configured if label not in functions]
     if unmatched:
         raise UserError(
             f"rewards: config.rewards names {', '.join(unmatched)}, but the functions given are "
             f"{', '.join(functions)}: give one of that name, or take the entry out"
         )
-    found = []
+    resolved = []
     for label, function in functions.items():
         name = import_path(function, label)
-        own = {"name": name, "label": "" if name.endswith(f":{label}") else label}
-        found.append(dataclasses.replace(known.get(label, RewardSection(label)), **own))
-    return found
+        named = {"name": name, "label": "" if name.endswith(f":{label}") else label}
+        resolved.append(dataclasses.replace(configured.get(label, RewardSection(label)), **named))
+    return resolved
 
 
 def _what_json_would_change(prompts: PromptSet) -> str | None:

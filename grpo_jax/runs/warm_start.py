@@ -195,16 +195,16 @@ def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) ->
             f"warm_start.steps: what this task teaches has {len(texts)} turns, and sampling.turns is "
             f"{parts.config.sampling.turns}"
         )
-    ids, own = [], []
+    ids, learned = [], []
     for number, text in enumerate(texts):
         if number and answering is not None:
             answer = answers_of(pair)[number - 1]
             seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
             ids += answering.encode_answer(answer, ids[-1] in parts.policy.eos_ids, seen)
-            own += [False] * (len(ids) - len(own))
+            learned += [False] * (len(ids) - len(learned))
         ids += taught_tokens(parts, asked(pair[0]).prompt if number == 0 else "", text)
-        own += [True] * (len(ids) - len(own))
-    return ids, own
+        learned += [True] * (len(ids) - len(learned))
+    return ids, learned
 
 
 def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) -> Batch:
@@ -217,8 +217,8 @@ def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) 
     present, mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for row, pair in enumerate(pairs):
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
-        ids, own = taught_stream(parts, pair, grids)
-        tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, own
+        ids, learned = taught_stream(parts, pair, grids)
+        tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, learned
     pictures = {"pictures": prompts.pictures, "answers": shown}
     encode_images = environment.encode_images
     states = {

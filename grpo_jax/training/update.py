@@ -88,8 +88,8 @@ def make_train_step(
         after, report = compiled(before, frozen, batch)
         # On a CPU, JAX neither takes nor frees a donated array that NumPy has looked at, as a checkpoint does.
         free_buffers(before)
-        kept = {"reference": state.reference, "behind": state.behind}
-        return after._replace(variables={**frozen, **after.variables}, **kept), report
+        unchanged = {"reference": state.reference, "behind": state.behind}
+        return after._replace(variables={**frozen, **after.variables}, **unchanged), report
 
     return train_step
 

@@ -440,7 +440,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: str | Path, step: int) -> None:
-    """Cuts a metrics.jsonl back to the rows up to a step; the rest is remaining byte for byte."""
+    """Cuts a metrics.jsonl back to the rows up to a step; the rest is kept byte for byte."""
     path = Path(path)
     if not path.is_file():
         return

@@ -368,7 +368,7 @@ def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, a
         parts: Names of rewards and watched measures.
         episodes: The groups that were learned from.
         judgement: Theirs.
-        advantages: f32 [P, G]; of PPO the mean over each completion's tokens; [P, G, T] where turns have their in_turn.
+        advantages: f32 [P, G]; of PPO the mean over each completion's tokens; [P, G, T] where turns have their own.
     """
     samples, (_, group, turns) = episodes.samples, episodes.lengths.shape
     names = [f"reward/{name}" for name in parts.environment.reward_names]

@@ -167,7 +167,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:
-    """The functions by what metrics call them: their own names, or those that they are functions under."""
+    """The functions by what metrics call them: their own names, or those that they are given under."""
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     else:

@@ -27,8 +27,7 @@ from grpo_jax.models.decoder import REMAT, Decoder, as_dtype
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.hf.tokens import chat_renderer, prompt_encoder
-from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merging
-from grpo_jax.models.quantised import quantise
+from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merging, quantise
 from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, unstack, with_tower
 from grpo_jax.models.vision.pictures import PictureStates

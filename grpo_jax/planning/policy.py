@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config.run import Config
+from grpo_jax.models.lora import count_weights
 from grpo_jax.models.policy import configured_functions
-from grpo_jax.models.quantised import count_weights
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE, VISUAL
 from grpo_jax.rollout.rollout import IN_FLIGHT

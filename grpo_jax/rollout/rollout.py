@@ -28,7 +28,7 @@ from grpo_jax.rollout.inputs.encoding import Encoded
 from grpo_jax.rollout.pipeline import Slot, Stage, run_pipeline
 from grpo_jax.rollout.replies import Answering, ReplyTokens, ask_environment
 from grpo_jax.sampling.episodes import EpisodeSampler
-from grpo_jax.sampling.writing import Samples
+from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import Objectives
 
 EVALUATION_STREAM = 2**31 - 1

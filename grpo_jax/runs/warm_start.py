@@ -24,7 +24,7 @@ from grpo_jax.runs.loop.learner import LearningBrief
 from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.policy import Policy
 from grpo_jax.runs.several.company import Company
-from grpo_jax.sampling.choices import completion_tokens
+from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule

@@ -24,7 +24,7 @@ from support.tiny_decoders import (
 
 from grpo_jax.models import attention
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.llama_config import DecoderConfig
+from grpo_jax.models.families.llama import DecoderConfig
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge
 from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling.sampler import make_sampler

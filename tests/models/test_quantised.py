@@ -14,9 +14,8 @@ from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.hf.peft import load_adapters
-from grpo_jax.models.lora import LoraConfig, merge
+from grpo_jax.models.lora import TILE, LoraConfig, count_weights, merge, quantise
 from grpo_jax.models.policy import make_policy
-from grpo_jax.models.quantised import TILE, count_weights, quantise
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "down_proj"))

@@ -11,7 +11,7 @@ import numpy as np
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama_config import DecoderConfig
+from grpo_jax.models.families.llama import DecoderConfig
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import Policy, make_policy
 

@@ -10,7 +10,7 @@ from grpo_jax.errors import shown
 from grpo_jax.models.families import gemma, gpt2, llama, phi, qwen3_moe, smollm
 from grpo_jax.models.families.family import Family
 from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama_config import DecoderConfig
+from grpo_jax.models.families.llama import DecoderConfig
 
 ModelConfig = DecoderConfig | GPT2Config
 

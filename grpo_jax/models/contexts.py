@@ -1,6 +1,6 @@
 """Positions, masks and pictures of the tokens that run, as attention takes them."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +187,7 @@ def extend_context(
     return context, Rows(readable, advance)
 
 
-def _places(config: Any, tokens: jax.Array, mask: jax.Array, pictures: PictureStates) -> Places:
+def _places(config: ModelConfig, tokens: jax.Array, mask: jax.Array, pictures: PictureStates) -> Places:
     if config.vision is None:
         raise ValueError("pictures must be None for a model without a vision tower")
     token, capacity = config.vision.image_token, pictures.states.shape[-2]

@@ -1,7 +1,6 @@
 """The scanned decoder that serves every family (`families`), and its freshly drawn weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from grpo_jax.models.attention import Context, LayerInput, embed_pictures
 from grpo_jax.models.contexts import prompt_context
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.lora import LoraConfig, init_adapters
+from grpo_jax.models.variables import PyTree
 
 REMAT = ("none", "products", "layer")
 
@@ -69,7 +69,7 @@ class Decoder(nn.Module):
         tokens: jax.Array,
         context: Context,
         remembered: Sequence[LayerInput] = (),
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, PyTree]:
         """Run tokens through all layers.
 
         Args:
@@ -117,7 +117,7 @@ def init_variables(
     *,
     param_dtype: str = "float32",
     lora: LoraConfig | None = None,
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """Freshly drawn variables: normal weights (``Family.initial_stddev``), unit norms, zero biases; float32 adapters.
 
     The forward pass is traced for its shapes only. Under ``jax.eval_shape`` nothing is allocated.

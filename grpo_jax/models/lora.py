@@ -1,21 +1,26 @@
 """Low-rank adapters: a collection of their own, so that leaving it out is the base model exactly."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import extras_named
-from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.variables import VISUAL, PyTree, Variables
+
+if TYPE_CHECKING:
+    from qwix import QArray
 
 KINDS = ("int8", "int4")
 TILE = 64  # inputs that share a scale in 4 bits; in 8 bits a whole column does
 
 
-def quantise(params: Mapping[str, Any], kind: str, device: jax.Device | None = None) -> dict[str, Any]:
+def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> dict[str, PyTree]:
     """The parameters with the kernels of the layers in few bits; embeddings, norms and biases as they are.
 
     Kernels reach the device one stack at a time, so the whole model is never there in full.
@@ -45,22 +50,22 @@ def quantise(params: Mapping[str, Any], kind: str, device: jax.Device | None = N
         others = tuple(axis for axis in range(kernel.ndim) if axis != inputs)
         return qwix.quantize(kernel.astype(jnp.float32), kind, channelwise_axes=others, tiled_axes=tiles)
 
-    def put(leaf: Any) -> jax.Array:
+    def put(leaf: jax.Array) -> jax.Array:
         return jnp.array(jax.device_put(leaf, device), copy=True)  # JAX may alias host memory
 
-    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+    def place(path: jax.tree_util.KeyPath, leaf: jax.Array) -> PyTree:
         return store(jax.device_put(leaf, device)) if path[-1].key == "kernel" else put(leaf)
 
     return jax.tree_util.tree_map_with_path(place, params)
 
 
-def count_weights(params: Mapping[str, Any]) -> int:
+def count_weights(params: PyTree) -> int:
     """How many weights there are, however they are stored; scales are none."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "qvalue"))
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
-def as_array(kernel: Any, dtype: Any) -> jax.Array:
+def as_array(kernel: jax.Array | QArray, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A kernel as an array of this dtype, however it is stored."""
     if hasattr(kernel, "qvalue"):
         import qwix
@@ -112,8 +117,8 @@ def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str)
 
 
 def init_adapters(
-    params: Mapping[str, Any], key: jax.Array, lora: LoraConfig, visual: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    params: Variables, key: jax.Array, lora: LoraConfig, visual: Variables | None = None
+) -> dict[str, PyTree]:
     """Fresh adapters for a decoder's parameters, float32: A uniform, B zero, so nothing changes yet.
 
     Args:
@@ -131,7 +136,7 @@ def init_adapters(
     return adapters
 
 
-def _fresh(layers: Mapping[str, Any], key: jax.Array, targets: tuple[str, ...], rank: int) -> dict[str, Any]:
+def _fresh(layers: Variables, key: jax.Array, targets: tuple[str, ...], rank: int) -> dict[str, PyTree]:
     adapters = {}
     for name, subkey in zip(targets, jax.random.split(key, len(targets)), strict=True):
         count, width_in, width_out = layers[name]["kernel"].shape
@@ -152,7 +157,7 @@ class MergedKernel(NamedTuple):
         scale: of their product.
     """
 
-    kernel: Any
+    kernel: jax.Array | QArray
     adapter: Mapping[str, jax.Array] | None
     scale: float
 
@@ -176,14 +181,14 @@ def entry(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
     return part.reshape(leaf.shape[axes:])
 
 
-def merging(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, Any]:
+def merging(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
     """As `merge`, but in float32 and with kernels that wait as ``MergedKernel``: for ``hf.save_folder``.
 
     Raises:
         ValueError: as `merge`.
     """
 
-    def wait(layers: Mapping[str, Any], adapters: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    def wait(layers: Variables, adapters: Variables, scale: float) -> dict[str, PyTree]:
         return {
             name: {**own, "kernel": MergedKernel(own["kernel"], adapters.get(name), scale)} if "kernel" in own else own
             for name, own in layers.items()
@@ -192,7 +197,7 @@ def merging(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, 
     return _with_adapters(variables, lora, wait)
 
 
-def merge(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, Any]:
+def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
     """The parameters with the adapters folded in; each kernel keeps its dtype, quantised ones become float32.
 
     Args:
@@ -206,7 +211,7 @@ def merge(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, An
         ValueError: if there are adapters but no configuration to scale them by.
     """
 
-    def fold(layers: Mapping[str, Any], adapters: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    def fold(layers: Variables, adapters: Variables, scale: float) -> dict[str, PyTree]:
         layers = {
             name: {**own, "kernel": as_array(own["kernel"], own["kernel"].dtype)} if "kernel" in own else own
             for name, own in layers.items()
@@ -220,8 +225,8 @@ def merge(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, An
 
 
 def _with_adapters(
-    variables: Mapping[str, Any], lora: LoraConfig | None, fold: Callable[..., dict[str, Any]]
-) -> dict[str, Any]:
+    variables: Variables, lora: LoraConfig | None, fold: Callable[..., dict[str, PyTree]]
+) -> dict[str, PyTree]:
     """The parameters with the adapters put into the layers by ``fold(layers, adapters, scale)``."""
     params = dict(variables["params"])
     if "lora" not in variables:
@@ -229,7 +234,7 @@ def _with_adapters(
     if lora is None:
         raise ValueError("variables hold a 'lora' collection: merge needs its LoraConfig, got None")
 
-    def whole(tree: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
+    def whole(tree: Variables, adapters: Variables) -> dict[str, PyTree]:
         return {**tree, "layers": fold(tree["layers"], adapters["layers"], lora.scale)}
 
     adapters = variables["lora"]
@@ -238,7 +243,7 @@ def _with_adapters(
     return whole(params, adapters)
 
 
-def _folded(kernel: Any, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:
+def _folded(kernel: jax.Array | QArray, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:
     """kernel + a b · scale, float32 [.., in, out]."""
     update = jnp.einsum("...ir,...ro->...io", adapter["a"], adapter["b"], precision="highest") * scale
     return as_array(kernel, jnp.float32) + update

@@ -25,8 +25,8 @@ from grpo_jax.models.cache import Cache, Prefix, init_cache
 from grpo_jax.models.contexts import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.decoder import REMAT, Decoder, as_dtype
 from grpo_jax.models.families import ModelConfig, family_of
+from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
-from grpo_jax.models.hf.tokens import chat_renderer, prompt_encoder
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merging, quantise
 from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, unstack, with_tower
@@ -105,7 +105,7 @@ class Policy:
         return self._folder.config
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> hf.Tokenizer:
         """The folder's Hugging Face tokenizer."""
         return self._folder.tokenizer
 
@@ -171,13 +171,8 @@ class Policy:
             UserError: The chat template or the tokenizer fails, or a prompt cannot be encoded.
         """
         chat = bool(getattr(self.tokenizer, "chat_template", None))
-        encode = prompt_encoder(
-            self.tokenizer,
-            chat_renderer(self.tokenizer) if chat else str,
-            add_special_tokens=not chat,
-            vocab_size=self.config.vocab_size,
-        )
-        ids = [encode(prompt) for prompt in prompts]
+        encode = conversation_encoder(self.tokenizer, chat=chat, vocab_size=self.config.vocab_size)
+        ids = [encode([Message("user", (prompt,))]) for prompt in prompts]
         width = max(map(len, ids))
         tokens = np.full((len(ids), width), self.pad_id, np.int32)
         mask = np.arange(width) >= width - np.array([[len(row)] for row in ids])
@@ -185,7 +180,7 @@ class Policy:
             row[width - len(entry) :] = entry
         return tokens, mask
 
-    def decode(self, samples: Any) -> list[list[str]]:
+    def decode(self, samples: PyTree) -> list[list[str]]:
         """Completions of a sampler as texts `[P][G]`, special tokens left out."""
         tokens, mask = jax.device_get((samples.tokens, samples.mask))
         return [
@@ -223,7 +218,7 @@ _WITHOUT_WEIGHTS = [field.name for field in dataclasses.fields(Policy) if field.
 jax.tree_util.register_dataclass(Policy, data_fields=["variables"], meta_fields=_WITHOUT_WEIGHTS)
 
 
-def _precision(name: str | None) -> AbstractContextManager[Any]:
+def _precision(name: str | None) -> AbstractContextManager[object]:
     """The context in which products of matrices have this precision; None leaves JAX's own."""
     return nullcontext() if name is None else jax.default_matmul_precision(name)
 
@@ -293,7 +288,7 @@ def make_policy(
     decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
     unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
 
-    def precise(function: Callable[..., Any]) -> Callable[..., Any]:
+    def precise(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         @wraps(function)
         def run(*args, **kwargs):
             with _precision(matmul_precision):
@@ -483,7 +478,7 @@ def load_policy(
     config = read.config
     policy = configured_functions(section, config, mesh)
     lora = policy.lora
-    variables: dict[str, Any] = {"params": put(weights)}
+    variables: dict[str, PyTree] = {"params": put(weights)}
     tower = None
     if (config.vision is not None if vision is None else vision) or needs_tower(section, lora):
         _check_tower(section, read)

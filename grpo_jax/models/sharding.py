@@ -6,10 +6,12 @@ heads, units of the MLP, rows of the vocabulary (Shoeybi et al. 2019, arXiv:1909
 (Xu et al. 2021, arXiv:2105.04663); all that is said here is where parameters, optimizer state and batch lie.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -18,15 +20,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_jax.models.families import FAMILIES
-from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS
-from grpo_jax.models.variables import VISUAL
-from grpo_jax.models.vision.tower import TOWERS
+from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS, Family
+from grpo_jax.models.variables import VISUAL, PyTree, Variables
+from grpo_jax.models.vision.tower import TOWERS, TowerFamily
+
+if TYPE_CHECKING:
+    from grpo_jax.models.policy import Policy
 
 FSDP, TENSOR = "fsdp", "tensor"
 BOTH = (TENSOR, FSDP)
 
 
-def _projections(cut: str, families: Iterable[Any]) -> str:
+def _projections(cut: str, families: Iterable[Family | TowerFamily]) -> str:
     """A pattern of the families' projections that are cut this way."""
     kinds = {name: kind for family in families for name, kind in family.projections.items()}
     return f"({'|'.join(name for name, kind in kinds.items() if kind == cut)})"
@@ -99,7 +104,7 @@ def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.asarray(devices[: fsdp * tensor]).reshape(fsdp, tensor), (FSDP, TENSOR))
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
+def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     """A NamedSharding for each leaf, by its path (`TABLE`).
 
     Args:
@@ -115,7 +120,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.unflatten(structure, found)
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _name(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -153,7 +158,7 @@ def _shortest(spec: P, mesh: Mesh) -> P:
     return P(*axes)
 
 
-def shard(tree: Any, mesh: Mesh | None) -> Any:
+def shard(tree: PyTree, mesh: Mesh | None) -> PyTree:
     """A tree of parameters or state on the mesh; leaves that lie right already are not copied.
 
     Here and below, without a mesh (None) everything stays as it is, on one device. Each process of several needs the
@@ -165,23 +170,23 @@ def shard(tree: Any, mesh: Mesh | None) -> Any:
     return tree if mesh is None else jax.tree.map(_put, tree, shardings(tree, mesh))
 
 
-def shard_batch(tree: Any, mesh: Mesh | None) -> Any:
+def shard_batch(tree: PyTree, mesh: Mesh | None) -> PyTree:
     """Arrays [P, ..] with the prompts shared out over `fsdp`, alike along `tensor`; P must be a multiple of `fsdp`."""
     return tree if mesh is None else jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, P(FSDP))), tree)
 
 
-def gather(tree: Any, mesh: Mesh | None) -> Any:
+def gather(tree: PyTree, mesh: Mesh | None) -> PyTree:
     """The whole of each array on every device, and so in every process."""
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, P()))
 
 
-def on_host(tree: Any) -> Any:
+def on_host(tree: PyTree) -> PyTree:
     """Whole NumPy arrays in place of those on devices; what other processes hold of them is brought here first.
 
     Several processes must make the call together.
     """
 
-    def whole(leaf: Any) -> Any:
+    def whole(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
         return gather(leaf, leaf.sharding.mesh)
@@ -189,14 +194,14 @@ def on_host(tree: Any) -> Any:
     return jax.device_get(jax.tree.map(whole, tree))
 
 
-def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def _put(leaf: PyTree, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
         return leaf
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def over_prompts(mesh: Mesh | None) -> Callable[[Any], Any] | None:
+def over_prompts(mesh: Mesh | None) -> Callable[[PyTree], PyTree] | None:
     """The function that keeps arrays [P, ..] of a compiled computation shared out by prompts; None without a mesh.
 
     For the states between layers (`make_policy`): they then stay where they are, and weights come to them. Left to
@@ -205,7 +210,7 @@ def over_prompts(mesh: Mesh | None) -> Callable[[Any], Any] | None:
     return mesh and partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, P(FSDP)))
 
 
-def shard_policy(policy: Any, mesh: Mesh | None) -> Any:
+def shard_policy(policy: Policy, mesh: Mesh | None) -> Policy:
     """The policy's functions with each prompt's work on the devices that hold its part of the batch.
 
     Decoding is left to XLA: for few tokens it is the states that travel, and each device reads its own weights alone.
@@ -214,13 +219,13 @@ def shard_policy(policy: Any, mesh: Mesh | None) -> Any:
         return policy
     share_out = over_prompts(mesh)
 
-    def shared_out(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(variables: Any, *arrays: Any, **named: Any) -> Any:
+    def shared_out(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        def run(variables: Variables, *arrays: PyTree, **named: PyTree) -> PyTree:
             return function(embedding_gathered(variables), *share_out(arrays), **share_out(named))
 
         return run
 
-    def embedding_gathered(variables: Any) -> Any:
+    def embedding_gathered(variables: Variables) -> Variables:
         # With D in parts, so would the states be that come from it, instead of the prompts.
         params = variables["params"]
         tables = {name: gather_columns(params[name]) for name in ("embed_tokens", "embed_positions") if name in params}
@@ -230,7 +235,7 @@ def shard_policy(policy: Any, mesh: Mesh | None) -> Any:
         rows = P(TENSOR) if matrix.shape[0] % mesh.shape[TENSOR] == 0 else P()
         return jax.lax.with_sharding_constraint(matrix, NamedSharding(mesh, rows))
 
-    def head(variables: Any) -> jax.Array:
+    def head(variables: Variables) -> jax.Array:
         # Before the loop over chunks or tokens: with D in parts each product would be a sum over devices.
         return gather_columns(policy.head(variables))
 
@@ -245,13 +250,13 @@ def shard_optimizer(optimizer: optax.GradientTransformation, mesh: Mesh | None) 
     if mesh is None:
         return optimizer
 
-    def constrain(tree: Any) -> Any:
+    def constrain(tree: PyTree) -> PyTree:
         return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh))
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         return jax.jit(optimizer.init, out_shardings=shardings(jax.eval_shape(optimizer.init, params), mesh))(params)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         return constrain(optimizer.update(constrain(updates), state, params))
 
     return optax.GradientTransformation(init, update)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ from grpo_jax.config.sections import EvaluationSection, SamplingSection
 from grpo_jax.core.trie import Trie, make_trie, text_count
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf import PolicyFolder
-from grpo_jax.models.hf.tokens import plain_tokens, special_ids, token_pieces
+from grpo_jax.models.hf.tokens import Tokenizer, plain_tokens, special_ids, token_pieces
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import PyTree
@@ -24,9 +24,6 @@ from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
 from grpo_jax.sampling.ranking import Ranking, make_ranker
 from grpo_jax.sampling.sampler import START, Samples, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Sampler = Callable[..., Samples] | EpisodeSampler
 
@@ -133,7 +130,7 @@ def named_ends(section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarr
     }
 
 
-def stops_of(stops: list[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> np.ndarray | None:
+def stops_of(stops: list[str], tokenizer: Tokenizer, vocab_size: int) -> np.ndarray | None:
     """The `stop_table` of sampling.stop; None without any.
 
     Args:
@@ -178,7 +175,7 @@ def _gathered_turn(turn: Callable[..., PyTree], mesh: Mesh | None) -> Callable[.
     return gathered
 
 
-def completion_tokens(tokenizer: PreTrainedTokenizerBase, text: str, eos_ids: Sequence[int], *, gap: bool) -> list[int]:
+def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *, gap: bool) -> list[int]:
     """A text as a completion, up to the token that ends it.
 
     It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of the

@@ -7,6 +7,7 @@ import jax
 from flax import linen as nn
 
 from grpo_jax.models.attention import LayerInput
+from grpo_jax.models.fields import Fields
 
 # How the devices along a tensor axis share a projection: each makes some of its outputs, or reads some of its inputs.
 # A fused one, whose outputs are several things side by side, is not cut that way.
@@ -69,7 +70,7 @@ class Family(NamedTuple):
 
     model_types: tuple[str, ...]
     config: type
-    read: Callable[[Mapping[str, Any]], Any]
+    read: Callable[[Fields], Any]
     block: type[nn.Module]
     final_norm: Callable[[Any, jax.typing.DTypeLike], nn.Module]
     learned_positions: bool

@@ -9,7 +9,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,12 @@ from safetensors import SafetensorError
 
 from grpo_jax.errors import UserError, one_line, said, shown
 from grpo_jax.models.families import ModelConfig, read_config
+from grpo_jax.models.fields import Fields
 from grpo_jax.models.hf import templates
-from grpo_jax.models.hf.tokens import is_failure
+from grpo_jax.models.hf.tokens import Tokenizer, is_failure
 from grpo_jax.models.hf.weights import (
     INDEX,
+    Leaves,
     TensorFiles,
     flatten,
     name_table,
@@ -34,7 +36,7 @@ from grpo_jax.models.hf.weights import (
     weight_files,
     write_shard,
 )
-from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import tower_shapes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -57,13 +59,13 @@ class PolicyFolder(NamedTuple):
     """
 
     config: ModelConfig
-    params: dict[str, Any]
-    tokenizer: Any
+    params: dict[str, PyTree]
+    tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     pad_id: int
     path: Path
     name: str
-    visual: dict[str, Any] | None = None
+    visual: dict[str, PyTree] | None = None
 
 
 def load_folder(
@@ -71,7 +73,7 @@ def load_folder(
     *,
     param_dtype: str | None = "float32",
     tokenizer: bool = True,
-    put: Callable[[Any], Any] | None = None,
+    put: Callable[[PyTree], PyTree] | None = None,
     vision: bool = False,
 ) -> PolicyFolder:
     """Load the folder of one of the model families (`models.families`).
@@ -111,7 +113,7 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
 
 
 def load_weights(
-    read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[Any], Any] | None = None
+    read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
 ) -> PolicyFolder:
     """A policy that ``read_folder`` gave with its parameters; arguments and errors as ``load_folder`` has them."""
     params = _read_weights(read_params, read.path, read.config, param_dtype)
@@ -119,8 +121,8 @@ def load_weights(
 
 
 def load_tower(
-    loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[Any], Any] | None = None
-) -> dict[str, Any]:
+    loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
+) -> dict[str, PyTree]:
     """Load the vision tower of a policy's folder.
 
     Args:
@@ -135,7 +137,7 @@ def load_tower(
     return (put or _copied)({VISUAL: host})[VISUAL]
 
 
-def _read_weights(read: Callable[..., Any], folder: Path, config: ModelConfig, param_dtype: str | None) -> Any:
+def _read_weights(read: Callable[..., PyTree], folder: Path, config: ModelConfig, param_dtype: str | None) -> PyTree:
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
     try:
         return read(config, TensorFiles(weight_files(folder)), dtype)
@@ -144,12 +146,12 @@ def _read_weights(read: Callable[..., Any], folder: Path, config: ModelConfig, p
         raise error if named else UserError(f"cannot load the policy in {folder}: {error}") from error
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: PyTree) -> PyTree:
     # JAX may alias host memory, and aliased buffers cannot be donated.
     return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
-def load_tokenizer(folder: str | Path) -> Any:
+def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a folder (with its chat template); ``trust_remote_code`` stays off.
 
     Raises:
@@ -193,7 +195,7 @@ def save_folder(
     folder: str | Path,
     source_folder: str | Path,
     config: ModelConfig,
-    params: Mapping[str, Any],
+    params: Variables,
     *,
     dtype: str | None = None,
 ) -> None:
@@ -279,13 +281,13 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> Fields:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
     return read_json(folder / "config.json")
 
 
-def model_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+def model_config(folder: Path, raw: Fields) -> ModelConfig:
     """The decoder's config from what a folder's config.json holds.
 
     Raises:
@@ -297,14 +299,16 @@ def model_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
         raise UserError(f"{folder / 'config.json'}: {error}") from error
 
 
-def _special_ids(folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: Any) -> tuple[tuple[int, ...], int]:
+def _special_ids(
+    folder: Path, raw: Fields, vocab_size: int, tokenizer: Tokenizer | None
+) -> tuple[tuple[int, ...], int]:
     """End and padding ids: the generation config's, else the config's, else the tokenizer's."""
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     nested = raw.get("text_config")
     sources = (generation, raw, nested if isinstance(nested, Mapping) else {})
 
-    def find(field: str, fallback: Any) -> tuple[int, ...]:
+    def find(field: str, fallback: object) -> tuple[int, ...]:
         for value in (*(source.get(field) for source in sources), fallback):
             ids = value if isinstance(value, list | tuple) else [value]
             ids = tuple(dict.fromkeys(i for i in ids if _is_id(i, vocab_size)))
@@ -320,11 +324,11 @@ def _special_ids(folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: 
     return eos_ids, (pads or eos_ids)[0]
 
 
-def _is_id(value: Any, vocab_size: int) -> bool:
+def _is_id(value: object, vocab_size: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
-def _checked_leaves(config: ModelConfig, params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+def _checked_leaves(config: ModelConfig, params: Variables) -> Leaves:
     expected = shapes(config)
     if VISUAL in params:
         expected = {**expected, VISUAL: tower_shapes(config.vision)}

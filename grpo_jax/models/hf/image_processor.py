@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +14,13 @@ from grpo_jax.errors import UserError, shown
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+    from transformers import BaseImageProcessor
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 """Where settings stand: under "image_processor" of the first, as transformers 5 writes them, or alone in the second."""
@@ -113,7 +119,7 @@ class PictureSettings:
         return fitted[0] // self.patch, fitted[1] // self.patch
 
 
-def read_settings(folder: Path, vision: Any, size: int | None = None) -> PictureSettings:
+def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -> PictureSettings:
     """The settings of a folder.
 
     Args:
@@ -141,7 +147,7 @@ def read_settings(folder: Path, vision: Any, size: int | None = None) -> Picture
     return dataclasses.replace(settings, edge=edge)
 
 
-def most_patches(folder: Path, vision: Any, size: int | None = None) -> int:
+def most_patches(folder: Path, vision: VisionConfig, size: int | None = None) -> int:
     """The most patches of a prepared picture; where a folder is not here in full, as its family usually has it.
 
     Raises:
@@ -159,7 +165,7 @@ def most_patches(folder: Path, vision: Any, size: int | None = None) -> int:
     return rows * columns
 
 
-def _fields(folder: Path) -> tuple[Path, Mapping[str, Any]]:
+def _fields(folder: Path) -> tuple[Path, kinds.Fields]:
     """The file that settings stand in, and what it says."""
     for name in FILES:
         path = folder / name
@@ -173,7 +179,7 @@ def _fields(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     )
 
 
-def _settings(fields: Mapping[str, Any]) -> PictureSettings:
+def _settings(fields: kinds.Fields) -> PictureSettings:
     """Raises ValueError naming the field."""
     kinds.check_kinds(fields, _KINDS)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
@@ -231,7 +237,7 @@ def _check_edge(settings: PictureSettings, edge: int) -> None:
 # -------------------------------------------------------------------------------------------------------- preparing
 
 
-def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Any]], list[Picture]]:
+def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Image]], list[Picture]]:
     """prepare(pictures of Pillow, RGB) → patches and grid of each, by the folder's own image processor.
 
     It is the one of torchvision where that is installed, else the one of Pillow; they differ in the last bits.
@@ -243,7 +249,7 @@ def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[
     torch_based = "Fast" in type(processor).__name__ or getattr(processor, "backend", "") == "torchvision"
     limits = {"shortest_edge": settings.least, "longest_edge": settings.most}
 
-    def sized(picture: Any) -> Any:
+    def sized(picture: Image) -> Image | torch.Tensor:
         if not settings.edge:
             return picture
         side = (settings.edge, settings.edge)
@@ -257,7 +263,7 @@ def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[
         mode = {2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}[settings.resample]
         return transforms.resize(pixels, list(side), interpolation=mode, antialias=True)
 
-    def prepare(pictures: Sequence[Any]) -> list[Picture]:
+    def prepare(pictures: Sequence[Image]) -> list[Picture]:
         if not pictures:
             return []
         made = processor(
@@ -273,7 +279,7 @@ def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[
     return prepare
 
 
-def _load_processor(folder: Path) -> Any:
+def _load_processor(folder: Path) -> BaseImageProcessor:
     """transformers' own class for what the folder names; never one of the folder's."""
     from transformers import AutoImageProcessor
 

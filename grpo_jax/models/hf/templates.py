@@ -1,6 +1,7 @@
-"""Chat templates rendered by a process of their own (`rendering`): one that takes for ever or too much memory is told.
+"""Chat templates rendered by a process of their own, which runs this file: one that takes too long is ended.
 
-A template is part of a policy's folder and a program. Jinja's sandbox keeps it from files and code, not from work.
+A template is part of a policy's folder and a program. Jinja's sandbox keeps it from files and code, not from work: the
+process allows each so much time and memory and no more, and answers until the pipe that it was given closes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_jax.errors import one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Json = Any
+"""What JSON holds."""
 
 _CODE = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -31,7 +38,7 @@ class TemplateFailed(Exception):
     """A template wrote nothing that can be used; says why in a line."""
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **switches: Any) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Json]], **switches: Json) -> str:
     """What the chat template of a tokenizer writes for a conversation, with the answer left open.
 
     Args:
@@ -40,13 +47,14 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **switches: An
         **switches: What the template is told beside them.
 
     Raises:
-        TemplateFailed: It raised, took more than `rendering` allows, or there is none.
+        TemplateFailed: It raised, took more time or memory than is allowed, or there is none.
     """
     try:
         template = tokenizer.get_chat_template(tools=switches.get("tools"))
     except Exception as error:  # several, and none by the name that is asked for
         raise TemplateFailed(f"{type(error).__name__}: {one_line(error)}") from error
-    return _RENDERER.render(template, messages, dict(tokenizer.special_tokens_map), switches)
+    request = {"messages": list(messages), "special_tokens": dict(tokenizer.special_tokens_map), "switches": switches}
+    return _RENDERER.render(template, request)
 
 
 def prepare() -> None:
@@ -60,7 +68,7 @@ class _Renderer:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
-        self.channel: Any = None
+        self.channel: Connection | None = None
         self.template: str | None = None
         self.lock = threading.Lock()
 
@@ -90,11 +98,8 @@ class _Renderer:
         finally:
             theirs.close()
 
-    def render(
-        self, template: str, messages: Sequence[Mapping[str, Any]], special: dict[str, Any], switches: dict[str, Any]
-    ) -> str:
+    def render(self, template: str, request: dict[str, Json]) -> str:
         """A conversation's text."""
-        request: dict[str, Any] = {"messages": list(messages), "special_tokens": special, "switches": switches}
         with self.lock:
             answer = self._ask(template, request)
             if answer == -signal.SIGKILL:  # from outside, where memory ran out perhaps: not the template's doing
@@ -105,7 +110,7 @@ class _Renderer:
             raise TemplateFailed(answer["failed"])
         return answer["text"]
 
-    def _ask(self, template: str, request: dict[str, Any]) -> dict[str, Any] | int:
+    def _ask(self, template: str, request: dict[str, Json]) -> dict[str, Json] | int:
         """The process's answer, or the exit code with which it ended instead."""
         self._start()
         if template != self.template:
@@ -148,8 +153,9 @@ class _Renderer:
 def _how_it_ended(code: int) -> str:
     if code == -signal.SIGPROF:
         return f"it takes more than {SECONDS:g} s of computing"
-    known = -code in set(signal.Signals)
-    return f"its process ended with {signal.Signals(-code).name if known else f'exit code {code}'}"
+    if -code in set(signal.Signals):
+        return f"its process ended with {signal.Signals(-code).name}"
+    return f"its process ended with exit code {code}"
 
 
 _RENDERER = _Renderer()
@@ -170,9 +176,9 @@ class _Tokenizer:
 
     def __init__(self, template: str):
         self.template = template
-        self.special_tokens_map: dict[str, Any] = {}
+        self.special_tokens_map: dict[str, Json] = {}
 
-    def get_chat_template(self, *_: Any, **__: Any) -> str:
+    def get_chat_template(self, *_: object, **__: object) -> str:
         return self.template
 
 
@@ -189,13 +195,13 @@ def serve() -> None:
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        told = json.loads(request)
-        if "template" in told:
-            tokenizer = _Tokenizer(told["template"])
-        tokenizer.special_tokens_map = told["special_tokens"]
+        task = json.loads(request)
+        if "template" in task:
+            tokenizer = _Tokenizer(task["template"])
+        tokenizer.special_tokens_map = task["special_tokens"]
         try:
             text = PreTrainedTokenizerBase.apply_chat_template(
-                tokenizer, told["messages"], tokenize=False, add_generation_prompt=True, **told["switches"]
+                tokenizer, task["messages"], tokenize=False, add_generation_prompt=True, **task["switches"]
             )
             many = len(text) > LONGEST + 64 * len(request)
             answer = {"failed": f"it writes {len(text):,} characters"} if many else {"text": text}

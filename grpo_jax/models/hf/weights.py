@@ -21,8 +21,11 @@ from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.families.family import Naming
 from grpo_jax.models.lora import MergedKernel, entry
-from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
+
+Leaves = Mapping[tuple[str, ...], PyTree]
+"""Arrays, or shapes, by their path in nested dictionaries."""
 
 
 class Place(NamedTuple):
@@ -64,14 +67,14 @@ class Place(NamedTuple):
         return part(self.path).T.reshape(self.shape) if self.transpose else part(self.path)
 
 
-def shapes(config: ModelConfig) -> dict[str, Any]:
+def shapes(config: ModelConfig) -> dict[str, PyTree]:
     """The decoder's parameters as shapes; nothing is allocated."""
     return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]
 
 
-def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+def flatten(tree: Variables, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], PyTree]:
     """Leaves of nested dictionaries by path."""
-    leaves: dict[tuple[str, ...], Any] = {}
+    leaves: dict[tuple[str, ...], PyTree] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             leaves.update(flatten(value, (*path, key)))
@@ -80,9 +83,9 @@ def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[s
     return leaves
 
 
-def unflatten(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+def unflatten(leaves: Leaves) -> dict[str, PyTree]:
     """Nested dictionaries from leaves by path."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, PyTree] = {}
     for path, value in leaves.items():
         node = tree
         for key in path[:-1]:
@@ -129,7 +132,9 @@ def _together(naming: Naming, layers: str, names: set[str]) -> set[str]:
     return {part for parts in naming.together.values() for part in parts} if found else set()
 
 
-def _in_layer(path: tuple[str, ...], module: str, transpose: bool, leaf: Any) -> list[tuple[str, Place]]:
+def _in_layer(
+    path: tuple[str, ...], module: str, transpose: bool, leaf: jax.ShapeDtypeStruct
+) -> list[tuple[str, Place]]:
     """The tensors that a stacked leaf is of a layer: one, or one for each expert."""
     if "{}" not in module:
         return [(module, Place(path, 0, transpose, leaf.shape[:0:-1] if transpose else leaf.shape[1:]))]
@@ -227,7 +232,7 @@ class TensorFiles:
         Raises:
             UserError: if a file is truncated or not safetensors, or two hold the same name.
         """
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, safe_open] = {}
         self.names: dict[str, Path] = {}
         for path in files:
             try:
@@ -275,7 +280,7 @@ class TensorFiles:
         return {"format": "pt", **(self._open[path].metadata() or {})}
 
 
-def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
+def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
     """The decoder's parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's.
 
     Raises:
@@ -286,7 +291,7 @@ def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None)
     return _read(table, unknown, files, dtype)
 
 
-def read_tower(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
+def read_tower(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
     """The vision tower's parameters, as `read_params`.
 
     Raises:
@@ -297,7 +302,7 @@ def read_tower(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) 
     return _read(table, unknown, files, dtype)[VISUAL]
 
 
-def _read(table: dict[str, Place], unknown: list[str], files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
+def _read(table: dict[str, Place], unknown: list[str], files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
     problems = _problems(table, files) + [f"{name} is unexpected" for name in unknown]
     if problems:
         raise UserError(f"weights do not fit config.json: {listed(problems)}")
@@ -342,7 +347,7 @@ def write_shard(
     source: Path,
     table: Mapping[str, Place],
     files: TensorFiles,
-    leaves: Mapping[tuple[str, ...], Any],
+    leaves: Leaves,
     dtype: np.dtype | None,
 ) -> None:
     """Write one file like ``source`` with the tensors of the table taken from ``leaves``.
@@ -361,7 +366,7 @@ def write_shard(
     save_file(tensors, path, metadata=files.metadata(source))
 
 
-def _exported(name: str, leaves: Mapping[tuple[str, ...], Any], place: Place, dtype: np.dtype) -> np.ndarray:
+def _exported(name: str, leaves: Leaves, place: Place, dtype: np.dtype) -> np.ndarray:
     def part(path: tuple[str, ...]) -> np.ndarray:
         leaf = leaves[path]
         return np.asarray(leaf.at(place.index) if isinstance(leaf, MergedKernel) else entry(leaf, place.index))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS
 from grpo_jax.models.layers import LayerNorm, Projection, RMSNorm
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import rotate
-from grpo_jax.models.variables import VISUAL, Variables, tower_params
+from grpo_jax.models.variables import VISUAL, PyTree, Variables, tower_params
 from grpo_jax.models.vision.config import ACTIVATIONS, VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
 
@@ -417,7 +417,7 @@ class Tower(nn.Module):
         """States after all layers, and after those of deepstack [J, N, S, D]."""
         c = self.config
 
-        def step(block: Block, carry: tuple[jax.Array, jax.Array], layer: tuple[Any, ...]) -> tuple[Any, None]:
+        def step(block: Block, carry: tuple[jax.Array, jax.Array], layer: PyTree) -> tuple[PyTree, None]:
             x, kept = carry
             whole, keep = layer
             x = block(x if self.spread is None else self.spread(x), whole, layout)
@@ -509,12 +509,12 @@ def _check(config: VisionConfig, pictures: Pictures) -> None:
         )
 
 
-def tower_shapes(config: VisionConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, Any]:
+def tower_shapes(config: VisionConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, PyTree]:
     """The tower's parameters as shapes; nothing is allocated."""
     return jax.eval_shape(lambda key: init_tower(config, key, dtype), jax.random.key(0))
 
 
-def init_tower(config: VisionConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, Any]:
+def init_tower(config: VisionConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, PyTree]:
     """Freshly drawn parameters: normal weights, unit norms, zero biases."""
     tower = Tower(config, param_dtype=dtype, remat="none")
     patches = jax.ShapeDtypeStruct((1, config.merged, config.pixels), jnp.float32)

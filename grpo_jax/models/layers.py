@@ -22,16 +22,32 @@ ACTIVATIONS = {
 }
 
 
-class Projection(nn.Module):
-    """Linear map with an optional bias and, where the ``lora`` collection has one, an adapter.
+def remat_block(block: type[nn.Module], remat: str) -> type[nn.Module]:
+    """The layer with what its backward pass computes again (see ``policy.make_policy``)."""
+    if remat == "none":
+        return block
+    keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
+    return nn.remat(block, prevent_cse=False, policy=keep)
 
-    Attributes:
-        features: width of the result.
-        use_bias: whether there is a bias.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-        lora: the adapters' configuration; None where there can be none.
-    """
+
+def draw_params(shapes: PyTree, key: jax.Array, stddev_of: Callable[[tuple[str, ...]], float]) -> PyTree:
+    """Freshly drawn parameters: normal weights of the deviation of each path, unit norms, zero biases."""
+
+    def draw(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+        names = tuple(entry.key for entry in path)
+        if names[-1] == "scale":
+            return jnp.ones(leaf.shape, leaf.dtype)
+        if names[-1] in ("bias", "excess"):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev_of(names)).astype(leaf.dtype)
+
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.tree.unflatten(structure, list(jax.random.split(key, len(leaves))))
+    return jax.tree_util.tree_map_with_path(draw, shapes, keys)
+
+
+class Projection(nn.Module):
+    """Linear map with an optional bias and, where the ``lora`` collection has one, an adapter."""
 
     features: int
     use_bias: bool
@@ -60,10 +76,7 @@ class Projection(nn.Module):
 class RMSNorm(nn.Module):
     """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    Attributes:
-        epsilon: added to the mean square.
-        param_dtype: of the parameters.
-        unit_offset: multiply by 1 + weight before the rounding to x's dtype, rather than by the weight after it.
+    With `unit_offset` it multiplies by 1 + weight before the rounding to x's dtype, rather than by the weight after it.
     """
 
     epsilon: float
@@ -102,15 +115,7 @@ class LayerNorm(nn.Module):
 
 
 class Router(nn.Module):
-    """The experts of each token and their weights.
-
-    Attributes:
-        experts: X, how many there are.
-        chosen: k, how many of them a token runs through.
-        normalised: whether the weights of the chosen ones add up to 1.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-    """
+    """The experts of each token and their weights: `chosen` of them, whose weights add up to 1 where `normalised`."""
 
     experts: int
     chosen: int
@@ -129,14 +134,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The same projection of every expert, without bias.
-
-    Attributes:
-        experts: X, how many there are.
-        features: width of the result.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-    """
+    """The same projection of every expert, without bias."""
 
     experts: int
     features: int

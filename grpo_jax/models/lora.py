@@ -1,10 +1,16 @@
-"""Low-rank adapters: a collection of their own, so that leaving it out is the base model exactly."""
+"""Low-rank adapters, and the frozen weights in 8 or 4 bits beside them.
+
+Adapters are a collection of their own, so that leaving it out is the base model exactly. A quantised weight is stored
+through qwix as round(w / s), with s the largest magnitude of its group over the largest integer; products are computed
+from s · round(w / s) in the computation's dtype (weight-only quantisation, as in QLoRA, Dettmers et al. 2023,
+arXiv:2305.14314, with evenly spaced integers).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -20,16 +26,151 @@ KINDS = ("int8", "int4")
 TILE = 64  # inputs that share a scale in 4 bits; in 8 bits a whole column does
 
 
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Adapters x A B · alpha / rank beside chosen projections (Hu et al. 2021, arXiv:2106.09685).
+
+    Attributes:
+        rank: Inner size of the adapters.
+        alpha: Their strength before division by the rank.
+        targets: Projections that get one, of those that the model's family has (``Family.projections``).
+        vision: The same of the vision tower beside it (``TowerFamily.projections``).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    vision: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        """Refuse an empty choice."""
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank must be a positive integer, got {self.rank!r}")
+        if not self.targets:
+            raise ValueError("targets must be at least one projection, got none")
+        object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "vision", tuple(self.vision))
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two factors is multiplied by."""
+        return self.alpha / self.rank
+
+
+def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str) -> None:
+    """Refuse targets that an architecture with these projections lacks; the ValueError names them and what there is."""
+    unknown = [name for name in lora.targets if name not in projections]
+    if unknown:
+        raise ValueError(f"targets must be some of {tuple(projections)} for model_type {model_type!r}, got {unknown}")
+
+
+def init_adapters(
+    params: Variables, key: jax.Array, lora: LoraConfig, visual: Variables | None = None
+) -> dict[str, PyTree]:
+    """Fresh adapters for a decoder's parameters (or their shapes), float32: A uniform, B zero, so nothing changes yet.
+
+    Returns:
+        The ``lora`` collection: per target ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; those of the vision
+        tower's parameters `visual`, where it gets adapters too, under ``visual``.
+    """
+    adapters = {"layers": _fresh(params["layers"], key, lora.targets, lora.rank)}
+    if lora.vision and visual is not None:
+        adapters[VISUAL] = {"layers": _fresh(visual["layers"], jax.random.fold_in(key, 1), lora.vision, lora.rank)}
+    return adapters
+
+
+def _fresh(layers: Variables, key: jax.Array, targets: tuple[str, ...], rank: int) -> dict[str, PyTree]:
+    adapters = {}
+    for name, subkey in zip(targets, jax.random.split(key, len(targets)), strict=True):
+        count, width_in, width_out = layers[name]["kernel"].shape
+        bound = width_in**-0.5
+        adapters[name] = {
+            "a": jax.random.uniform(subkey, (count, width_in, rank), jnp.float32, -bound, bound),
+            "b": jnp.zeros((count, rank, width_out), jnp.float32),
+        }
+    return adapters
+
+
+class MergedKernel(NamedTuple):
+    """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory.
+
+    Attributes:
+        kernel: [layers, in, out], or [layers, experts, in, out]; an array or quantised.
+        adapter: ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; None where it has none.
+        scale: Of their product.
+    """
+
+    kernel: jax.Array | QArray
+    adapter: Mapping[str, jax.Array] | None
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the stack."""
+        return self.kernel.shape
+
+    def at(self, index: tuple[int, ...]) -> jax.Array:
+        """The kernel of a layer, or of its expert, float32."""
+        kernel, adapter = jax.tree.map(lambda leaf: entry(leaf, index), (self.kernel, self.adapter))
+        kernel = as_array(kernel, jnp.float32)
+        if adapter is None:
+            return kernel
+        return kernel + jnp.einsum("...ir,...ro->...io", adapter["a"], adapter["b"], precision="highest") * self.scale
+
+
+def entry(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    """leaf[index], by a program that serves every index."""
+    axes = len(index)
+    if not axes:
+        return leaf
+    part = jax.lax.dynamic_slice(leaf, (*index, *(0,) * (leaf.ndim - axes)), (*(1,) * axes, *leaf.shape[axes:]))
+    return part.reshape(leaf.shape[axes:])
+
+
+def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
+    """The parameters with adapters folded into kernels, each of which waits as a `MergedKernel`.
+
+    Args:
+        variables: ``{"params": tree}``, with or without ``"lora"``, and ``"visual"`` where that has adapters.
+        lora: The adapters' configuration; may be None when there are none.
+
+    Returns:
+        With ``visual`` where the tower is trained or has adapters, and so differs from its folder's.
+
+    Raises:
+        ValueError: There are adapters but no configuration to scale them by.
+    """
+    params = dict(variables["params"])
+    if "lora" not in variables:
+        return params
+    if lora is None:
+        raise ValueError("variables hold a 'lora' collection: merge needs its LoraConfig, got None")
+
+    def with_adapters(tree: Variables, adapters: Variables) -> dict[str, PyTree]:
+        layers = {
+            name: {**layer, "kernel": MergedKernel(layer["kernel"], adapters["layers"].get(name), lora.scale)}
+            if "kernel" in layer
+            else layer
+            for name, layer in tree["layers"].items()
+        }
+        return {**tree, "layers": layers}
+
+    adapters = variables["lora"]
+    if VISUAL in adapters:
+        params[VISUAL] = with_adapters(variables[VISUAL], adapters[VISUAL])
+    return with_adapters(params, adapters)
+
+
 def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> dict[str, PyTree]:
     """The parameters with the kernels of the layers in few bits; embeddings, norms and biases as they are.
 
     Kernels reach the device one stack at a time, so the whole model is never there in full.
 
     Args:
-        params: a decoder's, on the host or on a device; kernels [layers, in, out] or [layers, experts, in, out].
+        params: A decoder's; kernels [layers, in, out] or [layers, experts, in, out].
         kind: ``int8``, a scale for each output; or ``int4``, a scale for each output and ``TILE`` inputs (where that
             does not divide their number, for each output).
-        device: where the result goes; None for the first.
+        device: Where the result goes; None for the first.
 
     Returns:
         The same tree; the kernels are ``qwix.QArray``, which the decoder reads like arrays (``as_array``).
@@ -72,178 +213,3 @@ def as_array(kernel: jax.Array | QArray, dtype: jax.typing.DTypeLike) -> jax.Arr
 
         kernel = qwix.dequantize(kernel)
     return kernel.astype(dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraConfig:
-    """Adapters x A B · alpha / rank beside chosen projections (Hu et al. 2021, arXiv:2106.09685).
-
-    Attributes:
-        rank: inner size of the adapters.
-        alpha: their strength before division by the rank.
-        targets: projections that get one, of those that the model's family has (``Family.projections``).
-        vision: the same of the vision tower beside it (``TowerFamily.projections``).
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    vision: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        """Refuse an empty choice."""
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank must be a positive integer, got {self.rank!r}")
-        if not self.targets:
-            raise ValueError("targets must be at least one projection, got none")
-        object.__setattr__(self, "targets", tuple(self.targets))
-        object.__setattr__(self, "vision", tuple(self.vision))
-
-    @property
-    def scale(self) -> float:
-        """What the product of the two factors is multiplied by."""
-        return self.alpha / self.rank
-
-
-def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str) -> None:
-    """Refuse targets that an architecture with these projections lacks.
-
-    Raises:
-        ValueError: naming them and the projections there are.
-    """
-    unknown = [name for name in lora.targets if name not in projections]
-    if unknown:
-        raise ValueError(f"targets must be some of {tuple(projections)} for model_type {model_type!r}, got {unknown}")
-
-
-def init_adapters(
-    params: Variables, key: jax.Array, lora: LoraConfig, visual: Variables | None = None
-) -> dict[str, PyTree]:
-    """Fresh adapters for a decoder's parameters, float32: A uniform, B zero, so nothing changes yet.
-
-    Args:
-        params: the decoder's parameters, or their shapes (``jax.eval_shape``).
-        key: PRNG key.
-        lora: which projections, which rank.
-        visual: the vision tower's, where it gets adapters too.
-
-    Returns:
-        The ``lora`` collection: per target ``a`` [layers, in, rank] and ``b`` [layers, rank, out].
-    """
-    adapters = {"layers": _fresh(params["layers"], key, lora.targets, lora.rank)}
-    if lora.vision and visual is not None:
-        adapters[VISUAL] = {"layers": _fresh(visual["layers"], jax.random.fold_in(key, 1), lora.vision, lora.rank)}
-    return adapters
-
-
-def _fresh(layers: Variables, key: jax.Array, targets: tuple[str, ...], rank: int) -> dict[str, PyTree]:
-    adapters = {}
-    for name, subkey in zip(targets, jax.random.split(key, len(targets)), strict=True):
-        count, width_in, width_out = layers[name]["kernel"].shape
-        bound = width_in**-0.5
-        adapters[name] = {
-            "a": jax.random.uniform(subkey, (count, width_in, rank), jnp.float32, -bound, bound),
-            "b": jnp.zeros((count, rank, width_out), jnp.float32),
-        }
-    return adapters
-
-
-class MergedKernel(NamedTuple):
-    """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory.
-
-    Attributes:
-        kernel: [layers, in, out], or [layers, experts, in, out]; an array or quantised.
-        adapter: ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; None where it has none.
-        scale: of their product.
-    """
-
-    kernel: jax.Array | QArray
-    adapter: Mapping[str, jax.Array] | None
-    scale: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the stack."""
-        return self.kernel.shape
-
-    def at(self, index: tuple[int, ...]) -> jax.Array:
-        """The kernel of a layer, or of its expert, float32."""
-        kernel, adapter = jax.tree.map(lambda leaf: entry(leaf, index), (self.kernel, self.adapter))
-        return as_array(kernel, jnp.float32) if adapter is None else _folded(kernel, adapter, self.scale)
-
-
-def entry(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
-    """leaf[index], by a program that serves every index."""
-    axes = len(index)
-    if not axes:
-        return leaf
-    part = jax.lax.dynamic_slice(leaf, (*index, *(0,) * (leaf.ndim - axes)), (*(1,) * axes, *leaf.shape[axes:]))
-    return part.reshape(leaf.shape[axes:])
-
-
-def merging(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
-    """As `merge`, but in float32 and with kernels that wait as ``MergedKernel``: for ``hf.save_folder``.
-
-    Raises:
-        ValueError: as `merge`.
-    """
-
-    def wait(layers: Variables, adapters: Variables, scale: float) -> dict[str, PyTree]:
-        return {
-            name: {**own, "kernel": MergedKernel(own["kernel"], adapters.get(name), scale)} if "kernel" in own else own
-            for name, own in layers.items()
-        }
-
-    return _with_adapters(variables, lora, wait)
-
-
-def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
-    """The parameters with the adapters folded in; each kernel keeps its dtype, quantised ones become float32.
-
-    Args:
-        variables: ``{"params": tree}``, with or without ``"lora"``, and ``"visual"`` where that has adapters.
-        lora: the adapters' configuration; may be None when there are none.
-
-    Returns:
-        With ``visual`` where the tower is trained or has adapters, and so differs from its folder's.
-
-    Raises:
-        ValueError: if there are adapters but no configuration to scale them by.
-    """
-
-    def fold(layers: Variables, adapters: Variables, scale: float) -> dict[str, PyTree]:
-        layers = {
-            name: {**own, "kernel": as_array(own["kernel"], own["kernel"].dtype)} if "kernel" in own else own
-            for name, own in layers.items()
-        }
-        for name, adapter in adapters.items():
-            kernel = layers[name]["kernel"]
-            layers[name] = {**layers[name], "kernel": _folded(kernel, adapter, scale).astype(kernel.dtype)}
-        return layers
-
-    return _with_adapters(variables, lora, fold)
-
-
-def _with_adapters(
-    variables: Variables, lora: LoraConfig | None, fold: Callable[..., dict[str, PyTree]]
-) -> dict[str, PyTree]:
-    """The parameters with the adapters put into the layers by ``fold(layers, adapters, scale)``."""
-    params = dict(variables["params"])
-    if "lora" not in variables:
-        return params
-    if lora is None:
-        raise ValueError("variables hold a 'lora' collection: merge needs its LoraConfig, got None")
-
-    def whole(tree: Variables, adapters: Variables) -> dict[str, PyTree]:
-        return {**tree, "layers": fold(tree["layers"], adapters["layers"], lora.scale)}
-
-    adapters = variables["lora"]
-    if VISUAL in adapters:
-        params[VISUAL] = whole(variables[VISUAL], adapters[VISUAL])
-    return whole(params, adapters)
-
-
-def _folded(kernel: jax.Array | QArray, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:
-    """kernel + a b · scale, float32 [.., in, out]."""
-    update = jnp.einsum("...ir,...ro->...io", adapter["a"], adapter["b"], precision="highest") * scale
-    return as_array(kernel, jnp.float32) + update

@@ -27,7 +27,7 @@ from grpo_jax.models.decoder import REMAT, Decoder, as_dtype
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
-from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merging, quantise
+from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, unstack, with_tower
 from grpo_jax.models.vision.pictures import PictureStates
@@ -201,7 +201,7 @@ class Policy:
         Raises:
             UserError: The folder cannot be written.
         """
-        hf.save_folder(folder, self._folder.path, self.config, merging(variables, self.lora), dtype=dtype)
+        hf.save_folder(folder, self._folder.path, self.config, merge(variables, self.lora), dtype=dtype)
 
     def save_adapters(self, folder: str | Path, variables: Variables) -> None:
         """Write a folder that `peft.PeftModel.from_pretrained` loads onto the base model; it appears when complete.

@@ -209,7 +209,7 @@ def save_folder(
         folder: where to write.
         source_folder: the folder that the policy came from.
         config: the decoder's configuration.
-        params: its parameters, adapters merged (``lora.merge`` or ``lora.merging``); with ``visual`` the tower's too.
+        params: its parameters, adapters merged (``lora.merge``); with ``visual`` the tower's too.
         dtype: of the weights in params; None keeps each tensor's dtype in the source.
 
     Raises:

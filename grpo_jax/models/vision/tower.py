@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS
-from grpo_jax.models.layers import LayerNorm, Projection, RMSNorm
+from grpo_jax.models.layers import LayerNorm, Projection, RMSNorm, draw_params, remat_block
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import rotate
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, tower_params
@@ -21,13 +21,7 @@ _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so
 
 
 class PatchPlaces(NamedTuple):
-    """Where patches are in their pictures.
-
-    Attributes:
-        rows: i32 [N, S], 0 behind a picture's own patches.
-        columns: as rows.
-        present: bool [N, S], False behind them.
-    """
+    """Where patches are in their pictures: rows and columns i32 [N, S], 0 where `present`, bool [N, S], is False."""
 
     rows: jax.Array
     columns: jax.Array
@@ -53,10 +47,7 @@ class Layout(NamedTuple):
 def places(grid: jax.Array, patches: int, merge: int) -> PatchPlaces:
     """PatchPlaces of S patches in the processor's order: merged block after merged block, its patches row by row.
 
-    Args:
-        grid: i32 [N, 2], rows and columns of patches, multiples of ``merge``; (0, 0) for no picture.
-        patches: S.
-        merge: patches along a block's side.
+    `grid` i32 [N, 2] holds rows and columns of patches, multiples of ``merge``; (0, 0) for no picture.
     """
     index = jnp.arange(patches, dtype=jnp.int32)[None]
     height, width = grid[:, :1], grid[:, 1:]
@@ -87,16 +78,9 @@ def window_slots(windows: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, readable: jax.Array) -> jax.Array:
-    """Softmax attention of all S patches over the readable ones.
+    """Softmax attention of all S patches [.., S, H, E] over the readable ones, bool [.., S]; in the query's dtype.
 
-    Args:
-        query: [.., S, H, E].
-        key: as query.
-        value: as query.
-        readable: bool [.., S].
-
-    Returns:
-        [.., S, H, E] in the query's dtype; scores and softmax are float32.
+    Scores and softmax are float32. Where there would be too many scores at once, heads take turns.
     """
     heads = max(1, _MOST_SCORES * query.shape[-2] // math.prod((*query.shape[:-1], query.shape[-3])))
     if heads >= query.shape[-2]:
@@ -136,14 +120,7 @@ def attend_windows(query: jax.Array, key: jax.Array, value: jax.Array, layout: L
 
 
 class Block(nn.Module):
-    """One layer; a family's own says its norms and its MLP.
-
-    Attributes:
-        config: shape and choices.
-        dtype: of the computation.
-        param_dtype: of freshly drawn parameters.
-        lora: adapters' configuration; they are used where the ``lora`` collection holds them.
-    """
+    """One layer; a family's own says its norms and its MLP."""
 
     config: VisionConfig
     dtype: jax.typing.DTypeLike
@@ -176,10 +153,7 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, whole: jax.Array | None, layout: Layout) -> jax.Array:
         """States [N, S, D] to the next layer's.
 
-        Args:
-            x: the states.
-            whole: bool scalar, whether attention sees the whole picture rather than a window; None: always.
-            layout: of the pictures.
+        `whole`, a bool scalar, says whether attention sees the whole picture rather than a window; None: always.
         """
         x = x + self.proj(self.attention(self.norm1(x), whole, layout))
         return x + self.mlp(self.norm2(x))
@@ -205,12 +179,7 @@ class Block(nn.Module):
 class Merger(nn.Module):
     """The patches of a merged token in one state of the language model's width: norm, linear map, GELU, linear map.
 
-    Attributes:
-        config: shape and choices.
-        norm: the norm.
-        norm_merged: the norm is over the merged token rather than over each patch.
-        dtype: of the computation.
-        param_dtype: of freshly drawn parameters.
+    With `norm_merged` the norm is over the merged token rather than over each patch.
     """
 
     config: VisionConfig
@@ -267,16 +236,9 @@ class GatedBlock(Block):
 
 
 def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Array) -> jax.Array:
-    """Learned positions, bilinear between those of a square table whose corners are the picture's corners.
+    """Learned positions float32 [N, S, D], bilinear between those of a square table whose corners are the picture's.
 
-    Args:
-        table: [positions, D], the square row by row.
-        side: of the square.
-        where: the patches' places.
-        grid: i32 [N, 2], rows and columns of patches.
-
-    Returns:
-        float32 [N, S, D].
+    `table` [positions, D] holds the square of this side row by row.
     """
 
     def taps(index: jax.Array, size: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -364,16 +326,7 @@ TOWERS: dict[str, TowerFamily] = {
 
 
 class Tower(nn.Module):
-    """From patches to merged states.
-
-    Attributes:
-        config: shape and choices.
-        dtype: of the computation.
-        param_dtype: of freshly drawn parameters.
-        remat: what the backward pass computes again (see ``policy.make_policy``).
-        lora: adapters' configuration; they are used where the ``lora`` collection holds them.
-        spread: lays the states [N, S, D] that enter a layer over a mesh of devices; None for one device.
-    """
+    """From patches to merged states; fields as those of `decoder.Decoder`."""
 
     config: VisionConfig
     dtype: jax.typing.DTypeLike = jnp.float32
@@ -389,7 +342,7 @@ class Tower(nn.Module):
         self.patch_embed = Projection(c.width, family.patch_bias, *types)
         if c.positions:
             self.pos_embed = self.param("pos_embed", nn.initializers.zeros, (c.positions, c.width), self.param_dtype)
-        self.layers = rematerialised(family.block, self.remat)(c, *types, self.lora)
+        self.layers = remat_block(family.block, self.remat)(c, *types, self.lora)
         self.merger = Merger(c, family.norm, False, *types)
         if c.deepstack_layers:
             stack = nn.vmap(Merger, in_axes=0, variable_axes={"params": 0}, split_rngs={"params": True})
@@ -406,7 +359,10 @@ class Tower(nn.Module):
             x = x + interpolated(self.pos_embed, c.side, where, grid).astype(self.dtype)
         layout = Layout(where.present, rotation(c, where))
         if c.window is not None:
-            layout = layout._replace(**_windows(windows, patches.shape[1] // c.merged))
+            if windows is None:
+                raise ValueError("windows: this tower's attention has windows, and the pictures came without them")
+            windows, slots = window_slots(windows, patches.shape[1] // c.merged)
+            layout = layout._replace(windows=windows, slots=slots)
         x, kept = self._run(x, layout)
         states = self.merger(x)
         deepstack = tuple(self.deepstack(kept)) if c.deepstack_layers else ()
@@ -433,20 +389,6 @@ class Tower(nn.Module):
         return scanned(self.layers, (x, kept), (whole, keep))[0]
 
 
-def _windows(windows: jax.Array | None, tokens: int) -> dict[str, jax.Array]:
-    if windows is None:
-        raise ValueError("windows: this tower's attention has windows, and the pictures came without; see `windows_of`")
-    return dict(zip(("windows", "slots"), window_slots(windows, tokens), strict=True))
-
-
-def rematerialised(block: type[Block], remat: str) -> type[Block]:
-    """The layer with what its backward pass computes again: ``none``, ``products`` or ``layer``."""
-    if remat == "none":
-        return block
-    keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
-    return nn.remat(block, prevent_cse=False, policy=keep)
-
-
 def make_tower(
     config: VisionConfig,
     dtype: jax.typing.DTypeLike = jnp.float32,
@@ -454,22 +396,14 @@ def make_tower(
     lora: LoraConfig | None = None,
     spread: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Callable[[Variables, Pictures], PictureStates]:
-    """The function of a tower.
-
-    Args:
-        config: its shape and choices.
-        dtype: of the computation; norms, rotations and softmax are float32 either way.
-        remat: what the backward pass computes again: ``none``; ``products``, all but the products with weights;
-            ``layer``, whole layers.
-        lora: configuration of the adapters, if variables will hold any.
-        spread: lays states [N, S, D] over a mesh; None for one device.
+    """Make the function of a tower; arguments as of `policy.make_policy`.
 
     Returns:
         encode_images(variables, Pictures) -> PictureStates. The tower's parameters are ``variables["visual"]``, or
         ``variables["params"]["visual"]`` where it is trained; adapters ``variables["lora"]["visual"]``, if any.
 
     Raises:
-        ValueError: an adapter's target is no projection of this tower.
+        ValueError: An adapter's target is no projection of this tower.
     """
     projections = tuple(TOWERS[config.family].projections)
     unknown = [name for name in (lora.vision if lora else ()) if name not in projections]
@@ -523,13 +457,4 @@ def init_tower(config: VisionConfig, key: jax.Array, dtype: jax.typing.DTypeLike
         windows = jax.ShapeDtypeStruct((1, 1, config.window**2), jnp.int32)
     grid = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     shapes = jax.eval_shape(tower.init, key, patches, grid, windows)["params"]
-    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    keys = jax.random.split(key, len(leaves))
-
-    def draw(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-        if name in ("scale", "bias"):
-            return jnp.full(leaf.shape, name == "scale", leaf.dtype)
-        return (jax.random.normal(key, leaf.shape, jnp.float32) * config.initializer_range).astype(leaf.dtype)
-
-    drawn = [draw(path[-1].key, leaf, own) for (path, leaf), own in zip(leaves, keys, strict=True)]
-    return jax.tree_util.tree_unflatten(structure, drawn)
+    return draw_params(shapes, key, lambda names: config.initializer_range)

@@ -296,8 +296,8 @@ def attend_streams(
         value: [P, S, K, E].
         layer_input: The layer's window, scale, and cached keys and values.
         context: Positions and masks.
-        softcap: Of the scores, as in ``attend``.
-        by_row: As in ``attend``.
+        softcap: Of the scores, as in ``attend``; so is `by_row`.
+        by_row: Whether rows may take turns.
 
     Returns:
         The mixed values [P, S, H·E]; and keys and values to cache: the prompts' when they run alone, the cache with

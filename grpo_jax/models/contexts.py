@@ -26,15 +26,10 @@ class Places(NamedTuple):
 
 
 def find_places(tokens: jax.Array, mask: jax.Array, grid: jax.Array, *, image_token: int, capacity: int) -> Places:
-    """Finds the pictures of each row by their placeholder tokens, in order.
+    """Find the pictures of each row of tokens i32 [.., S] by their placeholder tokens, in order.
 
-    Args:
-        tokens: i32 [.., S].
-        mask: bool [.., S], False on padding.
-        grid: i32 [.., I, 2], rows and columns of merged tokens of each picture; (0, 0) where there is none. A row has
-            as many placeholders as its pictures have merged tokens.
-        image_token: the placeholder.
-        capacity: M, states that are kept for each picture.
+    `grid` i32 [.., I, 2] holds rows and columns of merged tokens of each picture, (0, 0) where there is none: a row has
+    as many placeholders as its pictures have merged tokens. `capacity` is M, the states that are kept for each picture.
     """
     pictured = (tokens == image_token) & mask
     number = jnp.cumsum(pictured, axis=-1, dtype=jnp.int32) - 1
@@ -59,13 +54,7 @@ def find_places(tokens: jax.Array, mask: jax.Array, grid: jax.Array, *, image_to
 
 
 class Prompts(NamedTuple):
-    """Prompts that run.
-
-    Attributes:
-        context: theirs alone.
-        lengths: i32 [P], real tokens.
-        advance: i32 [P], the position behind each prompt.
-    """
+    """Prompts that run: their context, i32 [P] real tokens, and i32 [P] the position behind each."""
 
     context: Context
     lengths: jax.Array
@@ -95,12 +84,7 @@ def group_context(
 ) -> Context:
     """Prompts followed by the tokens [P, G, T] of their groups, each row from its first place on.
 
-    Args:
-        config: the model's.
-        prompts: as they run.
-        tokens: looked at for pictures only.
-        mask: bool [P, G, T].
-        answers: pictures [P, G, I, ..] that stand among the tokens.
+    `answers` are pictures [P, G, I, ..] that stand among the tokens, which are looked at for these only.
     """
     count, group, steps = tokens.shape
     if steps == 0:
@@ -159,15 +143,11 @@ def extend_context(
 ) -> tuple[Context, Rows]:
     """Further tokens [P, G, A] of completions of different lengths, and what the cache holds with them.
 
-    Args:
-        config: the model's.
-        prefix: their prompts.
-        cache: with ``rows``; the tokens are written from slot ``length`` on.
-        tokens: looked at for pictures only.
-        mask: bool [P, G, A], True for the first tokens of each row.
-        pictures: [P, G, I, ..] that stand among the tokens.
+    `mask` bool [P, G, A] is True for the first tokens of each row. They are written from the cache's slot ``length``
+    on; `pictures` [P, G, I, ..] stand among them.
     """
-    before, (count, group, steps) = cache.rows, tokens.shape
+    before = cache.rows
+    count, group, steps = tokens.shape
     readable = jax.lax.dynamic_update_slice_in_dim(before.mask, mask, cache.length, axis=2)
     held = jnp.cumsum(readable, axis=-1, dtype=jnp.int32)
     order = prefix.lengths[:, None, None] + held - readable
@@ -197,8 +177,8 @@ def _places(config: ModelConfig, tokens: jax.Array, mask: jax.Array, pictures: P
 def _across_group(index: jax.Array, pictures: PictureStates) -> jax.Array:
     """Indices [P, G, S] into each completion's own states as indices [P, G·S] into those of its whole group."""
     count, group, _ = index.shape
-    own = pictures.states.shape[-3] * pictures.states.shape[-2]
-    first = jnp.arange(group, dtype=jnp.int32)[:, None] * own
+    states = pictures.states.shape[-3] * pictures.states.shape[-2]
+    first = jnp.arange(group, dtype=jnp.int32)[:, None] * states
     return jnp.where(index >= 0, index + first, -1).reshape(count, -1)
 
 

@@ -37,17 +37,19 @@ def _projections(cut: str, families: Iterable[Family | TowerFamily]) -> str:
     return f"({'|'.join(name for name, kind in kinds.items() if kind == cut)})"
 
 
-_COLUMNS, _ROWS, _FUSED = (_projections(cut, FAMILIES.values()) for cut in (COLUMNS, ROWS, FUSED))
-_SEEN = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUSED)}
+_COLUMNS = _projections(COLUMNS, FAMILIES.values())
+_ROWS = _projections(ROWS, FAMILIES.values())
+_FUSED = _projections(FUSED, FAMILIES.values())
+_TOWER = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUSED)}
 
 
 class Partition(NamedTuple):
     """A line of the table.
 
     Attributes:
-        pattern: of the end of a leaf's path, names joined by "/".
-        spec: axes of the mesh for each axis of the leaf; axes left out are whole.
-        otherwise: the spec where the first does not divide the leaf, or None: then it is refused.
+        pattern: Of the end of a leaf's path, names joined by "/".
+        spec: Axes of the mesh for each axis of the leaf; axes left out are whole.
+        otherwise: The spec where the first does not divide the leaf, or None: then it is refused.
     """
 
     pattern: str
@@ -57,9 +59,9 @@ class Partition(NamedTuple):
 
 TABLE = (
     # Towers are small beside their language models: what does not divide is whole on every device.
-    Partition(f"{VISUAL}/layers/{_SEEN[COLUMNS]}/kernel", P(None, FSDP, TENSOR), P()),
-    Partition(f"{VISUAL}/layers/{_SEEN[ROWS]}/kernel", P(None, TENSOR, FSDP), P()),
-    Partition(f"{VISUAL}/layers/{_SEEN[FUSED]}/kernel", P(None, BOTH), P()),
+    Partition(f"{VISUAL}/layers/{_TOWER[COLUMNS]}/kernel", P(None, FSDP, TENSOR), P()),
+    Partition(f"{VISUAL}/layers/{_TOWER[ROWS]}/kernel", P(None, TENSOR, FSDP), P()),
+    Partition(f"{VISUAL}/layers/{_TOWER[FUSED]}/kernel", P(None, BOTH), P()),
     Partition(f"{VISUAL}/layers/[^/]*/[ab]", P()),
     Partition(f"{VISUAL}/merger/fc1/kernel", P(FSDP, TENSOR), P()),
     Partition(f"{VISUAL}/merger/fc2/kernel", P(TENSOR, FSDP), P()),
@@ -95,7 +97,7 @@ def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
     """The first fsdp · tensor devices as a mesh; neighbours share a tensor axis, which communicates most.
 
     Raises:
-        ValueError: a size below 1, or too few devices.
+        ValueError: A size below 1, or too few devices.
     """
     if min(fsdp, tensor) < 1:
         raise ValueError(f"fsdp and tensor must be at least 1, got {fsdp} and {tensor}")
@@ -105,23 +107,16 @@ def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
-    """A NamedSharding for each leaf, by its path (`TABLE`).
-
-    Args:
-        tree: variables, an optimizer's state, or a whole train state; arrays or shapes (`jax.eval_shape`).
-        mesh: of `make_mesh`.
+    """A NamedSharding for each leaf (an array or its shape) of a train state or a part of it, by its path (`TABLE`).
 
     Raises:
-        ValueError: naming the leaf, its shape and the axis of the mesh that does not divide it; or a leaf with axes
+        ValueError: Naming the leaf, its shape and the axis of the mesh that does not divide it; or a leaf with axes
             that the table does not know.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    found = [NamedSharding(mesh, _spec(_name(path), np.shape(leaf), mesh)) for path, leaf in leaves]
-    return jax.tree.unflatten(structure, found)
-
-
-def _name(path: jax.tree_util.KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    specs = [_spec(name, np.shape(leaf), mesh) for name, (_, leaf) in zip(names, leaves, strict=True)]
+    return jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
 
 
 def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
@@ -159,13 +154,10 @@ def _shortest(spec: P, mesh: Mesh) -> P:
 
 
 def shard(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """A tree of parameters or state on the mesh; leaves that lie right already are not copied.
+    """A tree of parameters or state on the mesh; leaves that lie right already are not copied. Raises as `shardings`.
 
     Here and below, without a mesh (None) everything stays as it is, on one device. Each process of several needs the
     whole of a leaf that does not lie right, and puts its own devices' parts there.
-
-    Raises:
-        ValueError: as `shardings`.
     """
     return tree if mesh is None else jax.tree.map(_put, tree, shardings(tree, mesh))
 

@@ -18,16 +18,16 @@ class Naming(NamedTuple):
     """How the folders of a family name their tensors.
 
     Attributes:
-        prefixes: where a folder keeps its language model; the first that has an embedding wins, and the first of all
+        prefixes: Where a folder keeps its language model; the first that has an embedding wins, and the first of all
             is where transformers' model has it.
-        heads: names of a head of its own.
-        tensors: what is not in a layer: the decoder's name → Hugging Face's behind the prefix.
-        layers: name of the list of layers.
-        modules: what is in a layer: the decoder's name → Hugging Face's, with {} for the number of an expert.
-        transposed: kernels are stored [out, in] (Linear), not [in, out] (Conv1D).
-        constants: pattern of tensors that old folders store although nothing is learned in them.
-        beside: how the names begin of what is no part of the language model (a vision tower).
-        together: of a layer, a tensor in which some folders keep what others keep apart: Hugging Face's name → the
+        heads: Names of a head of its own.
+        tensors: What is not in a layer: the decoder's name → Hugging Face's behind the prefix.
+        layers: Name of the list of layers.
+        modules: What is in a layer: the decoder's name → Hugging Face's, with {} for the number of an expert.
+        transposed: Kernels are stored [out, in] (Linear), not [in, out] (Conv1D).
+        constants: Pattern of tensors that old folders store although nothing is learned in them.
+        beside: How the names begin of what is no part of the language model (a vision tower).
+        together: Of a layer, a tensor in which some folders keep what others keep apart: Hugging Face's name → the
             decoder's, whose outputs lie one after the other in it, [experts, out, in].
     """
 

@@ -48,14 +48,14 @@ class PolicyFolder(NamedTuple):
     """A policy as its folder holds it.
 
     Attributes:
-        config: shape and choices of the decoder.
-        params: its parameters, ``{"params": params}`` for the functions of ``make_policy``.
-        tokenizer: the folder's, or None if it was not asked for.
-        eos_ids: every token id that ends a completion.
-        pad_id: id used to fill up; the first of ``eos_ids`` where the folder names none.
-        path: where it was loaded from.
-        name: what others can load it by: the hub id, or the folder's absolute path.
-        visual: its vision tower's parameters, ``{"params": params, "visual": visual}``; None if it was not asked for.
+        config: Shape and choices of the decoder.
+        params: Its parameters; empty while only `read_folder` has run.
+        tokenizer: The folder's, or None if it was not asked for.
+        eos_ids: Every token id that ends a completion.
+        pad_id: Id used to fill up; the first of ``eos_ids`` where the folder names none.
+        path: Where it was loaded from.
+        name: What others can load it by: the hub id, or the folder's absolute path.
+        visual: Its vision tower's parameters; None if it was not asked for.
     """
 
     config: ModelConfig
@@ -79,15 +79,14 @@ def load_folder(
     """Load the folder of one of the model families (`models.families`).
 
     Args:
-        folder: a local folder, or a hub id.
+        folder: A local folder, or a hub id.
         param_dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the folder's.
-        tokenizer: whether to load the tokenizer too.
-        put: takes the parameters from host memory to their devices; None copies them to the first.
-        vision: whether to load the vision tower too, where there is one (``load_tower``); without pictures it is not
-            needed.
+        tokenizer: Whether to load the tokenizer too.
+        put: Takes the parameters from host memory to their devices; None copies them to the first.
+        vision: Whether to load the vision tower too, where there is one.
 
     Raises:
-        UserError: if something is missing, truncated, or of an unsupported kind; says how to mend it.
+        UserError: Something is missing, truncated, or of an unsupported kind; says how to mend it.
     """
     if param_dtype not in (*_DTYPES, None):
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
@@ -98,14 +97,12 @@ def load_folder(
 
 
 def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
-    """All of a folder but its weights, which take long: ``params`` is empty.
-
-    Raises:
-        UserError: as ``load_folder``.
-    """
+    """All of a folder but its weights, which take long; errors as of `load_folder`."""
     name, folder = str(folder), resolve_folder(folder)
     name = str(folder.resolve()) if Path(name).expanduser().is_dir() else name
-    raw = _read_config(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
+    raw = read_json(folder / "config.json")
     config = model_config(folder, raw)
     loaded = load_tokenizer(folder) if tokenizer else None
     eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, loaded)
@@ -115,7 +112,7 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
 def load_weights(
     read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
 ) -> PolicyFolder:
-    """A policy that ``read_folder`` gave with its parameters; arguments and errors as ``load_folder`` has them."""
+    """A policy that `read_folder` gave with its parameters; arguments and errors as of `load_folder`."""
     params = _read_weights(read_params, read.path, read.config, param_dtype)
     return read._replace(params=(put or _copied)(params))
 
@@ -123,15 +120,9 @@ def load_weights(
 def load_tower(
     loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
 ) -> dict[str, PyTree]:
-    """Load the vision tower of a policy's folder.
+    """The parameters of the vision tower in a policy's folder; arguments and errors as of `load_folder`.
 
-    Args:
-        loaded: the policy, whose config has a tower.
-        param_dtype: as in ``load_folder``.
-        put: takes ``{"visual": parameters}`` from host memory to their devices; None copies them to the first.
-
-    Raises:
-        UserError: if a tensor is missing, truncated, or of an unsupported kind.
+    `put` takes ``{"visual": parameters}``.
     """
     host = _read_weights(read_tower, loaded.path, loaded.config, param_dtype)
     return (put or _copied)({VISUAL: host})[VISUAL]
@@ -152,11 +143,7 @@ def _copied(tree: PyTree) -> PyTree:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a folder (with its chat template); ``trust_remote_code`` stays off.
-
-    Raises:
-        UserError: if the folder has none, or a broken one.
-    """
+    """The tokenizer of a folder with its chat template; UserError if there is none, or a broken one."""
     folder = resolve_folder(folder)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(f"{folder} has no tokenizer; copy the model's tokenizer files into it")
@@ -177,11 +164,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """The chat template with pictures that folders of 2024 keep apart from the tokenizer's own; None if there is none.
-
-    Raises:
-        UserError: its file is broken.
-    """
+    """The chat template with pictures that folders of 2024 keep apart from the tokenizer's own, or None."""
     path = folder / "chat_template.json"
     if not path.is_file():
         return None
@@ -206,20 +189,22 @@ def save_folder(
     bit-equal.
 
     Args:
-        folder: where to write.
-        source_folder: the folder that the policy came from.
-        config: the decoder's configuration.
-        params: its parameters, adapters merged (``lora.merge``); with ``visual`` the tower's too.
-        dtype: of the weights in params; None keeps each tensor's dtype in the source.
+        folder: Where to write.
+        source_folder: The folder that the policy came from.
+        config: The decoder's.
+        params: Its parameters, adapters merged (``lora.merge``); with ``visual`` the tower's too.
+        dtype: Of the weights in params; None keeps each tensor's dtype in the source.
 
     Raises:
-        UserError: if the folder cannot be written or is in use for something else.
-        ValueError: if params are not this decoder's.
+        UserError: The folder cannot be written or is in use for something else.
+        ValueError: params are not this decoder's.
     """
     if dtype not in (*_DTYPES, None):
         raise ValueError(f"dtype must be one of {_DTYPES} or None, got {dtype!r}")
     folder, source = Path(folder), resolve_folder(source_folder)
-    _check_target(folder, source)
+    if folder.exists() and folder.resolve() == source.resolve():
+        raise UserError(f"the export would overwrite the folder it is made from, {folder}: choose another")
+    refuse_foreign(folder, "config.json", "an exported policy")
     leaves = _checked_leaves(config, params)
     try:
         with new_folder(folder) as work:
@@ -238,10 +223,8 @@ def save_folder(
 def resolve_folder(folder: str | Path) -> Path:
     """A local folder from its path or from a hub id, whose files are downloaded unless the local cache has them.
 
-    Only safetensors weights, configurations and tokenizer files are fetched.
-
-    Raises:
-        UserError: if it is neither, or the hub does not give it.
+    Only safetensors weights, configurations and tokenizer files are fetched. UserError if it is neither, or the hub
+    refuses.
     """
     name = str(folder)
     path = os.path.expanduser(name)
@@ -281,18 +264,8 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def _read_config(folder: Path) -> Fields:
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
-    return read_json(folder / "config.json")
-
-
 def model_config(folder: Path, raw: Fields) -> ModelConfig:
-    """The decoder's config from what a folder's config.json holds.
-
-    Raises:
-        UserError: naming the field that is missing or not supported.
-    """
+    """The decoder's config from the contents of a config.json; UserError names a field that is not supported."""
     try:
         return read_config(raw)
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
@@ -343,12 +316,6 @@ def _checked_leaves(config: ModelConfig, params: Variables) -> Leaves:
     return leaves
 
 
-def _check_target(folder: Path, source: Path) -> None:
-    if folder.exists() and folder.resolve() == source.resolve():
-        raise UserError(f"the export would overwrite the folder it is made from, {folder}: choose another")
-    refuse_foreign(folder, "config.json", "an exported policy")
-
-
 def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
     """Configurations and tokenizer; neither weights in other formats nor code."""
     for path in source.iterdir():
@@ -365,19 +332,15 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
                     fields[name] = dtype
         (work / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     if (work / INDEX).is_file():
-        _write_total_size(work)
-
-
-def _write_total_size(work: Path) -> None:
-    index = read_json(work / INDEX)
-    files = TensorFiles(weight_files(work))
-    total = sum(files.read(name).nbytes for name in files.names)
-    index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
-    (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        index = read_json(work / INDEX)
+        files = TensorFiles(weight_files(work))
+        total = sum(files.read(name).nbytes for name in files.names)
+        index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
+        (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def require_hub(repo: str) -> None:
-    """Raises UserError for what is no repository's name, without a login, or offline; asks nobody over the network."""
+    """Refuse a name that is none, no login, and being offline with a UserError; asks nobody over the network."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -393,12 +356,7 @@ def require_hub(repo: str) -> None:
 
 
 def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
-    """Uploads a folder's files as one commit to a repository, which is made if there is none.
-
-    Args:
-        folder: What to upload; it stays as it is, whatever happens.
-        repo: "owner/name".
-        private: Whether a new repository is; one that is there keeps what it is.
+    """Upload a folder's files as one commit to a repository "owner/name", which is made (`private`?) if there is none.
 
     Returns:
         The repository's address.
@@ -411,18 +369,20 @@ def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
 
     try:
         api = HfApi(library_name="grpo_jax")
-        found = api.create_repo(repo, private=private or None, exist_ok=True)
-        api.upload_folder(repo_id=found.repo_id, folder_path=str(folder), commit_message="A policy trained by grpo_jax")
+        address = api.create_repo(repo, private=private or None, exist_ok=True)
+        api.upload_folder(
+            repo_id=address.repo_id, folder_path=str(folder), commit_message="A policy trained by grpo_jax"
+        )
     except Exception as error:  # of the hub, of HTTP or of the network: each library raises its own
         again = shlex.join(["hf", "upload", repo, str(folder), ".", *(["--private"] if private else [])])
         raise UserError(f"push_to_hub: {_reason(error)}; {folder} is complete, to push it again: {again}") from error
-    return str(found)
+    return str(address)
 
 
 def _reason(error: Exception) -> str:
     response = getattr(error, "response", None)
     if response is None:
         return f"the hub cannot be reached ({one_line(error) or type(error).__name__})"
-    told = getattr(error, "server_message", None) or getattr(response, "reason_phrase", "")
+    answer = getattr(error, "server_message", None) or getattr(response, "reason_phrase", "")
     hint = {401: ", is the token still valid?", 403: ", may this token write there?"}.get(response.status_code, "")
-    return f"the hub answered {response.status_code} ({one_line(told)}){hint}"
+    return f"the hub answered {response.status_code} ({one_line(answer)}){hint}"

@@ -95,8 +95,7 @@ class PictureSettings:
     def fitted(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of a prepared picture, in pixels: `edge`, or as the processor (`smart_resize`) chooses them.
 
-        Raises:
-            ValueError: The picture is longer than the processor takes.
+        ValueError where the picture is longer than the processor takes.
         """
         if min(height, width) < 1 or max(height, width) > LONGEST_SHAPE * min(height, width):
             raise ValueError(
@@ -148,11 +147,7 @@ def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -
 
 
 def most_patches(folder: Path, vision: VisionConfig, size: int | None = None) -> int:
-    """The most patches of a prepared picture; where a folder is not here in full, as its family usually has it.
-
-    Raises:
-        UserError: As `read_settings`.
-    """
+    """The most patches of a prepared picture; where a folder is not here in full, as its family usually has it."""
     if any((folder / name).is_file() for name in FILES):
         settings = read_settings(folder, vision, size)
     else:
@@ -188,19 +183,19 @@ def _settings(fields: kinds.Fields) -> PictureSettings:
     size = fields.get("size") or {}
     edges = {name: size[name] for name in ("shortest_edge", "longest_edge") if size.get(name) is not None}
     kinds.check_kinds(edges, dict.fromkeys(("shortest_edge", "longest_edge"), _PIXELS), "size.")
-    found = PictureSettings()
-    least = fields.get("min_pixels") or edges.get("shortest_edge") or found.least
-    most = fields.get("max_pixels") or edges.get("longest_edge") or found.most
+    usual = PictureSettings()
+    least = fields.get("min_pixels") or edges.get("shortest_edge") or usual.least
+    most = fields.get("max_pixels") or edges.get("longest_edge") or usual.most
     if least > most:
         raise ValueError(f"min_pixels must be at most max_pixels, got {shown(least)} and {shown(most)}")
     return PictureSettings(
-        patch=fields.get("patch_size") or found.patch,
-        merge=fields.get("merge_size") or found.merge,
-        frames=fields.get("temporal_patch_size") or found.frames,
-        mean=_three(fields.get("image_mean") or found.mean),
-        deviation=_three(fields.get("image_std") or found.deviation),
-        rescale=float(fields.get("rescale_factor") or found.rescale),
-        resample=int(fields.get("resample") or found.resample),
+        patch=fields.get("patch_size") or usual.patch,
+        merge=fields.get("merge_size") or usual.merge,
+        frames=fields.get("temporal_patch_size") or usual.frames,
+        mean=_three(fields.get("image_mean") or usual.mean),
+        deviation=_three(fields.get("image_std") or usual.deviation),
+        rescale=float(fields.get("rescale_factor") or usual.rescale),
+        resample=int(fields.get("resample") or usual.resample),
         least=least,
         most=most,
     )
@@ -234,16 +229,11 @@ def _check_edge(settings: PictureSettings, edge: int) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------------------- preparing
-
-
 def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Image]], list[Picture]]:
     """prepare(pictures of Pillow, RGB) → patches and grid of each, by the folder's own image processor.
 
     It is the one of torchvision where that is installed, else the one of Pillow; they differ in the last bits.
-
-    Raises:
-        UserError: The processor cannot be loaded.
+    UserError where the processor cannot be loaded.
     """
     processor = _load_processor(folder)
     torch_based = "Fast" in type(processor).__name__ or getattr(processor, "backend", "") == "torchvision"

@@ -47,14 +47,14 @@ def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, con
     The folder appears at once when it is complete, replacing an earlier one.
 
     Args:
-        folder: where to write.
-        adapters: the ``lora`` collection (``lora.init_adapters``); written as float32.
-        lora: its configuration.
-        config: the decoder's.
-        base: name of the base model, a folder or a hub id; PEFT's auto classes load it.
+        folder: Where to write.
+        adapters: The ``lora`` collection (``lora.init_adapters``); written as float32.
+        lora: Its configuration.
+        config: The decoder's.
+        base: Name of the base model, a folder or a hub id; PEFT's auto classes load it.
 
     Raises:
-        UserError: if the folder cannot be written or is in use for something else.
+        UserError: The folder cannot be written or is in use for something else.
     """
     folder = Path(folder)
     refuse_foreign(folder, CONFIG, "a folder of adapters")
@@ -140,10 +140,10 @@ class _Part(NamedTuple):
     """A stack of layers that adapters can be on: the decoder's, or a vision tower's.
 
     Attributes:
-        path: where it is in parameters and adapters.
-        prefixes: what its modules' names may begin with; the first is transformers' own model's.
-        modules: projection → the rest of the module's name, with {} for the layer.
-        layers: how many.
+        path: Where it is in parameters and adapters.
+        prefixes: What its modules' names may begin with; the first is transformers' own model's.
+        modules: Projection → the rest of the module's name, with {} for the layer.
+        layers: How many.
     """
 
     path: tuple[str, ...]

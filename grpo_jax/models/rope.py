@@ -162,15 +162,10 @@ _ROPE_KINDS = {
 
 
 def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
-    """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before).
+    """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before), of a ``config.json``.
 
-    Args:
-        fields: The contents of a ``config.json``.
-        theta: transformers' default where a folder does not say.
-        plain: Further rope types that scale nothing.
-
-    Raises:
-        ValueError: Naming the field that is missing or not supported, with its value.
+    `theta` is transformers' default where a folder does not say; `plain` are further rope types that scale nothing.
+    ValueErrors name the field that is missing or not supported, with its value.
     """
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")

@@ -69,9 +69,8 @@ def make_beam_sampler(
             the texts not drawn yet, in this order.
 
     Returns:
-        `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples`, arguments as of `make_sampler`;
-        both log-probabilities are the policy's over the tree, and `weights` those of `inclusion_weights`. It raises
-        ValueError for a policy of another vocabulary.
+        `sample` as of `make_sampler`; both log-probabilities are the policy's over the tree, and `weights` those of
+        `inclusion_weights`. It raises ValueError for a policy of another vocabulary.
 
     Raises:
         ValueError: The tree has fewer texts than G, or longer ones than T.
@@ -202,14 +201,16 @@ def extend_beams(
 ) -> tuple[Beams, jax.Array]:
     """One step: the best `group` paths among all extensions, and the beam that each came from, int32 [P, group].
 
+    Whole texts stay as they are and go on with `pad_id`; there are fewer paths where there are fewer extensions.
+
     Args:
         trie: The texts.
-        beams: The paths so far; whole texts stay as they are.
+        beams: The paths so far.
         candidates: What may follow each of the B beams.
         index: Place of the next token.
         keys: Typed keys [P] to draw without replacement; None for the most likely paths.
-        group: G, how many are kept; fewer if there are fewer extensions.
-        pad_id: What a whole text goes on with.
+        group: G, how many are kept.
+        pad_id: Token that fills up.
     """
     whole = trie.text[beams.node] >= 0
     exists, size = candidates.exists, candidates.exists.shape[-1]

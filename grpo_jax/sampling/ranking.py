@@ -56,8 +56,8 @@ def make_ranker(
         temperature: Divides the logits; 0 counts as 1.
 
     Returns:
-        `rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking`. It takes as many prompts at once as
-        fit into a bounded memory.
+        `rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking`, in parts that fit into a bounded
+        memory.
 
     Raises:
         ValueError: The tree has fewer texts than K.
@@ -224,12 +224,8 @@ def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0
 
         score(text) = Σ_t log p(token_t | prompt, tokens before it), p over the tokens that may follow in the tree
 
-    The scores' exponentials sum to 1 for each prompt.
-
-    Args:
-        policy: As of `make_sampler`.
-        levels: The tree of the texts.
-        temperature: Divides the logits; 0 counts as 1.
+    The scores' exponentials sum to 1 for each prompt. `levels` are those of the tree; the temperature divides the
+    logits (0 counts as 1).
 
     Returns:
         `score(variables, prompts, mask, pictures) -> float32 [P, I]`; -inf for a number that is no text of the tree.

@@ -81,7 +81,7 @@ def make_samplers(
         listed: How many of them a ranking has; 0 for all, scored exactly.
 
     Raises:
-        UserError: A stop string cannot be told from the policy's tokens.
+        UserError: A stop string cannot be told from the policy's tokens, or the texts are too few.
     """
     ends = named_ends(section, policy.folder, allowed)
     rank = None
@@ -131,16 +131,10 @@ def named_ends(section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarr
 
 
 def stops_of(stops: list[str], tokenizer: Tokenizer, vocab_size: int) -> np.ndarray | None:
-    """The `stop_table` of sampling.stop; None without any.
+    """The `stop_table` of sampling.stop for a vocabulary of V; None without any.
 
-    Args:
-        stops: The stop strings.
-        tokenizer: The policy's.
-        vocab_size: V, the model's.
-
-    Raises:
-        UserError: One holds a special token, which no text shows; or the tokenizer's texts are not those of its tokens
-            one after another.
+    UserError where one holds a special token, which no text shows, or the tokenizer's texts are not those of its tokens
+    one after another.
     """
     if not stops:
         return None
@@ -178,16 +172,10 @@ def _gathered_turn(turn: Callable[..., PyTree], mesh: Mesh | None) -> Callable[.
 def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *, gap: bool) -> list[int]:
     """A text as a completion, up to the token that ends it.
 
-    It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of the
-    folder's end tokens where that is none of them. Marks in the text are text (`plain_tokens`); an end token that is no
-    mark, such as a line's end, ends it, for the sampler would stop there.
-
-    Args:
-        tokenizer: The policy's.
-        text: What is written.
-        eos_ids: At least one.
-        gap: Whether a space comes before it: behind plain text a word starts with its space, behind a chat template's
-            mark it does not.
+    It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of `eos_ids`
+    where that is none of them. Marks in the text are text (`plain_tokens`); an end token that is no mark, such as a
+    line's end, ends it, for the sampler would stop there. With `gap` a space comes before it: behind plain text a word
+    starts with its space, behind a chat template's mark it does not.
     """
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else eos_ids[0]
     ids = [*plain_tokens(tokenizer, f" {text}" if gap else text), end]
@@ -198,14 +186,8 @@ def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *
 def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most: int) -> Trie:
     """The tree of a task's texts (`tasks.task.Choices`); those that are the same tokens are the first of them.
 
-    Args:
-        texts: What may be written.
-        loaded: The policy's folder: tokenizer, end tokens, vocabulary.
-        gap: As `completion_tokens` says.
-        most: sampling.max_new_tokens.
-
-    Raises:
-        UserError: A text is longer than `most`, or has no token of its own.
+    UserError where a text is longer than `most`, sampling.max_new_tokens, or has no token of its own. `gap` is as of
+    `completion_tokens`.
     """
     unknown = loaded.tokenizer.unk_token_id
     numbers: dict[tuple[int, ...], int] = {}

@@ -187,12 +187,7 @@ def knows_option(tokenizer: Tokenizer, name: str) -> bool:
 
 
 def default_system_prompt(tokenizer: Tokenizer, **switches: Json) -> str:
-    """What a chat template says as the system where a conversation has no system message; "" for nothing.
-
-    Args:
-        tokenizer: With a chat template.
-        **switches: What the template is told beside the messages.
-    """
+    """What a chat template says as the system where a conversation has no system message; "" for nothing."""
     render = messages_renderer(tokenizer, **switches)
     user = {"role": "user", "content": _PROBE}
     try:

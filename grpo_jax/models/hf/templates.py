@@ -41,13 +41,8 @@ class TemplateFailed(Exception):
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Json]], **switches: Json) -> str:
     """What the chat template of a tokenizer writes for a conversation, with the answer left open.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer with a chat template.
-        messages: As `apply_chat_template` takes them.
-        **switches: What the template is told beside them.
-
-    Raises:
-        TemplateFailed: It raised, took more time or memory than is allowed, or there is none.
+    `switches` are what the template is told beside the messages. TemplateFailed where it raised, took more time or
+    memory than is allowed, or there is none.
     """
     try:
         template = tokenizer.get_chat_template(tools=switches.get("tools"))

@@ -190,11 +190,7 @@ def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @contextmanager
 def failures_named(tokenizer: Tokenizer) -> Iterator[None]:
-    """Makes a tokenizer's failure a user's mistake; in Rust it is a panic, which is no ``Exception``.
-
-    Raises:
-        UserError: It failed.
-    """
+    """Make a tokenizer's failure a UserError; in Rust it is a panic, which is no ``Exception``."""
     try:
         yield
     except BaseException as error:
@@ -246,9 +242,7 @@ _CHECKED = 24  # tokens of each
 class Pieces(NamedTuple):
     """Bytes by token id, V of each; special tokens and ids without a token add nothing.
 
-    Attributes:
-        first: Of a token that begins a text.
-        later: Of a token behind others.
+    `first` are those of a token that begins a text, `later` of a token behind others.
     """
 
     first: list[bytes]
@@ -258,14 +252,8 @@ class Pieces(NamedTuple):
 def token_pieces(tokenizer: Tokenizer, vocab_size: int) -> Pieces | None:
     """What tokens add to the text that decoding them gives (special tokens skipped, no spaces cleaned up).
 
-    A byte-level tokenizer's tokens, and SentencePiece's bytes, may hold parts of a character: hence bytes.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        vocab_size: V, the model's, which may exceed the tokenizer's.
-
-    Returns:
-        None for a tokenizer whose texts are not their tokens' one after another.
+    A byte-level tokenizer's tokens, and SentencePiece's bytes, may hold parts of a character: hence bytes. V is the
+    model's, which may exceed the tokenizer's. None for a tokenizer whose texts are not their tokens' one after another.
     """
     special = special_ids(tokenizer)
     size = min(len(tokenizer), vocab_size)

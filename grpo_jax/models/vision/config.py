@@ -165,13 +165,7 @@ _TOKENS = {
 def read_vision(config: kinds.Fields, vocab_size: int, hidden_size: int) -> VisionConfig | None:
     """The tower of a Qwen-VL folder's ``config.json``, every field honoured or refused; None where it describes none.
 
-    Args:
-        config: The contents of the file.
-        vocab_size: V of its language model.
-        hidden_size: D of its language model.
-
-    Raises:
-        ValueError: Naming the field that is not supported or does not fit, with its value.
+    V and D are its language model's. ValueErrors name the field that is not supported or does not fit, with its value.
     """
     raw, family = config.get("vision_config"), config["model_type"]
     kinds.check_kinds(config, {"vision_config": kinds.TABLE} | dict.fromkeys(_TOKENS, _INDEX))

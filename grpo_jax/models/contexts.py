@@ -12,17 +12,11 @@ from grpo_jax.models.vision.pictures import PictureStates
 
 
 class Places(NamedTuple):
-    """Tokens [.., S] of rows with pictures.
+    """Tokens [.., S] of rows with pictures."""
 
-    Attributes:
-        index: i32 [.., S], which of a row's I·M picture states a token stands for; -1 for text.
-        positions: i32 [.., S, 3], of time, row and column, counted from the row's first token.
-        advance: i32 [..], the position behind the row's last token.
-    """
-
-    index: jax.Array
-    positions: jax.Array
-    advance: jax.Array
+    index: jax.Array  # i32 [.., S], which of a row's I·M picture states a token stands for; -1 for text
+    positions: jax.Array  # i32 [.., S, 3], of time, row and column, counted from the row's first token
+    advance: jax.Array  # i32 [..], the position behind the row's last token
 
 
 def find_places(tokens: jax.Array, mask: jax.Array, grid: jax.Array, *, image_token: int, capacity: int) -> Places:

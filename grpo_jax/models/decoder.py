@@ -17,24 +17,15 @@ REMAT = ("none", "products", "layer")
 
 
 class Decoder(nn.Module):
-    """Embedding, scanned layers, final norm.
+    """Embedding, scanned layers, final norm."""
 
-    Attributes:
-        config: Shape and choices.
-        dtype: Of the computation.
-        param_dtype: Of freshly drawn parameters.
-        remat: What the backward pass computes again (see ``make_policy``).
-        lora: Adapters' configuration; they are used where the ``lora`` collection holds them.
-        stacked: One scanned layer with stacked weights, or a layer after the other with weights of its own.
-        spread: Lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device.
-    """
-
-    config: ModelConfig
-    dtype: jax.typing.DTypeLike = jnp.float32
-    param_dtype: jax.typing.DTypeLike = jnp.float32
-    remat: str = "products"
-    lora: LoraConfig | None = None
-    stacked: bool = True
+    config: ModelConfig  # shape and choices
+    dtype: jax.typing.DTypeLike = jnp.float32  # of the computation
+    param_dtype: jax.typing.DTypeLike = jnp.float32  # of freshly drawn parameters
+    remat: str = "products"  # what the backward pass computes again (see `make_policy`)
+    lora: LoraConfig | None = None  # adapters' configuration; they are used where the `lora` collection holds them
+    stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
+    # lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device
     spread: Callable[[jax.Array], jax.Array] | None = None
 
     def setup(self):

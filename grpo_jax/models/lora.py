@@ -92,17 +92,12 @@ def _fresh(layers: Variables, key: jax.Array, targets: tuple[str, ...], rank: in
 
 
 class MergedKernel(NamedTuple):
-    """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory.
+    """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory."""
 
-    Attributes:
-        kernel: [layers, in, out], or [layers, experts, in, out]; an array or quantised.
-        adapter: ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; None where it has none.
-        scale: Of their product.
-    """
-
-    kernel: jax.Array | QArray
+    kernel: jax.Array | QArray  # [layers, in, out], or [layers, experts, in, out]; an array or quantised
+    # `a` [layers, in, rank] and `b` [layers, rank, out]; None where it has none
     adapter: Mapping[str, jax.Array] | None
-    scale: float
+    scale: float  # of their product
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -44,17 +44,11 @@ _TOWER = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUS
 
 
 class Partition(NamedTuple):
-    """A line of the table.
+    """A line of the table."""
 
-    Attributes:
-        pattern: Of the end of a leaf's path, names joined by "/".
-        spec: Axes of the mesh for each axis of the leaf; axes left out are whole.
-        otherwise: The spec where the first does not divide the leaf, or None: then it is refused.
-    """
-
-    pattern: str
-    spec: P
-    otherwise: P | None = None
+    pattern: str  # of the end of a leaf's path, names joined by "/"
+    spec: P  # axes of the mesh for each axis of the leaf; axes left out are whole
+    otherwise: P | None = None  # the spec where the first does not divide the leaf, or None: then it is refused
 
 
 TABLE = (

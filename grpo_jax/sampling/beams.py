@@ -35,23 +35,14 @@ from grpo_jax.sampling.token_choice import SamplingParams
 
 
 class Beams(NamedTuple):
-    """The paths that are kept, best first.
+    """The paths that are kept, best first."""
 
-    Attributes:
-        node: int32 [P, G], where each stands in the tree.
-        total: float32 [P, G], its log-probability; -inf for a beam that is not used yet.
-        rank: float32 [P, G], what paths are kept by: `total`, or that with its noise.
-        tokens: int32 [P, G, T].
-        mask: bool [P, G, T], its tokens.
-        logprobs: float32 [P, G, T].
-    """
-
-    node: jax.Array
-    total: jax.Array
-    rank: jax.Array
-    tokens: jax.Array
-    mask: jax.Array
-    logprobs: jax.Array
+    node: jax.Array  # int32 [P, G], where each stands in the tree
+    total: jax.Array  # float32 [P, G], its log-probability; -inf for a beam that is not used yet
+    rank: jax.Array  # float32 [P, G], what paths are kept by: `total`, or that with its noise
+    tokens: jax.Array  # int32 [P, G, T]
+    mask: jax.Array  # bool [P, G, T], its tokens
+    logprobs: jax.Array  # float32 [P, G, T]
 
 
 def make_beam_sampler(

@@ -37,20 +37,13 @@ from grpo_jax.sampling.token_choice import SamplingParams
 
 
 class Carried(NamedTuple):
-    """What a turn leaves to the next, on the device; P may be more than the prompts, by rows of padding.
+    """What a turn leaves to the next, on the device; P may be more than the prompts, by rows of padding."""
 
-    Attributes:
-        prefix: The prompts.
-        cache: What has been read of each completion, its last token left out.
-        last: i32 [P, G], that token.
-        spoke: bool [P, G], false where a completion wrote nothing in this turn.
-        seen: bool [P, G, V], the tokens in prompt and completion so far, or None where no repetition is penalised.
-    """
-
-    prefix: Prefix
-    cache: Cache
-    last: jax.Array
-    spoke: jax.Array
+    prefix: Prefix  # the prompts
+    cache: Cache  # what has been read of each completion, its last token left out
+    last: jax.Array  # i32 [P, G], that token
+    spoke: jax.Array  # bool [P, G], false where a completion wrote nothing in this turn
+    # bool [P, G, V], the tokens in prompt and completion so far, or None where no repetition is penalised
     seen: jax.Array | None = None
 
 

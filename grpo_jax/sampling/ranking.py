@@ -108,19 +108,12 @@ def _by_scores(score: Callable[..., jax.Array], count: int) -> Callable[..., Ran
 
 
 class Level(NamedTuple):
-    """What lies between two levels of a tree, on the host.
+    """What lies between two levels of a tree, on the host."""
 
-    Attributes:
-        parent: int [e], which of the level's n nodes an edge starts from.
-        token: int [e].
-        texts: int [e], the only text below an edge; -1 where there are several and it goes on.
-        inner: int [n'], the edges that go on: the nodes of the next level.
-    """
-
-    parent: np.ndarray
-    token: np.ndarray
-    texts: np.ndarray
-    inner: np.ndarray
+    parent: np.ndarray  # int [e], which of the level's n nodes an edge starts from
+    token: np.ndarray  # int [e]
+    texts: np.ndarray  # int [e], the only text below an edge; -1 where there are several and it goes on
+    inner: np.ndarray  # int [n'], the edges that go on: the nodes of the next level
 
 
 def levels_of(trie: Trie) -> list[Level]:
@@ -148,25 +141,16 @@ def _only_texts(first: np.ndarray, text: np.ndarray) -> np.ndarray:
 
 
 class Stage(NamedTuple):
-    """Levels of a similar width behind the first, filled up to one shape so that a loop goes through them.
+    """Levels of a similar width behind the first, filled up to one shape so that a loop goes through them."""
 
-    Attributes:
-        origin: int [S, N], of each node of a level its parent among the nodes of the level before.
-        written: int [S, N], the token that led to it.
-        parent: int [S, E], which node an edge starts from; N for what fills up.
-        token: int [S, E].
-        texts: int [S, E], the text that an edge leads to; the number of all texts where it goes on, or fills up.
-        inner: int [S, N], the edges that go on.
-        depth: Tokens that a path has behind the last of them.
-    """
-
-    origin: np.ndarray
-    written: np.ndarray
-    parent: np.ndarray
-    token: np.ndarray
+    origin: np.ndarray  # int [S, N], of each node of a level its parent among the nodes of the level before
+    written: np.ndarray  # int [S, N], the token that led to it
+    parent: np.ndarray  # int [S, E], which node an edge starts from; N for what fills up
+    token: np.ndarray  # int [S, E]
+    # int [S, E], the text that an edge leads to; the number of all texts where it goes on, or fills up
     texts: np.ndarray
-    inner: np.ndarray
-    depth: int
+    inner: np.ndarray  # int [S, N], the edges that go on
+    depth: int  # tokens that a path has behind the last of them
 
     @property
     def nodes(self) -> int:

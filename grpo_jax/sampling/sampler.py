@@ -421,21 +421,14 @@ def move(cache: PyTree, larger: PyTree) -> PyTree:
 
 
 class Writer(NamedTuple):
-    """Compiled parts of a sampler for one set of variables.
+    """Compiled parts of a sampler for one set of variables."""
 
-    Attributes:
-        step: Decodes the last tokens and records the next.
-        record: (loop, logits float32 [V, R]) -> the loop with a token chosen for every row.
-        logits: float32 [V, R] of states [R, D].
-        vocabulary: V.
-        unstacked: The variables as `decode_step` takes them.
-    """
-
-    step: Callable[[Loop], Loop]
+    step: Callable[[Loop], Loop]  # decodes the last tokens and records the next
+    # (loop, logits float32 [V, R]) -> the loop with a token chosen for every row
     record: Callable[[Loop, jax.Array], Loop]
-    logits: Callable[[jax.Array], jax.Array]
-    vocabulary: int
-    unstacked: Variables
+    logits: Callable[[jax.Array], jax.Array]  # float32 [V, R] of states [R, D]
+    vocabulary: int  # V
+    unstacked: Variables  # the variables as `decode_step` takes them
 
 
 def make_writer(

@@ -46,19 +46,12 @@ _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts in the place of each layer's MLP (`layers.Router`).
+    """A mixture of experts in the place of each layer's MLP (`layers.Router`)."""
 
-    Attributes:
-        experts: X, how many there are.
-        chosen: k, how many of them a token runs through.
-        width: of each one's gated MLP.
-        normalised: whether the weights of the chosen ones add up to 1.
-    """
-
-    experts: int
-    chosen: int
-    width: int
-    normalised: bool = False
+    experts: int  # X, how many there are
+    chosen: int  # k, how many of them a token runs through
+    width: int  # of each one's gated MLP
+    normalised: bool = False  # whether the weights of the chosen ones add up to 1
 
     def __post_init__(self):
         """Refuse a choice that cannot be."""
@@ -68,69 +61,39 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and choices of a decoder of the Llama / Qwen family; hashable, hence static under jit.
+    """Shape and choices of a decoder of the Llama / Qwen family; hashable, hence static under jit."""
 
-    Attributes:
-        vocab_size: V, rows of the embedding (may exceed the tokenizer's).
-        hidden_size: D.
-        intermediate_size: width of the gated MLP.
-        num_layers: number of layers.
-        num_heads: H, query heads.
-        num_kv_heads: K, key/value heads; divides H.
-        head_dim: E, size of a head (even).
-        activation: the MLP's gate, one of ``layers.ACTIVATIONS``.
-        rms_norm_eps: epsilon of every RMS norm.
-        rope: rotary embedding.
-        layer_ropes: that of each layer where they differ, None for a layer without; empty where all have ``rope``.
-        windows: per layer how many positions back attention reaches (itself included), None for all.
-        qkv_bias: biases on the query, key and value projections.
-        output_bias: bias on the attention's output projection.
-        mlp_bias: biases on the MLP's projections.
-        fused: queries, keys and values are one projection, gate and up another (Phi-3).
-        qk_norm: RMS norm on each head's queries and keys before the rotation (Qwen3).
-        mixture: of experts in each layer; None for one MLP.
-        unit_offset: norms multiply by 1 + weight, in float32 (Gemma).
-        post_norms: what attention and MLP give is normed too, before it is added (Gemma).
-        attention_scale: what multiplies attention's scores; None for E^-0.5.
-        attention_softcap: the cap of these scores, None for none.
-        logit_softcap: the cap of the logits, None for none.
-        embedding_scale: what multiplies embedded tokens.
-        tie_word_embeddings: the head is the embedding.
-        max_positions: max_position_embeddings, as the folder has it; None where it does not say.
-        initializer_range: standard deviation of freshly drawn weights.
-        model_type: Hugging Face's name of the architecture.
-        vision: the tower beside it, or None for a model of text.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    activation: str = "silu"
-    rms_norm_eps: float = 1e-6
-    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    vocab_size: int  # V, rows of the embedding (may exceed the tokenizer's)
+    hidden_size: int  # D
+    intermediate_size: int  # width of the gated MLP
+    num_layers: int  # number of layers
+    num_heads: int  # H, query heads
+    num_kv_heads: int  # K, key/value heads; divides H
+    head_dim: int  # E, size of a head (even)
+    activation: str = "silu"  # the MLP's gate, one of `layers.ACTIVATIONS`
+    rms_norm_eps: float = 1e-6  # epsilon of every RMS norm
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)  # rotary embedding
+    # that of each layer where they differ, None for a layer without; empty where all have `rope`
     layer_ropes: tuple[RopeConfig | None, ...] = ()
+    # per layer how many positions back attention reaches (itself included), None for all
     windows: tuple[int | None, ...] = ()
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    fused: bool = False
-    qk_norm: bool = False
-    mixture: Mixture | None = None
-    unit_offset: bool = False
-    post_norms: bool = False
-    attention_scale: float | None = None
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
-    embedding_scale: float = 1.0
-    tie_word_embeddings: bool = False
-    max_positions: int | None = None
-    initializer_range: float = 0.02
-    model_type: str = "llama"
-    vision: VisionConfig | None = None
+    qkv_bias: bool = False  # biases on the query, key and value projections
+    output_bias: bool = False  # bias on the attention's output projection
+    mlp_bias: bool = False  # biases on the MLP's projections
+    fused: bool = False  # queries, keys and values are one projection, gate and up another (Phi-3)
+    qk_norm: bool = False  # RMS norm on each head's queries and keys before the rotation (Qwen3)
+    mixture: Mixture | None = None  # of experts in each layer; None for one MLP
+    unit_offset: bool = False  # norms multiply by 1 + weight, in float32 (Gemma)
+    post_norms: bool = False  # what attention and MLP give is normed too, before it is added (Gemma)
+    attention_scale: float | None = None  # what multiplies attention's scores; None for E^-0.5
+    attention_softcap: float | None = None  # the cap of these scores, None for none
+    logit_softcap: float | None = None  # the cap of the logits, None for none
+    embedding_scale: float = 1.0  # what multiplies embedded tokens
+    tie_word_embeddings: bool = False  # the head is the embedding
+    max_positions: int | None = None  # max_position_embeddings, as the folder has it; None where it does not say
+    initializer_range: float = 0.02  # standard deviation of freshly drawn weights
+    model_type: str = "llama"  # Hugging Face's name of the architecture
+    vision: VisionConfig | None = None  # the tower beside it, or None for a model of text
 
     def __post_init__(self):
         """Fill in ``windows`` and refuse shapes that cannot be."""

@@ -61,31 +61,18 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class PictureSettings:
-    """How a folder's processor prepares a picture.
+    """How a folder's processor prepares a picture."""
 
-    Attributes:
-        patch: Pixels along a patch's side.
-        merge: Patches along the side of a merged token.
-        frames: How often a still picture stands in a patch.
-        mean: Of each channel, taken off after rescaling.
-        deviation: Of each channel, divided by.
-        rescale: Factor of a pixel's value in [0, 255].
-        resample: Pillow's number of the filter: 2 bilinear, 3 bicubic.
-        least: Fewest pixels of a prepared picture.
-        most: Most pixels of one.
-        edge: Pixels along both sides of every prepared picture; 0 where each keeps its shape.
-    """
-
-    patch: int = 14
-    merge: int = 2
-    frames: int = 2
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    rescale: float = 1 / 255
-    resample: int = 3
-    least: int = 56 * 56
-    most: int = 28 * 28 * 1280
-    edge: int = 0
+    patch: int = 14  # pixels along a patch's side
+    merge: int = 2  # patches along the side of a merged token
+    frames: int = 2  # how often a still picture stands in a patch
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # of each channel, taken off after rescaling
+    deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)  # of each channel, divided by
+    rescale: float = 1 / 255  # factor of a pixel's value in [0, 255]
+    resample: int = 3  # Pillow's number of the filter: 2 bilinear, 3 bicubic
+    least: int = 56 * 56  # fewest pixels of a prepared picture
+    most: int = 28 * 28 * 1280  # most pixels of one
+    edge: int = 0  # pixels along both sides of every prepared picture; 0 where each keeps its shape
 
     @property
     def step(self) -> int:

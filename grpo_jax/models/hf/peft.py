@@ -137,19 +137,12 @@ def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> Fields:
 
 
 class _Part(NamedTuple):
-    """A stack of layers that adapters can be on: the decoder's, or a vision tower's.
+    """A stack of layers that adapters can be on: the decoder's, or a vision tower's."""
 
-    Attributes:
-        path: Where it is in parameters and adapters.
-        prefixes: What its modules' names may begin with; the first is transformers' own model's.
-        modules: Projection → the rest of the module's name, with {} for the layer.
-        layers: How many.
-    """
-
-    path: tuple[str, ...]
-    prefixes: tuple[str, ...]
-    modules: Mapping[str, str]
-    layers: int
+    path: tuple[str, ...]  # where it is in parameters and adapters
+    prefixes: tuple[str, ...]  # what its modules' names may begin with; the first is transformers' own model's
+    modules: Mapping[str, str]  # projection → the rest of the module's name, with {} for the layer
+    layers: int  # how many
 
     def module(self, prefix: str, layer: int, name: str) -> str:
         """Name of a module."""

@@ -29,22 +29,15 @@ Leaves = Mapping[tuple[str, ...], PyTree]
 
 
 class Place(NamedTuple):
-    """Where one tensor belongs.
+    """Where one tensor belongs."""
 
-    Attributes:
-        path: Keys from the parameters' root to a leaf.
-        layer: Index along the leaf's first axis, or None for a leaf that is not stacked.
-        transpose: The folder stores [out, in], or [out, ...] with all that follows as one axis; the leaf is [in, out].
-        shape: Of the tensor in the folder.
-        expert: Index along the leaf's second axis, or None for a leaf without experts.
-        together: The paths of leaves [in, out] of all experts that are one tensor [experts, out, in]; else empty.
-    """
-
-    path: tuple[str, ...]
-    layer: int | None
+    path: tuple[str, ...]  # keys from the parameters' root to a leaf
+    layer: int | None  # index along the leaf's first axis, or None for a leaf that is not stacked
+    # the folder stores [out, in], or [out, ...] with all that follows as one axis; the leaf is [in, out]
     transpose: bool
-    shape: tuple[int, ...]
-    expert: int | None = None
+    shape: tuple[int, ...]  # of the tensor in the folder
+    expert: int | None = None  # index along the leaf's second axis, or None for a leaf without experts
+    # the paths of leaves [in, out] of all experts that are one tensor [experts, out, in]; else empty
     together: tuple[tuple[str, ...], ...] = ()
 
     @property

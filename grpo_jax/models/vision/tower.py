@@ -29,19 +29,13 @@ class PatchPlaces(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What every layer knows of the pictures.
+    """What every layer knows of the pictures."""
 
-    Attributes:
-        present: bool [N, S], which patches there are.
-        rotation: cosine and sine of their places, each float32 [N, S, E/2].
-        windows: i32 [N, W, B], merged tokens of each attention window, M where there is none; or None.
-        slots: i32 [N, M], where each merged token is in the windows laid end to end; or None.
-    """
-
-    present: jax.Array
-    rotation: tuple[jax.Array, jax.Array]
+    present: jax.Array  # bool [N, S], which patches there are
+    rotation: tuple[jax.Array, jax.Array]  # cosine and sine of their places, each float32 [N, S, E/2]
+    # i32 [N, W, B], merged tokens of each attention window, M where there is none; or None
     windows: jax.Array | None = None
-    slots: jax.Array | None = None
+    slots: jax.Array | None = None  # i32 [N, M], where each merged token is in the windows laid end to end; or None
 
 
 def places(grid: jax.Array, patches: int, merge: int) -> PatchPlaces:
@@ -257,21 +251,14 @@ def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Arra
 
 
 class TowerFamily(NamedTuple):
-    """One family of towers.
+    """One family of towers."""
 
-    Attributes:
-        block: its layer.
-        norm: its norms, made as norm(epsilon, param_dtype).
-        patch_bias: whether the map from pixels to states has a bias.
-        projections: names of the layers' kernels, on which adapters can be put → how devices share them.
-        names: of its modules: the tower's → Hugging Face's, with {} for the number of what is stacked.
-    """
-
-    block: type[Block]
-    norm: type[nn.Module]
-    patch_bias: bool
+    block: type[Block]  # its layer
+    norm: type[nn.Module]  # its norms, made as norm(epsilon, param_dtype)
+    patch_bias: bool  # whether the map from pixels to states has a bias
+    # names of the layers' kernels, on which adapters can be put → how devices share them
     projections: Mapping[str, str]
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # of its modules: the tower's → Hugging Face's, with {} for the number of what is stacked
 
 
 def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str, str]:

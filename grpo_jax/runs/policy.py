@@ -17,9 +17,9 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, said
 from grpo_jax.models import hf
+from grpo_jax.models.lora import count_weights
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import Policy, load_policy
-from grpo_jax.models.quantised import count_weights
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE, VISUAL, Variables
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_pictures, same_size

@@ -27,7 +27,7 @@ from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.policy import Policy
 from grpo_jax.runs.progress import Record
 from grpo_jax.runs.several.company import Company
-from grpo_jax.sampling.choices import completion_tokens
+from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
 from grpo_jax.training.optimizer import make_optimizer, make_schedule

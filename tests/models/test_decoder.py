@@ -24,7 +24,6 @@ from support.tiny_decoders import (
 
 from grpo_jax.models import attention
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.llama_config import DecoderConfig
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge
 from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling.sampler import make_sampler
@@ -217,42 +216,6 @@ def test_adapters_on_projections_of_another_family_are_refused(model, target):
         make_policy(model.config, lora=LoraConfig(2, 4.0, (first, target)))
 
 
-def test_a_7b_model_is_shaped_without_being_allocated():
-    config = DecoderConfig.from_hf(
-        dict(
-            model_type="qwen2",
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            rope_theta=1e6,
-            tie_word_embeddings=False,
-        )
-    )
-    lora = LoraConfig(8, 32.0, ("q_proj", "down_proj"))
-    shapes = jax.eval_shape(
-        lambda key: init_variables(config, key, param_dtype="bfloat16", lora=lora), jax.random.key(0)
-    )
-    count = sum(leaf.size for leaf in jax.tree.leaves(shapes["params"]))
-    assert count == 7_615_616_512
-    assert {leaf.dtype for leaf in jax.tree.leaves(shapes["params"])} == {jnp.dtype("bfloat16")}
-    assert {leaf.dtype for leaf in jax.tree.leaves(shapes["lora"])} == {jnp.dtype("float32")}
-    policy = make_policy(config, compute_dtype="bfloat16", lora=lora)
-    i32, boolean = jnp.int32, jnp.bool_
-    prompts = (jax.ShapeDtypeStruct((4, 128), i32), jax.ShapeDtypeStruct((4, 128), boolean))
-    completions = (jax.ShapeDtypeStruct((4, 5, 20), i32), jax.ShapeDtypeStruct((4, 5, 20), boolean))
-    hidden = jax.eval_shape(policy.forward_group, shapes, *prompts, *completions)
-    assert hidden.shape == (4, 5, 20, 3584) and hidden.dtype == jnp.bfloat16
-    prefix = jax.eval_shape(policy.prefill, shapes, *prompts)
-    cache = jax.eval_shape(lambda: policy.init_cache(4, 5, 20))
-    unstacked = jax.eval_shape(policy.unstack, shapes)
-    step, after = jax.eval_shape(policy.decode_step, unstacked, prefix, jax.ShapeDtypeStruct((4, 5), i32), cache)
-    assert step.shape == (4, 5, 3584)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
-
-
 def test_misshapen_calls_are_refused(model):
     with pytest.raises(ValueError, match="prompt_tokens"):
         model.policy.forward_group(model.variables, BATCH[0], BATCH[1][:, :-1], BATCH[2], BATCH[3])
@@ -266,9 +229,7 @@ def test_misshapen_calls_are_refused(model):
         make_policy(LLAMA, matmul_precision="some")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "given", "highest"), [("float32", None, True), ("float32", "default", False), ("bfloat16", None, False)]
-)
+@pytest.mark.parametrize(("dtype", "given", "highest"), [("float32", None, True), ("bfloat16", None, False)])
 def test_every_product_of_the_policy_has_its_precision(dtype, given, highest):
     """In sampler, pass forward and gradient, as lowered: float32 would else be rounded to TF32 on a GPU."""
     policy = make_policy(LLAMA, compute_dtype=dtype, matmul_precision=given)
@@ -284,9 +245,9 @@ def test_every_product_of_the_policy_has_its_precision(dtype, given, highest):
         assert len(products) > 10 and {"HIGHEST" in line for line in products} == {highest}
 
 
-@pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("steps", [127, 301])
+@pytest.mark.parametrize(
+    ("steps", "apart", "by_row"), [(127, False, True), (301, False, False), (301, True, False), (301, True, True)]
+)
 def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeypatch):
     """Against one softmax over all keys, with gradients: masks of segments, a shared prefix, a scale and a softcap."""
     rng = np.random.default_rng(steps)
@@ -322,9 +283,9 @@ def test_scores_of_many_queries_are_never_held_at_once(by_row):
 
 
 def test_rows_that_take_turns_need_less_memory():
-    """Sixteen rows: beside what grows with the rows in any case, the scores of one block of one row."""
+    """Eight rows: beside what grows with the rows in any case, the scores of one block of one row."""
     alone, together = (
-        _attention_gradient(16, 512, by_row).memory_analysis().temp_size_in_bytes for by_row in (True, False)
+        _attention_gradient(8, 512, by_row).memory_analysis().temp_size_in_bytes for by_row in (True, False)
     )
     assert alone < 0.5 * together
 

@@ -149,17 +149,6 @@ def test_qwen2_vl_in_the_nested_naming(tmp_path):
         assert torch.equal(got, want)
 
 
-def test_export_in_another_dtype(tmp_path):
-    source = reference.folder(tmp_path / "source", "qwen2", dtype=torch.bfloat16)
-    loaded = hf.load_folder(source, tokenizer=False)
-    params = jax.tree.map(lambda leaf: leaf + 1e-5, loaded.params)
-    hf.save_folder(tmp_path / "export", source, loaded.config, params, dtype="float32")
-    assert {tensor.dtype for tensor in tensors(tmp_path / "export").values()} == {torch.float32}
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert model.dtype == torch.float32
-    np.testing.assert_array_equal(model.model.norm.weight.detach(), params["norm"]["scale"])
-
-
 def test_an_export_says_its_dtype_where_the_source_says_none(tmp_path):
     source = reference.folder(tmp_path / "source", "qwen2", dtype=torch.bfloat16)
     config = json.loads((source / "config.json").read_text())

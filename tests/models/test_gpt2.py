@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-import transformers  # noqa: E402
 from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
 
@@ -26,33 +25,6 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(source):
     return hf.load_folder(source, tokenizer=False)
-
-
-def test_upcast_attention_is_what_is_computed_anyway(tmp_path, loaded):
-    """Scores are float32 here whatever the field says, so the same configuration is read."""
-    model = reference.model("gpt2", reorder_and_upcast_attn=True, **SCALED)
-    model.save_pretrained(tmp_path / "upcast")
-    assert hf.load_folder(tmp_path / "upcast", tokenizer=False).config == loaded.config
-    tokens, mask = reference.unshared(*reference.group_batch())
-    with torch.no_grad():
-        got = reference.logits(model, tokens, mask)
-        expected = reference.logits(reference.model("gpt2", **SCALED), tokens, mask)
-    np.testing.assert_allclose(got[mask], expected[mask], atol=1e-5)
-
-
-def test_greedy_tokens_are_those_of_transformers(source, loaded):
-    """Left-padded prompts under learned positions."""
-    tokens, mask = reference.group_batch()[:2]
-    params = SamplingParams(2, 10, temperature=0.0)
-    sample = make_sampler(make_policy(loaded.config), params, eos_ids=loaded.eos_ids, pad_id=0)
-    samples = sample({"params": loaded.params}, tokens, mask, jax.random.split(jax.random.key(0), 3))
-    model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
-    ids, attention = torch.tensor(tokens, dtype=torch.long), torch.tensor(mask, dtype=torch.long)
-    with torch.no_grad():
-        written = model.generate(ids, attention_mask=attention, do_sample=False, max_new_tokens=10, pad_token_id=0)
-    expected = np.zeros((3, 10), np.int32)
-    expected[:, : written.shape[1] - 6] = written[:, 6:]
-    np.testing.assert_array_equal(samples.tokens, np.repeat(expected[:, None], 2, axis=1))
 
 
 def test_what_is_longer_than_the_positions_is_refused(loaded):

@@ -2,14 +2,9 @@
 
 import pytest
 from support.text_task import (
-    assert_same_run,
     final_state,
     finished_run,
-    kill,
     rows,
-    start,
-    train_here,
-    wait_for,
 )
 
 pytestmark = pytest.mark.slow
@@ -37,23 +32,3 @@ def test_six_steps_at_once_have_something_to_restore(uninterrupted):
     assert steps(uninterrupted) == [3, 6]
     state, progress = final_state(uninterrupted)
     assert state["reference"] is not None and progress["iteration"] == 6 and progress["best_score"] is not None
-
-
-@pytest.mark.wide
-def test_killed_before_the_first_checkpoint_then_during_a_write(place, uninterrupted, tmp_path, capsys):
-    run = tmp_path / "run"
-    process = start(place, run, "--training.save_every", "1", judge="hold:0")
-    wait_for((run / "held").exists, process)
-    kill(process, run)
-    assert steps(run) == []
-
-    process = start(place, run, "--resume", judge="commit:2")  # step 3 is written in full and not committed
-    wait_for((run / "held").exists, process)
-    kill(process, run)
-    assert steps(run)[-1] == 2 and (run / "checkpoints" / ".writing" / "step_3" / "manifest.json").is_file()
-
-    assert final_state(run, "latest")[1]["iteration"] == 2  # the previous one loads
-    assert train_here(place.config, run, "--resume") == 0
-    assert "resumed after iteration 2 of 6" in capsys.readouterr().out
-    assert not list(run.glob("checkpoints/**/.writing/*"))
-    assert_same_run(run, uninterrupted)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import yaml
 from support import tiny_update
-from support.text_task import assert_same_run, final_state, rewound, rows, train_here
+from support.text_task import rows, train_here
 from support.tiny_update import CONFIG, GROUP, PROMPTS, STEPS, TEMPERATURE
 
-from grpo_jax import evaluate
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PPOSection
 from grpo_jax.core.ppo import ppo_loss
 from grpo_jax.core.shaping import AdaptiveKL
@@ -210,25 +209,6 @@ def config(place, tmp_path):
     config.write_text(yaml.safe_dump(values))
 
     return config
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_as_if_nothing_had_happened(config, tmp_path, monkeypatch):
-    whole = tmp_path / "whole"
-    assert train_here(config, whole) == 0
-    table = rows(whole)
-    assert len({row["kl_coef"] for row in table}) == 6 and all(row["kl_coef"] > 0 for row in table)
-    assert all(row["value/loss"] > 0 for row in table) and table[-1]["value/mean"] != 0
-    state, _ = final_state(whole)
-    assert np.abs(state["variables"][VALUE]["kernel"]).max() > 0 and state["kl_coef"] != np.float32(0.05)
-
-    monkeypatch.setenv("JUDGE_RUN", str(whole))
-    assert evaluate.main(["--run", str(whole), "--json"]) == 0  # the head is restored, and used by nobody
-    assert "Explained variance of the values" in (whole / "report.html").read_text()
-    run = rewound(whole, tmp_path / "run", 3)
-    assert train_here(config, run, "--resume") == 0
-    assert_same_run(run, whole)
 
 
 def test_the_head_may_learn_faster_than_the_policy():

@@ -77,6 +77,7 @@ def test_a_trained_tower_is_written_and_transformers_agrees(world, tmp_path):
     assert_states_agree(all_states(ours, rows), tower_of_torch(tmp_path / "export", rows))
 
 
+@pytest.mark.parametrize("world", ["qwen2_5_vl"], indirect=True)
 def test_a_frozen_tower_is_written_as_it_was(world, tmp_path):
     changed = jax.tree.map(lambda leaf: leaf + 1, world.loaded.params)
     variables = {"params": changed, "visual": jax.tree.map(jnp.zeros_like, world.loaded.visual)}
@@ -112,6 +113,7 @@ def test_adapters_on_the_tower(world, tmp_path):
     assert_states_agree(tower_of_torch(tmp_path / "export", rows), all_states(ours, rows))
 
 
+@pytest.mark.parametrize("world", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_peft_computes_what_we_compute(world, tmp_path):
     peft = pytest.importorskip("peft")
@@ -133,6 +135,7 @@ def test_peft_computes_what_we_compute(world, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again[1], adapters)
 
 
+@pytest.mark.parametrize("world", ["qwen2_5_vl"], indirect=True)
 def test_adapters_that_the_tower_has_not_are_refused(world):
     with pytest.raises(ValueError, match=r"vision must be some of \('qkv', 'proj'.* got \['q_proj'\]"):
         make_tower(world.config, lora=LoraConfig(2, 4.0, ("q_proj",), ("q_proj",)))

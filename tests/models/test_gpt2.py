@@ -45,18 +45,7 @@ def test_what_is_longer_than_the_positions_is_refused(loaded):
     assert bool(jnp.isnan(jax.jit(policy.prefill)(variables, tokens, np.ones((1, 70), bool)).hidden).all())
 
 
-@pytest.mark.parametrize(
-    ("options", "messages"),
-    [
-        (["--data.max_prompt_tokens", "57"], ["data.max_prompt_tokens = 57", "65 tokens", "64 only"]),
-        (
-            ["--data.max_prompt_tokens", "56", "--policy.lora.rank", "2", "--policy.lora.targets", '["q_proj"]'],
-            ["policy.lora: targets", "c_attn", "q_proj"],
-        ),
-    ],
-    ids=["room", "targets"],
-)
-def test_the_command_says_so_before_anything_runs(tmp_path, capsys, options, messages):
+def test_the_command_says_so_before_anything_runs(tmp_path, capsys):
     reference.folder(tmp_path / "policy", "gpt2", vocab_size=300, **SCALED)
     tiny_models.chat_tokenizer().save_pretrained(tmp_path / "policy")
     (tmp_path / "prompts.txt").write_text("".join(f"{c} tree\n" for c in "abcdefghijklmnopqrstuvwxyz"))
@@ -68,7 +57,8 @@ def test_the_command_says_so_before_anything_runs(tmp_path, capsys, options, mes
         "--rewards",
         f"[{{name: {tmp_path}/judge.py:brief}}]",
     ]
-    assert train.main([*arguments, "--run_dir", str(tmp_path / "run"), *options]) == 2
+    assert train.main([*arguments, "--run_dir", str(tmp_path / "run"), "--data.max_prompt_tokens", "57"]) == 2
     shown = "".join(capsys.readouterr())
-    assert all(message in " ".join(shown.split()) for message in messages), shown
+    for message in ("data.max_prompt_tokens = 57", "65 tokens", "64 only"):
+        assert message in " ".join(shown.split())
     assert "Traceback" not in shown

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import yaml
-from support.text_task import finished_run, rows
+from support.text_task import final_state, finished_run, rows
 from support.tiny_models import causal_lm
 
 from grpo_jax import evaluate, export
@@ -66,6 +66,19 @@ def test_a_run_directory_holds_what_is_promised(finished):
     assert "All 96 completions of 6 iterations." in page
     for name in ("mean_ratio", "reward/letters/mean", "reward/letters/std", "dead_groups/brief", "truncated"):
         assert name in logged
+
+
+def test_six_steps_at_once_have_something_to_restore(finished):
+    """Tests of resuming would pass on a run in which nothing happens."""
+    table = rows(finished)
+    assert [row["step"] for row in table] == [1, 2, 3, 4, 5, 6]
+    assert len({row["learning_rate"] for row in table}) == 6
+    assert all(row["grad_norm"] > 0 and row["kl"] != 0 for row in table)
+    assert [("validation/score" in row) for row in table] == [False, True] * 3
+    assert table[0]["reward/letters/mean"] != table[5]["reward/letters/mean"]
+    assert sorted(path.name for path in finished.glob("checkpoints/step_*")) == ["step_3", "step_6"]
+    state, progress = final_state(finished)
+    assert state["reference"] is not None and progress["iteration"] == 6 and progress["best_score"] is not None
 
 
 def test_evaluate_repeats_what_the_run_measured(finished, capsys):

@@ -98,21 +98,6 @@ def adapted(world, rank=2):
     return lora, fresh, jax.tree.map(lambda leaf: leaf + jnp.asarray(0.2 * rng.normal(size=leaf.shape), "f4"), fresh)
 
 
-@pytest.mark.parametrize("world", ["qwen2_5_vl"], indirect=True)
-def test_adapters_on_the_tower(world, tmp_path):
-    lora, fresh, adapters = adapted(world)
-    rows = tiny.draw(world.config, seed=4)
-    pictures = tiny.packed(rows, world.config)
-    see = jax.jit(make_tower(world.config, lora=lora))
-    variables = world.variables | {"lora": adapters}
-    plain, start, ours = (see(v, pictures) for v in (world.variables, world.variables | {"lora": fresh}, variables))
-    jax.tree.map(np.testing.assert_array_equal, plain, start)
-    assert np.abs(ours.states - plain.states).max() > 0.1
-    # Folded into the weights they compute the same.
-    export(tmp_path, world, merging(variables, lora))
-    assert_states_agree(tower_of_torch(tmp_path / "export", rows), all_states(ours, rows))
-
-
 @pytest.mark.parametrize("world", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_peft_computes_what_we_compute(world, tmp_path):

@@ -197,7 +197,7 @@ READING = {
 READS = [(module, "find_damage"), *((Series, name) for name in ("described", "read", "read_meta"))]
 
 
-@pytest.mark.parametrize(("saved", "reading"), zip([*SAVING, "step"], READING, strict=True))
+@pytest.mark.parametrize(("saved", "reading"), list(zip([*SAVING, "step"], READING, strict=True)))
 def test_a_reader_takes_the_newer_one_wherever_a_run_removes_its_own(saved, reading, folder, monkeypatch):
     which, newest = "best" if saved == "best" else "latest", 1
     with Checkpoints(folder, keep=1) as writing, Checkpoints(folder, read_only=True) as beside:

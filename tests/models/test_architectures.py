@@ -1,4 +1,4 @@
-"""What every newer architecture must hold beyond its logits: transformers' greedy tokens, from shared prompts."""
+"""What architectures must hold beyond their logits: transformers' greedy tokens, and positions that end."""
 
 import jax
 import numpy as np
@@ -7,7 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
+from support.text_task import train_here  # noqa: E402
 
 from grpo_jax.config import LoraSection  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
@@ -141,3 +143,32 @@ def test_experts_are_stored_in_few_bits_and_the_router_is_not(world):
         jax.jit(policy.prefill)({"params": tree}, *reference.group_batch()[:2]).hidden for tree in (params, small)
     )
     assert 1e-4 < np.median(np.abs(states - near)) < 0.1
+
+
+def test_what_is_longer_than_learned_positions_is_refused(tmp_path):
+    """63 and 1 tokens fit into 64 positions, and padding does not count."""
+    loaded = hf.load_folder(reference.folder(tmp_path / "source", "gpt2"), tokenizer=False)
+    policy, variables = make_policy(loaded.config), {"params": loaded.params}
+    sample = make_sampler(policy, SamplingParams(1, 1), eos_ids=(5,), pad_id=0)
+    tokens, mask, key = np.ones((1, 70), np.int32), np.arange(70)[None] >= 7, jax.random.split(jax.random.key(0), 1)
+    assert sample(variables, tokens, mask, key).mask.all()
+    mask = np.arange(70)[None] >= 6
+    with pytest.raises(ValueError, match=r"at most 64 tokens.*prompt of 64 tokens and max_new_tokens = 1"):
+        sample(variables, tokens, mask, key)
+    completion = np.ones((1, 1, 1), np.int32), np.ones((1, 1, 1), bool)
+    with pytest.raises(ValueError, match="at most 64 tokens"):
+        policy.forward_group(variables, tokens, mask, *completion)
+    with pytest.raises(ValueError, match="at most 64 tokens"):
+        policy.prefill(variables, tokens, np.ones((1, 70), bool))
+    # Under jit the mask is not known: what cannot be is not a number, rather than wrong.
+    assert bool(np.isnan(jax.jit(policy.prefill)(variables, tokens, np.ones((1, 70), bool)).hidden).all())
+
+
+def test_the_command_says_that_positions_are_few_before_anything_runs(place, tmp_path, capsys):
+    reference.folder(tmp_path / "policy", "gpt2", vocab_size=300)
+    tiny_models.chat_tokenizer().save_pretrained(tmp_path / "policy")
+    options = [f"--policy.path={tmp_path / 'policy'}", "--data.max_prompt_tokens=57"]
+    assert train_here(place.config, tmp_path / "run", *options) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert all(message in error for message in ("data.max_prompt_tokens = 57", "65 tokens", "64 only")), error

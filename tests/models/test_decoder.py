@@ -245,9 +245,7 @@ def test_every_product_of_the_policy_has_its_precision(dtype, given, highest):
         assert len(products) > 10 and {"HIGHEST" in line for line in products} == {highest}
 
 
-@pytest.mark.parametrize(
-    ("steps", "apart", "by_row"), [(127, False, True), (301, False, False), (301, True, False), (301, True, True)]
-)
+@pytest.mark.parametrize(("steps", "apart", "by_row"), [(127, False, True), (301, False, False), (301, True, True)])
 def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeypatch):
     """Against one softmax over all keys, with gradients: masks of segments, a shared prefix, a scale and a softcap."""
     rng = np.random.default_rng(steps)

@@ -9,12 +9,14 @@ from support.text_task import final_state, finished_run, rows
 from support.tiny_models import causal_lm
 
 from grpo_jax import evaluate, export
+from grpo_jax.config import make_config
+from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
 from grpo_jax.predict import load_rewriter
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.policy import run_config
-from grpo_jax.train import run
+from grpo_jax.train import main, run
 
 PROMPTS = ["a tree", "q", "Seven ducks on a pond!"]
 
@@ -176,3 +178,21 @@ def make_folder(place, tmp_path, **training):
     values |= {"run_dir": str(tmp_path / "run"), "rewards": []}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     return tmp_path
+
+
+def test_a_text_run_is_made_of_its_own_defaults(place, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setenv("JUDGE_RUN", str(run))
+    monkeypatch.setenv("JUDGE", "work:0")
+    said = [f"--policy.path={place.policy}", f"--data.prompts={place.folder / 'prompts.jsonl'}", "--data.held_out=0"]
+    small = ["--training.prompts_per_batch=4", "--training.max_steps=2", "--sampling.max_new_tokens=4"]
+    rewards = ["--rewards", f'[{{"name": "{place.judge}:brief"}}]']
+    assert main(["--task", "text", f"--run_dir={run}", *said, *small, *rewards]) == 0
+    table = rows(run)
+    assert [row["learning_rate"] for row in table] == pytest.approx([1e-6, 1e-6])
+    assert make_config(task="text", policy={"lora": {"rank": 2}}).learning_rate == 1e-4
+    assert not [name for name in table[0] if name.startswith("watch/")] and table[0]["kl"] == 0
+    config, plain = load_config(run / "config.yaml"), make_config(task="text")
+    assert (config.algorithm, config.ppo, config.optimizer) == (plain.algorithm, plain.ppo, plain.optimizer)
+    assert (config.watch, config.judges, config.warm_start) == ([], {}, plain.warm_start)
+    assert plain.sampling.max_new_tokens == 128 and config.sampling.group_size == plain.sampling.group_size == 8

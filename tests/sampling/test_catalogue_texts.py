@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +140,7 @@ def test_the_update_has_the_sampler_s_log_probabilities(model, trie, drawn, exac
     )
     zeros = np.zeros(few.tokens.shape[:2], np.float32)
     batch = Batch(PROMPTS, MASK, np.asarray(few.tokens), np.asarray(few.mask), zeros)
-    seen = make_forward(policy, temperature=1.0, trie=trie)(variables, batch)
+    seen = jax.jit(make_forward(policy, temperature=1.0, trie=trie))(variables, batch)
     np.testing.assert_allclose(np.where(few.mask, seen.logprobs, 0), few.logprobs, rtol=1e-4, atol=1e-5)
     short = np.array([len(text) == 1 for text in TEXTS])[numbers(few)]
     assert (
@@ -156,7 +157,7 @@ def test_gradients_reach_only_what_may_be_written(model, trie, drawn):
         seen = make_forward(policy, temperature=1.0, trie=trie)(variables, batch)
         return jnp.where(batch.mask, seen.logprobs, 0).sum() + jnp.where(batch.mask, seen.entropy, 0).sum()
 
-    gradient = jax.grad(loss)(variables)
+    gradient = jax.jit(jax.grad(loss))(variables)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
     rows = np.abs(policy.head(gradient)).sum(1)
     may = sorted({token for text in TEXTS for token in text})
@@ -187,7 +188,7 @@ def test_logprobs_and_gradients_are_those_of_the_plain_formula(trie, x64):
 
     for got, expected in zip(chunked(hidden, head), plain(hidden, head), strict=True):
         np.testing.assert_allclose(np.asarray(got)[mask], np.asarray(expected)[mask], rtol=1e-10, atol=1e-12)
-    got, expected = (jax.grad(pulled, (1, 2))(function, hidden, head) for function in (chunked, plain))
+    got, expected = (jax.jit(jax.grad(partial(pulled, f), (0, 1)))(hidden, head) for f in (chunked, plain))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11), got, expected)
 
 

@@ -192,6 +192,7 @@ def test_the_reference_of_adapters_sees_with_the_same_tower():
     assert reference_variables(state) == {"params": 1, "visual": 2}
 
 
+@pytest.mark.parametrize("world", ["qwen3_vl"], indirect=True)
 def test_a_fresh_tower_is_drawn(world):
     drawn = init_tower(world.config, jax.random.key(0))
     assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, world.loaded.visual)

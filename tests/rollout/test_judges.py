@@ -61,8 +61,7 @@ def test_condition_on_takes_none_and_the_other_rewards():
         make_config(task="text", rewards=[rewards[0], RewardSection("quality", condition_on="beauty")])
 
 
-@pytest.mark.parametrize("cache_megabytes", [0, 16], ids=["no cache", "cache"])
-@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize(("cache_megabytes", "evaluation"), [(0, False), (16, False), (16, True)])
 def test_a_rewrite_that_changes_nothing_gains_exactly_nothing(load, cache_megabytes, evaluation):
     """Rewrites and the unchanged prompt are drawn from one noise: with the same words, the same picture."""
     judges = load(cache_megabytes)

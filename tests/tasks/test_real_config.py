@@ -105,6 +105,12 @@ def test_run_directory_is_complete(run):
     assert "alignment" in page and "data:image/png;base64," in page
     log = (run / "train.log").read_text()
     assert "LoRA rank 16" in log and "improvement" in log
+    summary = json.loads((run / "summary.json").read_text())
+    assert set(REWARDS) <= set(summary["evaluation"]) and {*STAGES, "evaluate"} <= set(summary["seconds"])
+    assert {"jax", "flax", "torch", "diffusers", "open_clip_torch"} <= set(summary["versions"])
+    assert {"policy", "renderer", "scorer"} <= set(summary["devices"])
+    total = summary["evaluation"]["total"]  # which is what is maximised: a condition of rewards has a part in it
+    assert summary["reward"] == total["after"] and summary["baseline_reward"] == total["before"]
 
 
 def test_every_iteration_logs_what_is_promised(run):
@@ -141,23 +147,6 @@ def test_rewards_are_kept_apart(run):
         assert len({tuple(values) for values in rewards}) == len(REWARDS)
         # GDPO: whitened over the batch.
         assert np.mean(table["advantage"]) == pytest.approx(0, abs=1e-4)
-
-
-def test_summary(run):
-    summary = json.loads((run / "summary.json").read_text())
-    assert set(REWARDS) <= set(summary["evaluation"])
-    for values in summary["evaluation"].values():
-        assert {"before", "after", "oracle"} <= set(values)
-        assert math.isfinite(values["before"]) and math.isfinite(values["after"]) and values["oracle"] is None
-    assert summary["seed"] == 0 and summary["iterations"] == 2 and summary["prompts"] == 2
-    assert {*STAGES, "evaluate"} <= set(summary["seconds"])
-    assert summary["seconds"]["total"] >= sum(summary["seconds"][stage] for stage in ("update", "evaluate"))
-    assert {"jax", "flax", "torch", "diffusers", "open_clip_torch"} <= set(summary["versions"])
-    assert {"policy", "renderer", "scorer"} <= set(summary["devices"])
-    weights = dict(zip(REWARDS, (1.0, 0.5, 0.2), strict=True))
-    after = sum(weight * summary["evaluation"][name]["after"] for name, weight in weights.items())
-    assert summary["reward"] == pytest.approx(after)
-    assert summary["improvement"] == pytest.approx(summary["reward"] - summary["baseline_reward"])
 
 
 def merged_weights(run, source: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

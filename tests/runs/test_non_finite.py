@@ -59,7 +59,7 @@ def learned(run, step):
 
 def test_one_bad_batch_leaves_weights_moments_and_count_as_they_were(train):
     run, call = train
-    assert call(GRPO, "--training.max_steps=4", "--policy.compute_dtype=bfloat16", wild="1") == 0
+    assert call(GRPO, "--training.max_steps=4", wild="1") == 0
     table = rows(run)
     assert [row["skipped_updates"] for row in table] == [0, 1, 0, 0]
     assert table[1]["grad_norm"] is None or table[1]["loss"] is None

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from grpo_jax import completion, evaluate, export, predict, recommend, report, train
 from grpo_jax.errors import UserError, guarded, leave, said, version
-from grpo_jax.planning.request import PLAN
+from grpo_jax.planning import PLAN
 
 _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
 

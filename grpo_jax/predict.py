@@ -61,8 +61,8 @@ def make_rewriter(config: Any, policy: Any, rows: Sequence[Any] = ()) -> Callabl
     import jax
 
     from grpo_jax.rollout.data import Row
-    from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
-    from grpo_jax.rollout.inputs.encoding import make_encode
+    from grpo_jax.rollout.encoding import make_encode
+    from grpo_jax.rollout.prompts import read_prompt, take_pictures
     from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
     from grpo_jax.runs.seeing import eyes_of, make_see
     from grpo_jax.sampling.sampler import make_sampler

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import Stopped, UserError, extras_named, guarded, leave, version
-from grpo_jax.planning.request import take_request
+from grpo_jax.planning import take_request
 
 if TYPE_CHECKING:
     from grpo_jax.runs.loop.callbacks import Callback, Callbacks

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.rollout.data import Row
-from grpo_jax.tasks.recommendation.sequences import UserSequence
+from grpo_jax.tasks.recommendation.catalogue import UserSequence
 
 SEED, TAKEN, WORDS = 0, 8, 6
 FEW = 64
@@ -124,8 +124,8 @@ def run_counting(name: str, items: int, asked: int) -> dict[str, object]:
 def run_prior(name: str, items: int, asked: int) -> dict[str, object]:
     """The prior of titles and neighbours."""
     from grpo_jax.tasks.recommendation import baselines
+    from grpo_jax.tasks.recommendation.baselines import fusion_baseline
     from grpo_jax.tasks.recommendation.metrics import users_at_once
-    from grpo_jax.tasks.recommendation.ranking.prior import fusion_baseline
 
     data, (drawn, _) = make_data(items, min(asked, FEW)), draw_words(items)
     titles = [" ".join(f"w{word}" for word in words) for words in drawn.tolist()]

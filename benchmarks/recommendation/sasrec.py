@@ -36,11 +36,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_jax.config.command_line import find_config, load_config
-from grpo_jax.tasks.recommendation.baselines import rank_all
+from grpo_jax.tasks.recommendation.baselines import make_parts, make_prior, rank_all
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset, ranking_everything
 from grpo_jax.tasks.recommendation.metrics import ndcg, rank_of
-from grpo_jax.tasks.recommendation.ranking.choosing import grid, weigh
-from grpo_jax.tasks.recommendation.ranking.prior import make_parts, make_prior
+from grpo_jax.tasks.recommendation.recommending import grid, weigh
 from grpo_jax.tasks.recommendation.report import direction_groups, format_table, make_table, table_records
 
 NOTHING = -100  # where a sequence has ended, in the targets

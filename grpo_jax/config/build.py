@@ -450,6 +450,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {"section.field": value} as nested values."""
+    return _nested((tuple(name.split(".")), value) for name, value in values.items())
+
+
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested mappings laid one over the other: the later ones win; lists are replaced whole."""
     result: dict[str, Any] = {}

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
-from grpo_jax.rollout.inputs.pictures import pictures_column
+from grpo_jax.rollout.pictures import pictures_column
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, informative_first
 from grpo_jax.runs.loop.learner import Learner, LearningBrief, led_learner

@@ -15,8 +15,14 @@ import numpy as np
 from grpo_jax.config.build import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.absent import absent_in, counted, listed, never_came, without_signal
-from grpo_jax.rollout.rewards import IN_PYTHON
+from grpo_jax.rollout.rewards import (
+    IN_PYTHON,
+    listed,
+    missing_rewards,
+    missing_streaks,
+    no_reward_lately,
+    no_reward_yet,
+)
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import Evaluation, evaluate_policy, measure_all
 from grpo_jax.runs.iteration import Learner, make_learner, run_iteration
@@ -166,7 +172,7 @@ class LanguageProgram:
     def _tell_absent(self, before: Evaluation) -> None:
         """Notes the rewards that no held-out completion has before training."""
         values = self._by_name(np.moveaxis(before.judgement.final_rewards, -1, 0))
-        gone = absent_in(values, self.parts.rewards.weights)
+        gone = missing_rewards(values, self.parts.rewards.weights)
         if gone:
             self.say(f"note: no held-out completion got the reward {listed(gone)}")
 
@@ -180,8 +186,8 @@ class LanguageProgram:
         else:
             result = iterate_ahead(self.parts, self.learner, self.ahead, state, iteration)
         values = self._by_name(np.moveaxis(result.rewards, -1, 0))
-        absent = counted(notes.get("absent", {}), values, self.parts.rewards.weights)
-        if single := never_came(absent, iteration + 1, self.iterations):
+        absent = missing_streaks(notes.get("absent", {}), values, self.parts.rewards.weights)
+        if single := no_reward_yet(absent, iteration + 1, self.iterations):
             self.say(f"note: {single}")
         remark = notes.get("remark") or self.parts.config.task.remark(result.completions["completion"])
         if remark and "remark" not in notes:
@@ -192,7 +198,7 @@ class LanguageProgram:
 
     def _nothing_judged(self, absent: Mapping[str, int], iteration: int) -> str:
         """What to say where no reward has come lately, or none at all in a short run; "" before."""
-        silence = without_signal(absent, self.iterations)
+        silence = no_reward_lately(absent, self.iterations)
         if not silence:
             return ""
         saved = f"Saved after iteration {iteration}"

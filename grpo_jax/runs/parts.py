@@ -20,16 +20,14 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.policy import Policy
-from grpo_jax.rollout.binding import ResolvedRewards, bind, judge_named, resolve_rewards
+from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, iterations_in_all, row_sizes
-from grpo_jax.rollout.environment import Environment, make_score
-from grpo_jax.rollout.inputs.encoding import check_tools, make_encode, tell_system_prompt
+from grpo_jax.rollout.encoding import check_tools, make_encode, tell_system_prompt
+from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score
 from grpo_jax.rollout.pipeline import Slot
-from grpo_jax.rollout.replies import Answering, make_encode_answer
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
-from grpo_jax.rollout.trainer import Trainer
 from grpo_jax.runs.loop.early_stopping import SCORE
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import load_run_policy, make_new_policy, policy_folder

@@ -24,9 +24,9 @@ from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, shown
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_rows, row_sizes, size_of_row
-from grpo_jax.rollout.inputs.pictures import File, as_text, size_of, source_of
-from grpo_jax.rollout.inputs.records import dataset_records, read_lines
+from grpo_jax.rollout.pictures import File, as_text, size_of, source_of
 from grpo_jax.rollout.prompts import split_records
+from grpo_jax.rollout.records import dataset_records, read_lines
 from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 

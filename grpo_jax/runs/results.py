@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.episodes import Turn
-from grpo_jax.rollout.inputs.pictures import thumbnail
+from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
 from grpo_jax.runs.evaluation import (

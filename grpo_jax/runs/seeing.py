@@ -16,8 +16,8 @@ from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.pictures import Pictures, pack_pictures, same_size
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.inputs.encoding import Eyes, load_eyes, prepare_rows
-from grpo_jax.rollout.inputs.pictures import source_of
+from grpo_jax.rollout.encoding import Eyes, load_eyes, prepare_rows
+from grpo_jax.rollout.pictures import source_of
 
 
 def eyes_of(config: Config, loaded: Any) -> Callable[[], Eyes] | None:

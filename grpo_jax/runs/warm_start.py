@@ -16,8 +16,8 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
+from grpo_jax.rollout.environment import prepared
 from grpo_jax.rollout.episodes import Answer, checked
-from grpo_jax.rollout.replies import prepared
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.loop.learner import LearningBrief

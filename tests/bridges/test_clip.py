@@ -123,7 +123,8 @@ def test_scores_do_not_depend_on_their_company(folder):
 
 
 def test_texts_are_encoded_once(folder, monkeypatch):
-    scorer = load_scorer(folder, batch_size=2, text_cache=3)
+    scorer = load_scorer(folder, batch_size=2)
+    scorer._cache_size = 3
     encoded = []
     tower = scorer.model.encode_text
     monkeypatch.setattr(scorer.model, "encode_text", lambda x: encoded.append(len(x)) or tower(x))

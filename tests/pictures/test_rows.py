@@ -14,12 +14,12 @@ from support.vision.folders import picture, write_rows
 
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import Message
+from grpo_jax.rollout import pictures as sources
 from grpo_jax.rollout.data import Row, split_rows
+from grpo_jax.rollout.encoding import prepare_rows
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.episodes import as_uint8
-from grpo_jax.rollout.inputs import pictures as sources
-from grpo_jax.rollout.inputs.encoding import prepare_rows
-from grpo_jax.rollout.inputs.pictures import File, open_picture, read_rgb, size_of
+from grpo_jax.rollout.pictures import File, open_picture, read_rgb, size_of
 from grpo_jax.rollout.prompts import load_prompts, make_prompt_set, split_records
 
 SEEN = picture(7)
@@ -267,7 +267,7 @@ def test_what_is_no_still_picture_is_one_line_with_row_and_file(tmp_path):
 
     from grpo_jax.config import DataSection
     from grpo_jax.models.hf.image_processor import PictureSettings
-    from grpo_jax.rollout.inputs.encoding import Eyes, make_encode
+    from grpo_jax.rollout.encoding import Eyes, make_encode
 
     class Vision:
         image_token, video_token, vision_start_token, vision_end_token, merged = 262, 263, 259, 260, 4

@@ -19,8 +19,8 @@ from grpo_jax.config.named import built_in_names, find_class
 from grpo_jax.config.run import JUDGES, TASKS, make_config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.planning.request import take_request
-from grpo_jax.tasks.recommendation.ranking import semantic_ids
+from grpo_jax.planning import take_request
+from grpo_jax.tasks.recommendation import semantic_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]

@@ -1,11 +1,9 @@
 """A run in which no completion ever has a reward: it stops, says so, and goes on once there are some."""
 
-import numpy as np
 import pytest
 import yaml
 from support.text_task import rows
 
-from grpo_jax.rollout.absent import PATIENCE, absent_in, counted, listed, never_came, without_signal
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.train import main
 
@@ -64,48 +62,3 @@ def test_a_short_one_ends_with_an_error_and_stays_so(train):
         code, _, error = call("--training.max_steps", "1", *more)
         assert code == 2 and "no completion got a reward in 1 iterations in a row (rare, never)" in error
         assert "start again" in error and error.count("\n") == 1
-
-
-# counting
-
-NONE, SOME = np.full((2, 3), np.nan), np.array([[np.nan, 1.0, np.nan]])
-
-
-def after(*iterations, weights=None):
-    """The count after iterations, each given as the values of rewards a and b."""
-    weights, absent = weights or {"a": 1.0, "b": 0.5}, {}
-    for values in iterations:
-        absent = counted(absent, dict(zip("ab", values, strict=True)), weights)
-    return absent
-
-
-def test_a_reward_is_absent_if_no_completion_has_it():
-    assert after((NONE, NONE), (SOME, NONE)) == {"a": 0, "b": 2}
-    assert after((SOME, NONE), (NONE, NONE)) == {"a": 1, "b": 2}
-    assert after((NONE, NONE), weights={"a": 1.0, "b": 0.0}) == {"a": 1}  # b is not maximised
-    assert after((NONE, NONE), weights={"a": 0.0, "b": 0.0}) == {"a": 1, "b": 1}
-    assert absent_in({"a": NONE, "b": SOME}, {"a": -1.0, "b": 1.0}) == ["a"]
-
-
-def test_a_run_stops_where_all_rewards_are_absent_for_long():
-    silence = [(NONE, NONE)] * PATIENCE
-    assert without_signal(after(*silence), 9) == "no completion got a reward in 3 iterations in a row (a, b)"
-    assert not without_signal(after(*silence[:-1]), 9)
-    assert not without_signal(after(*silence, (SOME, NONE)), 9)
-    assert not without_signal(after(*[(SOME, NONE)] * 9), 9)  # b may apply to none of these prompts
-    assert not without_signal(after(*[(NONE, SOME), (SOME, NONE)] * 5), 10)
-    assert not without_signal({}, 9) and not without_signal({}, 0)
-
-
-@pytest.mark.parametrize("iterations", [2, 9])
-def test_a_single_reward_that_never_came_is_noted_once(iterations):
-    notes = [never_came(after(*[(SOME, NONE)] * n), n, iterations) for n in range(1, iterations + 1)]
-    due = min(PATIENCE, iterations)
-    assert notes[due - 1] == f"no completion got the reward b in the first {due} iterations"
-    assert not any(notes[: due - 1] + notes[due:])
-    assert not never_came(after(*[(NONE, NONE)] * due), due, iterations)
-    assert not never_came(after((SOME, SOME), *[(SOME, NONE)] * 5), 6, 9)
-
-
-def test_long_lists_are_cut():
-    assert listed(["a"]) == "a" and listed(list("abcde")) == "a, b, c and 2 more"

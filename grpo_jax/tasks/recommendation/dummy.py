@@ -27,8 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.rollout.data import Row
-from grpo_jax.tasks.recommendation.catalogue import Catalogue, make_catalogue
-from grpo_jax.tasks.recommendation.sequences import Sequences, UserSequence
+from grpo_jax.tasks.recommendation.catalogue import Catalogue, Sequences, UserSequence, make_catalogue
 
 COLOURS = ("crimson", "amber", "golden", "emerald", "azure", "indigo", "violet")
 MATERIALS = ("linen", "walnut", "copper", "marble", "leather")

@@ -14,18 +14,33 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
+from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rewards import Maker, Reward
 from grpo_jax.tasks.recommendation import dummy, metrics
-from grpo_jax.tasks.recommendation.catalogue import Catalogue
+from grpo_jax.tasks.recommendation.baselines import Ask, make_prior, title_vectors
+from grpo_jax.tasks.recommendation.catalogue import Catalogue, item_word, items_of, plain
 from grpo_jax.tasks.recommendation.dataset import Dataset, asking_pairs, load_dataset, title_pairs, together_pairs
-from grpo_jax.tasks.recommendation.ranking.items import completion_ranks, item_word, items_of, plain, ranking_columns
-from grpo_jax.tasks.recommendation.ranking.prior import make_prior, title_vectors
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
-from grpo_jax.tasks.recommendation.retrieval import make_ask, open_retriever
-from grpo_jax.tasks.recommendation.rewards import BUILT_IN, make_reward, rank_penalty, reward_columns, where_ranked
-from grpo_jax.tasks.recommendation.task import FUSED, PLACES, RANK, RANK_PENALTY, Recommendation
+from grpo_jax.tasks.recommendation.rewards import (
+    BUILT_IN,
+    completion_ranks,
+    make_reward,
+    rank_penalty,
+    ranking_columns,
+    reward_columns,
+    where_ranked,
+)
+from grpo_jax.tasks.recommendation.task import (
+    FUSED,
+    PLACES,
+    RANK,
+    RANK_PENALTY,
+    PriorSection,
+    Recommendation,
+    RetrievalSection,
+)
 from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabulary
 
 _MEASURES: dict[str, Callable[..., np.ndarray]] = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
@@ -189,3 +204,67 @@ def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
     vectors = np.asarray(normalize(reduced - reduced.mean(0)), np.float32)
     vectors = np.pad(vectors, ((0, 0), (0, width - vectors.shape[1])))
     return {item_word(row): vector for row, vector in enumerate(vectors)}
+
+
+def open_retriever(
+    section: RetrievalSection, titles: Sequence[str], retrieval: Any, *, required: float = 0.9
+) -> tuple[Any, float]:
+    """A retriever over the titles that has tested itself, and the share of titles that retrieve themselves.
+
+    Args:
+        section: Which one.
+        titles: Of the catalogue.
+        retrieval: The module `bridges.retrieval`.
+        required: The least share.
+
+    Raises:
+        UserError: The service is not there or holds another catalogue, or titles do not retrieve themselves.
+    """
+    try:
+        return retrieval.open_retriever(
+            titles,
+            backend=section.backend,
+            encoder=section.encoder,
+            dense=section.dense,
+            dense_weight=section.dense_weight,
+            ties=section.ties,
+            scale=retrieval.Scale(temperature=section.temperature),
+            patience=retrieval.Patience(attempts=section.attempts, budget=section.budget, window=section.window),
+            cache=section.cache,
+            encoder_device=section.device,
+            service=section.service,
+            address=section.address,
+            timeout=section.timeout,
+            self_test=required,
+        )
+    except retrieval.RetrievalError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"task.retrieval: {error}") from error
+
+
+def make_ask(retriever: Any, prior: PriorSection, retrieval: Any) -> Ask:
+    """How every text of the task is ranked: with the prior's history as a part of the query, or alone.
+
+    query = unit(text) + a · unit(history), a = `prior.history`: a text that says nothing earns what the history does.
+
+    Args:
+        retriever: Of `open_retriever`.
+        prior: Says how much the history counts, and its decay.
+        retrieval: The module `bridges.retrieval`.
+    """
+
+    def ask(
+        texts: Sequence[str],
+        targets: Sequence[int],
+        histories: Sequence[Sequence[int]],
+        excluded: Sequence[Sequence[int]],
+    ) -> Any:
+        return retriever.score_ranks(texts, targets, excluded, prior_history(prior, histories, retrieval))
+
+    return ask
+
+
+def prior_history(prior: PriorSection, histories: Sequence[Sequence[int]], retrieval: Any) -> Any:
+    """The part of queries that the prior knows, a `bridges.retrieval.History`; None where it counts nothing."""
+    return retrieval.History(histories, prior.history, prior.decay) if prior.history else None

@@ -13,8 +13,11 @@ from grpo_jax.tasks.display import Findings, Table
 from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.baselines import (
     SPARSE_BLOCK,
+    Ask,
+    Known,
     Scores,
     count_baselines,
+    fusion_baseline,
     rank_and_recommend,
     taken_counts,
     title_baselines,
@@ -22,9 +25,7 @@ from grpo_jax.tasks.recommendation.baselines import (
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset
 from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, Interval, coverage, gini, rank_of, users_at_once
-from grpo_jax.tasks.recommendation.ranking.items import FUSED_FIRST, LISTED_FIRST
-from grpo_jax.tasks.recommendation.ranking.prior import Known, fusion_baseline
-from grpo_jax.tasks.recommendation.retrieval import Ask
+from grpo_jax.tasks.recommendation.rewards import FUSED_FIRST, LISTED_FIRST
 from grpo_jax.tasks.recommendation.task import Recommendation
 
 CUTOFFS = (5, 10, 20, 50, 100)

@@ -19,8 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rewards import MESSAGES, accepted_arguments, as_list, asking_for_messages, asks, finished
 from grpo_jax.tasks.recommendation import metrics
+from grpo_jax.tasks.recommendation.baselines import Known, fused_scores
+from grpo_jax.tasks.recommendation.catalogue import Items
+from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, count_better, first_items, rank_of, users_at_once
 
 Reward = Callable[..., list[float | None]]
 
@@ -170,3 +174,51 @@ def _cutoff(k: float, items: int) -> int | None:
 def _refuse(name: str, options: Mapping[str, float]) -> None:
     if name in BUILT_IN and options:
         raise ValueError(f"{name} has no option {next(iter(options))!r}")
+
+
+LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
+"""The columns in which a row's ranking says where its target stands: by the policy alone, and with the prior."""
+LISTED_FIRST, FUSED_FIRST = "listed_first", "fused_first"
+"""The columns of what is recommended: the first items of these rankings, as rows of the catalogue."""
+
+
+def ranking_columns(
+    items: Items, known: Known | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
+) -> dict[str, Sequence[Any]]:
+    """Where each row's target stands in its ranking, from 1, and what is recommended.
+
+    What a row's column "excluded" holds is left out; a target that is not listed stands at the last place.
+
+    Args:
+        items: What can be written.
+        known: The prior; None for the policy alone.
+        rows: P.
+        numbers: Int [P, K], which of the texts are listed, best first.
+        scores: F32 [P, K].
+    """
+    listed = items.rows[numbers]
+    places, first = [], []
+    for row, best in zip(rows, listed, strict=True):
+        target, left_out = row.columns["target_row"], set(row.columns["excluded"])
+        others = [item for item in best.tolist() if item == target or item not in left_out]
+        places.append(others.index(target) + 1 if target in others else items.count)
+        first.append([item for item in others if item not in left_out][:RECOMMENDED])
+    columns: dict[str, Sequence[Any]] = {LISTED_RANK: places, LISTED_FIRST: first}
+    if known is None:
+        return columns
+    names = ("history", "target_row", "excluded")
+    ranks, lists, block = [], [], users_at_once(items.count)
+    for part in (slice(start, start + block) for start in range(0, len(rows), block)):
+        histories, targets, excluded = ([row.columns[name] for row in rows[part]] for name in names)
+        fused = fused_scores(listed[part], scores[part], known(histories))
+        ranks += rank_of(count_better(fused, np.array(targets), excluded)).tolist()
+        lists += [one.tolist() for one in first_items(fused, excluded)]
+    return columns | {FUSED_RANK: ranks, FUSED_FIRST: lists}
+
+
+def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Any]) -> np.ndarray:
+    """The ranks of what rewards see: of a ranking as it says; of one item 1 if it is the target, else the last."""
+    if LISTED_RANK in columns:
+        return np.asarray(columns[LISTED_RANK], np.float64)
+    found = [items.row_of(text) == target for text, target in zip(completions, columns["target_row"], strict=True)]
+    return np.where(found, 1.0, float(items.count))

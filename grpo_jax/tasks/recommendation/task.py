@@ -117,7 +117,7 @@ class Recommendation(Task):
             "title", by a word that is the "item"'s alone or by semantic "ids": then the policy ranks the catalogue
             itself.
         semantic_ids: With writes ids, the file of each item's words, which `python -m
-            grpo_jax.tasks.recommendation.ranking.semantic_ids` writes.
+            grpo_jax.tasks.recommendation.semantic_ids` writes.
         listed: Of a policy that ranks itself, how many items a ranking lists; 0 for all, scored exactly.
         item_start: What the items' own words begin as in a new policy: vectors of their "titles", so that like titles
             are near each other and rare items known; or "random".
@@ -221,7 +221,7 @@ class Recommendation(Task):
         named = self.writes in ("item", "ids") or "{items}" not in self.template
         without = "no {items} in it: items have words of their own with writes: item or ids"
         require(named, "template", without, self.template)
-        coded = "with writes: ids a file of python -m grpo_jax.tasks.recommendation.ranking.semantic_ids, else null"
+        coded = "with writes: ids a file of python -m grpo_jax.tasks.recommendation.semantic_ids, else null"
         require(bool(self.semantic_ids) == (self.writes == "ids"), "semantic_ids", coded, self.semantic_ids)
         begun = self.writes == "item" or self.item_start == "titles"
         require(begun, "item_start", "titles, its default: items have words of their own with writes: item", "random")
@@ -269,12 +269,12 @@ class Recommendation(Task):
 
     def recommender(self, config: Any, policy: Any, writer: Any, *, catalogue: str | None = None) -> Any:
         """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
-        from grpo_jax.tasks.recommendation.ranking.recommending import make_recommender
+        from grpo_jax.tasks.recommendation.recommending import make_recommender
 
         return make_recommender(config, policy, writer, catalogue=catalogue)
 
     def choose_prior(self, config: Any, policy: Any, *, users: int | None = None) -> Any:
         """Which weights of the prior are best for a trained policy (`choosing.choose_prior`)."""
-        from grpo_jax.tasks.recommendation.ranking.choosing import choose_prior
+        from grpo_jax.tasks.recommendation.recommending import choose_prior
 
         return choose_prior(config, policy, users=users)

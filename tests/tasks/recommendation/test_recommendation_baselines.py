@@ -13,9 +13,8 @@ from scipy import sparse
 from grpo_jax.tasks.recommendation import baselines, metrics
 from grpo_jax.tasks.recommendation import report as table
 from grpo_jax.tasks.recommendation.baselines import SparseScores, make_base
-from grpo_jax.tasks.recommendation.catalogue import make_catalogue
-from grpo_jax.tasks.recommendation.dataset import HistoryTemplate, leave_one_out, ranking_everything
-from grpo_jax.tasks.recommendation.sequences import UserSequence, last_split
+from grpo_jax.tasks.recommendation.catalogue import UserSequence, make_catalogue
+from grpo_jax.tasks.recommendation.dataset import HistoryTemplate, last_split, leave_one_out, ranking_everything
 
 BEAUTY = Path(__file__).parents[4] / "shared" / "data" / "beauty"
 ITEMS = 25

@@ -8,7 +8,14 @@ from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation import dataset as examples
-from grpo_jax.tasks.recommendation.catalogue import make_catalogue, read_catalogue
+from grpo_jax.tasks.recommendation.catalogue import (
+    UserSequence,
+    make_catalogue,
+    read_catalogue,
+    read_ratings,
+    read_sequences,
+    read_user_prompts,
+)
 from grpo_jax.tasks.recommendation.dataset import (
     HistoryTemplate,
     by_user,
@@ -17,12 +24,6 @@ from grpo_jax.tasks.recommendation.dataset import (
     load_dataset,
     title_pairs,
     together_pairs,
-)
-from grpo_jax.tasks.recommendation.sequences import (
-    UserSequence,
-    read_ratings,
-    read_sequences,
-    read_user_prompts,
 )
 from grpo_jax.tasks.recommendation.task import Recommendation
 

@@ -3,8 +3,7 @@
 import pytest
 
 from grpo_jax.errors import UserError
-from grpo_jax.tasks.recommendation.catalogue import read_catalogue
-from grpo_jax.tasks.recommendation.sequences import read_ratings, read_sequences
+from grpo_jax.tasks.recommendation.catalogue import read_catalogue, read_ratings, read_sequences
 from grpo_jax.train import main
 
 IDS = [f"P{n:03d}" for n in range(40)]

@@ -7,9 +7,9 @@ import pytest
 
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
-from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.catalogue import UserSequence
+from grpo_jax.tasks.recommendation.dataset import items_split, known_targets, last_split, load_dataset, time_split
 from grpo_jax.tasks.recommendation.report import findings
-from grpo_jax.tasks.recommendation.sequences import UserSequence, items_split, known_targets, last_split, time_split
 from grpo_jax.train import main
 
 ITEMS = 40

@@ -18,24 +18,22 @@ from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import Judgement
+from grpo_jax.tasks.recommendation.baselines import fused_scores, make_parts, make_prior
+from grpo_jax.tasks.recommendation.catalogue import UserSequence, item_word, items_of
 from grpo_jax.tasks.recommendation.dataset import ranking_everything
 from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.tasks.recommendation.loading import item_vectors
 from grpo_jax.tasks.recommendation.metrics import count_better, hit, ndcg, rank_of
-from grpo_jax.tasks.recommendation.ranking.choosing import grid, weigh
-from grpo_jax.tasks.recommendation.ranking.items import (
+from grpo_jax.tasks.recommendation.recommending import grid, weigh
+from grpo_jax.tasks.recommendation.report import policy_ranks
+from grpo_jax.tasks.recommendation.rewards import (
     FUSED_FIRST,
     FUSED_RANK,
     LISTED_FIRST,
     LISTED_RANK,
     completion_ranks,
-    item_word,
-    items_of,
     ranking_columns,
 )
-from grpo_jax.tasks.recommendation.ranking.prior import fused_scores, make_parts, make_prior
-from grpo_jax.tasks.recommendation.report import policy_ranks
-from grpo_jax.tasks.recommendation.sequences import UserSequence
 from grpo_jax.tasks.recommendation.task import PriorSection
 from grpo_jax.train import main
 

@@ -12,17 +12,10 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.recommend import load_recommender
 from grpo_jax.sampling.choices import choices_trie
-from grpo_jax.tasks.recommendation.catalogue import make_catalogue
+from grpo_jax.tasks.recommendation.catalogue import items_of, make_catalogue, plain
 from grpo_jax.tasks.recommendation.dummy import make_world
-from grpo_jax.tasks.recommendation.ranking.items import items_of, plain
-from grpo_jax.tasks.recommendation.ranking.semantic_ids import main as ids_main
-from grpo_jax.tasks.recommendation.ranking.semantic_ids import (
-    read_ids,
-    residual_codes,
-    title_codes,
-    words_of,
-    write_ids,
-)
+from grpo_jax.tasks.recommendation.semantic_ids import main as ids_main
+from grpo_jax.tasks.recommendation.semantic_ids import read_ids, residual_codes, title_codes, words_of, write_ids
 from grpo_jax.train import main
 
 WORLD = make_world(users=120, items=280, length=8, fickle=0.1, noise=0.02, seed=0)

@@ -2,7 +2,7 @@
 
 On the command line:
 
-    python -m grpo_jax.tasks.recommendation.ranking.semantic_ids --catalogue items.tsv --out ids.tsv
+    python -m grpo_jax.tasks.recommendation.semantic_ids --catalogue items.tsv --out ids.tsv
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, carry_out, extras_named, leave, one_line, version
 from grpo_jax.models.hf.folder import load_tokenizer, resolve_folder
 from grpo_jax.models.hf.weights import new_folder, refuse_foreign
-from grpo_jax.tasks.recommendation.catalogue import Catalogue, read_catalogue, read_table, read_text
-from grpo_jax.tasks.recommendation.ranking.items import plain
+from grpo_jax.tasks.recommendation.catalogue import Catalogue, plain, read_catalogue, read_table, read_text
 
 MOST_LEVELS = len(string.ascii_lowercase) - 1
 """A letter for each level, and one for what tells the same codes apart."""
@@ -72,7 +71,7 @@ def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
         UserError: There is no such file, or it has bad lines: an item that the catalogue has not, one twice, words that
             say nothing or are another item's; or an item of the catalogue is not in it.
     """
-    text = read_text(path, "what python -m grpo_jax.tasks.recommendation.ranking.semantic_ids writes")
+    text = read_text(path, "what python -m grpo_jax.tasks.recommendation.semantic_ids writes")
     if text.startswith("#"):  # its line stays, blank, so that those below keep their numbers
         text = text[text.find("\n") :] if "\n" in text else ""
     rows, problems = read_table(path, text, needs=("words",), kind=".tsv")
@@ -302,7 +301,7 @@ def _dense(vectors: Any, seed: int) -> np.ndarray:
 def make_parser() -> argparse.ArgumentParser:
     """What reads the command's options."""
     parser = argparse.ArgumentParser(
-        prog="python -m grpo_jax.tasks.recommendation.ranking.semantic_ids",
+        prog="python -m grpo_jax.tasks.recommendation.semantic_ids",
         description="Writes semantic ids of a catalogue's items (residual quantisation of their titles' vectors), for "
         "task.writes: ids. The same seed writes the same file.",
     )
@@ -352,8 +351,6 @@ def _write(options: argparse.Namespace) -> None:
     )
     print("\n".join(_summary(found, catalogue, options.out)))
     if options.policy:
-        from grpo_jax.tasks.recommendation.ranking.semantic_ids import add_words
-
         added = add_words(options.policy, words, catalogue.titles, options.policy_out)
         print(f"policy      {options.policy_out}: {added} new words, warm-started from the titles")
 

@@ -113,6 +113,9 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
 
     parts, learner = loaded(config, *choices)
     ahead, state = Ahead(parts), learner.start(parts.policy.variables)
+    # What is left behind is a copy, not what an update frees.
+    mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(left_behind(state))}
+    assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(behind=None))}
     first = iterate_ahead(parts, learner, ahead, state, 0)
     timed = ("seconds/", "tokens_per_second")
     told = {name: value for name, value in first.row.items() if not name.startswith(timed)}
@@ -178,11 +181,3 @@ def test_what_cannot_be():
     assert make_config(task="text", policy={"sampler_devices": "shared"}) == make_config(task="text")
     with pytest.raises(UserError, match=r"policy.sampler_devices: expected no such field, .*; got 'own'"):
         make_config(task="text", policy={"sampler_devices": "own"})
-
-
-def test_a_copy_is_not_what_an_update_frees(config):
-    parts, learner = loaded(config)
-    state = learner.start(parts.policy.variables)
-    behind = left_behind(state)
-    mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(behind)}
-    assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(behind=None))}

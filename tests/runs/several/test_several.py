@@ -13,6 +13,9 @@ from support.text_task import ROOT, environment, finish, finished_run, rows, tra
 from support.text_task import start as start_alone
 
 from grpo_jax import evaluate
+from grpo_jax.config import make_config
+from grpo_jax.errors import UserError
+from grpo_jax.runs.several import joining
 
 pytestmark = pytest.mark.slow
 END = 600  # seconds; only a hang takes that long
@@ -103,6 +106,11 @@ def test_a_run_that_was_stopped_and_killed_is_the_run_of_one_process(place, tmp_
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path / "run"))
     assert evaluate.main(["--run", str(tmp_path / "run"), "--checkpoint", "3", "--mesh", "1", "1"]) == 0
     assert_ends_as(expected, place, tmp_path / "run", monkeypatch)
+
+
+def test_a_mesh_is_a_multiple_of_the_processes():
+    with pytest.raises(UserError, match="policy.mesh: expected fsdp x tensor a multiple of the 2 processes, got 1"):
+        joining._require_fit(make_config(task="text"), 2)
 
 
 def test_mistakes_are_told_once(place, tmp_path, monkeypatch):

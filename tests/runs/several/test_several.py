@@ -109,7 +109,7 @@ def test_a_run_that_was_stopped_and_killed_is_the_run_of_one_process(place, tmp_
 
 
 def test_a_mesh_is_a_multiple_of_the_processes():
-    with pytest.raises(UserError, match="policy.mesh: expected fsdp x tensor a multiple of the 2 processes, got 1"):
+    with pytest.raises(UserError, match=r"policy\.mesh: .* a multiple of the 2 processes, got 1"):
         joining._require_fit(make_config(task="text"), 2)
 
 

@@ -157,17 +157,6 @@ def test_sharing_changes_neither_states_nor_gradients(states_and_gradients):
     assert float(jnp.abs(shared["lora"]["layers"]["q_proj"]["a"]).max()) > 0
 
 
-def test_gradients_reach_the_prompt(states_and_gradients):
-    """A loss on the last state alone moves the embeddings of prompt tokens that no completion uses."""
-    prompt_tokens, tokens = np.full_like(BATCH[0], 63), np.full_like(BATCH[2], 5)
-    cotangent = np.zeros((PROMPTS, GROUP, STEPS, WIDTH), np.float32)
-    cotangent[:, :, -1] = 1
-    _, grads = states_and_gradients((prompt_tokens, BATCH[1], tokens, BATCH[3]), cotangent)
-    embedding = grads["params"]["embed_tokens"]
-    assert float(jnp.abs(embedding[63]).max()) > 1e-3
-    assert float(jnp.abs(embedding[6]).max()) == 0
-
-
 def test_an_empty_prompt_stays_finite(states_and_gradients):
     """Rows that only fill up a batch must not spread NaN through shared sums."""
     prompt_mask = BATCH[1].copy()
@@ -176,12 +165,6 @@ def test_an_empty_prompt_stays_finite(states_and_gradients):
     cotangent[0] = 0
     hidden, grads = states_and_gradients((BATCH[0], prompt_mask, *BATCH[2:]), cotangent)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((hidden, grads)))
-
-
-def test_one_token_completions(model):
-    hidden = model.policy.forward_group(model.variables, *BATCH[:2], BATCH[2][:, :, :1], BATCH[3][:, :, :1])
-    expected = model.policy.prefill(model.variables, *BATCH[:2]).hidden
-    np.testing.assert_allclose(hidden[:, :, 0], np.repeat(expected[:, None], GROUP, 1), atol=1e-5)
 
 
 @each_family

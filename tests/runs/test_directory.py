@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow.parquet
@@ -60,19 +59,6 @@ def test_files_that_a_judge_has_closed_are_said(tmp_path):
     lock.release()
     with pytest.raises(OSError, match="Bad file descriptor"):
         file.close()
-
-
-def test_of_many_that_want_it_at_once_one_has_it(tmp_path):
-    def take(_):
-        try:
-            return RunLock(tmp_path)
-        except UserError:
-            return None
-
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(20):
-            (held,) = filter(None, pool.map(take, range(8)))
-            held.release()
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b"])

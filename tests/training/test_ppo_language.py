@@ -15,7 +15,6 @@ from grpo_jax.core.shaping import AdaptiveKL
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import make_policy
 from grpo_jax.models.variables import VALUE, init_value_head, token_values
-from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import loss_options, make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
@@ -177,15 +176,6 @@ def test_the_kl_coefficient_follows_its_target(whole):
     expected = AdaptiveKL(0.5, 20).update(0.1, observed, PROMPTS * GROUP)
     assert float(state.kl_coef) == pytest.approx(float(expected)) and float(expected) != pytest.approx(0.1)
     assert make_kl_control(PPOSection(kl_coef=0.1))(0.1, observed, 12) == 0.1
-
-
-def test_the_sampler_does_not_see_the_head():
-    sample = make_sampler(make_policy(CONFIG), SamplingParams(2, STEPS), eos_ids=(3,), pad_id=0)
-    prompts, mask = np.full((2, 4), 7, np.int32), np.ones((2, 4), bool)
-    keys = jax.random.split(jax.random.key(4), 2)
-    variables = tiny_update.make_variables(value=True)
-    bare = {name: tree for name, tree in variables.items() if name != VALUE}
-    np.testing.assert_array_equal(*(sample(v, prompts, mask, keys).tokens for v in (variables, bare)))
 
 
 def test_values_of_states():

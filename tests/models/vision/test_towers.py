@@ -94,23 +94,6 @@ def test_room_in_the_bucket_changes_nothing(world, see):
     jax.tree.map(np.testing.assert_array_equal, see(world.variables, noisy), tight)
 
 
-@pytest.mark.parametrize("world", ["qwen2_5_vl"], indirect=True)
-def test_every_row_is_seen_alone(world, see):
-    rows = tiny.draw(world.config)
-    order = [3, 1, 0, 2]
-    pictures = tiny.packed(rows, world.config)
-    straight = see(world.variables, pictures)
-    turned = see(world.variables, jax.tree.map(lambda leaf: leaf[np.array(order)], pictures))
-    jax.tree.map(
-        partial(np.testing.assert_allclose, atol=1e-5),
-        turned,
-        jax.tree.map(lambda leaf: leaf[np.array(order)], straight),
-    )
-    grouped = see(world.variables, jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), pictures))
-    assert grouped.states.shape == (2, 2, *straight.states.shape[1:])
-    np.testing.assert_allclose(grouped.states.reshape(straight.states.shape), straight.states, atol=1e-5)
-
-
 @pytest.mark.parametrize("world", ["qwen3_vl"], indirect=True)
 def test_where_there_is_no_picture_there_is_nothing(world):
     config = world.config
@@ -126,15 +109,6 @@ def test_where_there_is_no_picture_there_is_nothing(world):
     (_, seen), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(world.loaded.visual, patches)
     assert all(not np.any(layer) for layer in (seen.states, *seen.deepstack))
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
-
-
-@pytest.mark.parametrize("world", ["qwen2_vl"], indirect=True)
-def test_a_head_turns_with_row_and_column(world, see):
-    """Rotation in two dimensions: the same patches as a tall and as a wide picture are not the same."""
-    (row,) = tiny.draw(world.config, [[(4, 8)]])
-    tall = [Picture(row[0].patches, (8, 4))]
-    wide, high = (see(world.variables, tiny.packed([one], world.config)).states[0, 0, :8] for one in (row, tall))
-    assert np.abs(wide - high).max() > 0.1
 
 
 @pytest.mark.parametrize("world", ["qwen3_vl"], indirect=True)

@@ -18,12 +18,7 @@ from grpo_jax.models.policy import make_policy
 from grpo_jax.models.sharding import make_mesh, shardings
 
 LLAMA = dict(
-    model_type="llama",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
+    model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
 )
 QWEN2 = LLAMA | dict(model_type="qwen2")
 MISTRAL = LLAMA | dict(model_type="mistral", num_key_value_heads=2)

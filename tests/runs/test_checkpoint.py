@@ -24,10 +24,7 @@ class Adaptive(NamedTuple):
 
 def make_state(seed=0, width=3):
     key = jax.random.key(seed)
-    params = {
-        "w": jax.random.normal(key, (4, width)),
-        "frozen": jax.random.normal(key, (2,)).astype(jnp.bfloat16),
-    }
+    params = {"w": jax.random.normal(key, (4, width)), "frozen": jax.random.normal(key, (2,)).astype(jnp.bfloat16)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     _, opt_state = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
     return {
@@ -154,18 +151,12 @@ def test_arrays_return_to_the_devices_of_the_template(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda s: s | {"variables": make_state(width=5)["variables"]},
-            r"params\.w is float32\[4,3\].*\[4,5\] is exp",
-        ),
+        (lambda s: s | {"variables": make_state(width=5)["variables"]}, r"params\.w is float32\[4,3\].*\[4,5\] is exp"),
         (
             lambda s: s | {"variables": {"params": {}}},
             r"variables\.params\.frozen is bfloat16\[2\].*absent is expected",
         ),
-        (
-            lambda s: s | {"extra": jnp.ones(1)},
-            r"extra is absent in the checkpoint, float32\[1\] is expected",
-        ),
+        (lambda s: s | {"extra": jnp.ones(1)}, r"extra is absent in the checkpoint, float32\[1\] is expected"),
         (lambda s: s | {"optimizer": optax.sgd(1.0).init({})}, r"optimizer\.1\.0\.count is int32\[\]"),
         (lambda s: s | {"key": jax.random.key(0, impl="rbg")}, r"key is uint32\[2\].*uint32\[4\]"),
     ],
@@ -221,10 +212,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-DAMAGES = {
-    "flipped": flip,
-    "deleted": lambda path: path.unlink(),
-}
+DAMAGES = {"flipped": flip, "deleted": lambda path: path.unlink()}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -299,10 +287,7 @@ def test_a_failing_disk_keeps_what_was_committed_and_can_be_mended(folder, impat
     notes = []
     with Checkpoints(folder, note=notes.append) as checkpoints:
         checkpoints.save(1, big, {}, wait=True)
-        with (
-            small_files_only(50_000),
-            pytest.raises(UserError, match="committed so far stay valid: make room"),
-        ):
+        with small_files_only(50_000), pytest.raises(UserError, match="committed so far stay valid: make room"):
             checkpoints.save(2, big, {}, wait=True)
         assert [note.partition(")")[2] for note in notes] == [
             *("; trying again in 0.01 s", "; trying again in 0.04 s", "; trying again in 0.16 s")

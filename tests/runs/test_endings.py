@@ -140,8 +140,7 @@ PROGRESS = Progress(3, 6, None, 0, {}, [0], {"config": {}, "task": {}}, {"before
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"surprise": 1}, {"iteration": None}, {"notes": None}, {"seconds": 3}, {"identity": []}],
+    "changed", [{"surprise": 1}, {"iteration": None}, {"notes": None}, {"seconds": 3}, {"identity": []}]
 )
 def test_a_checkpoint_that_remembers_other_things_is_of_another_version(changed, tmp_path):
     saved = json.loads(json.dumps(PROGRESS._asdict()))

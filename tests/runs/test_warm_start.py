@@ -10,14 +10,7 @@ import torch
 from support.taught_task import PROMPT, Taught
 from support.tiny_models import causal_lm
 
-from grpo_jax.config import (
-    Config,
-    DataSection,
-    PolicySection,
-    SamplingSection,
-    TrainingSection,
-    WarmStartSection,
-)
+from grpo_jax.config import Config, DataSection, PolicySection, SamplingSection, TrainingSection, WarmStartSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import batch_at, like_batch_at
 from grpo_jax.rollout.encoding import plain_rows

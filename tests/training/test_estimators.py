@@ -40,11 +40,7 @@ def test_each_estimator_is_its_formula(rewards):
     summed = np.asarray(rewards) @ np.float32(WEIGHTS)
     centred = summed - summed.mean(1, keepdims=True)
     group, batch = summed.std(1, ddof=1, keepdims=True) + 1e-4, summed.std(ddof=1) + 1e-4
-    expected = {
-        "grpo": centred / group,
-        "rloo": centred * 4 / 3,
-        "batch": (summed - summed.mean()) / batch,
-    }
+    expected = {"grpo": centred / group, "rloo": centred * 4 / 3, "batch": (summed - summed.mean()) / batch}
     for name, values in expected.items():
         np.testing.assert_allclose(advantages(rewards, advantage=name), values, rtol=1e-4, atol=1e-6, err_msg=name)
     for scale, values in {"group": centred / group, "batch": centred / batch, "none": centred}.items():

@@ -206,18 +206,7 @@ def test_rewrites_are_read(written, prompt):
     assert parse_rewrite(written, "rewrite", "the user's") == (prompt, True)
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        "",
-        " \n",
-        '""',
-        "...!",
-        "Here is the prompt:",
-        "Prompt:",
-        "```",
-    ],
-)
+@pytest.mark.parametrize("written", ["", " \n", '""', "...!", "Here is the prompt:", "Prompt:", "```"])
 def test_unusable_rewrites_leave_the_prompt_unchanged(written):
     assert parse_rewrite(written, "rewrite", "the user's") == ("the user's", False)
 

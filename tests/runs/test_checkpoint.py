@@ -212,7 +212,12 @@ def flip(path):
     path.write_bytes(content)
 
 
-DAMAGES = {"flipped": flip, "deleted": lambda path: path.unlink()}
+DAMAGES = {
+    "flipped": flip,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

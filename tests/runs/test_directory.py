@@ -6,6 +6,9 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow.parquet
@@ -36,6 +39,25 @@ def test_a_run_directory_is_not_overwritten(tmp_path):
     assert RunDirectory.open(tmp_path / "run", resume=True).config.read_text() == "seed: 0\n"
 
 
+def test_what_another_process_holds_is_left_alone_until_it_ends(tmp_path):
+    script = (
+        "import sys, time; from grpo_jax.runs.directory import RunDirectory; "
+        "run = RunDirectory.open(sys.argv[1]); print('held', flush=True); time.sleep(600)"
+    )
+    arguments = [sys.executable, "-c", script, str(tmp_path / "run")]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    before = sorted((tmp_path / "run").iterdir())
+    with pytest.raises(UserError, match=f"run is in use by process {process.pid} on"):
+        RunDirectory.open(tmp_path / "run")
+    assert sorted((tmp_path / "run").iterdir()) == before
+    process.kill()
+    process.communicate()
+    run = RunDirectory.open(tmp_path / "run")  # what a killed process leaves is free
+    run.close()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def test_a_lock_of_another_machine_holds_as_long_as_that_one_touches_it(tmp_path):
     lock = tmp_path / "run.lock"
     lock.write_text(json.dumps({"host": "elsewhere", "process": 7}))
@@ -59,6 +81,19 @@ def test_files_that_a_judge_has_closed_are_said(tmp_path):
     lock.release()
     with pytest.raises(OSError, match="Bad file descriptor"):
         file.close()
+
+
+def test_of_many_that_want_it_at_once_one_has_it(tmp_path):
+    def take(_):
+        try:
+            return RunLock(tmp_path)
+        except UserError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            (held,) = filter(None, pool.map(take, range(8)))
+            held.release()
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b"])

@@ -305,7 +305,7 @@ def _expected(mistake: Any) -> str:
         return f"one of {', '.join(names)}" + (f" (did you mean {near[0]}?)" if near else "")
     expected = _EXPECTED.get(reason, mistake["msg"].removeprefix("Input should be "))
     if reason == "list_type" and isinstance(came, str | int | float):
-        expected += f", such as [{came}]"
+        expected += f", such as [{said(came)}]"
     limits = mistake.get("ctx", {})
     return expected.format(
         **{name: f"{limit:.12g}" if isinstance(limit, float) else limit for name, limit in limits.items()}

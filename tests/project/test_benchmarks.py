@@ -85,17 +85,6 @@ def padded(array: np.ndarray) -> np.ndarray:
     return np.pad(array, [(0, MAX_STEPS - len(array))] + [(0, 0)] * (array.ndim - 1))
 
 
-def test_both_ways_to_step_play_the_same_episodes():
-    _, _, policy = network(0, 1.0)
-    together, apart = play(3, policy, 8), play(3, policy, 8, several=True)
-    happened = together.mask
-    for one, other in zip(together, apart, strict=True):
-        if one.dtype == np.float32:
-            np.testing.assert_allclose(one[happened], other[happened], atol=1e-6)
-        else:
-            np.testing.assert_array_equal(one[happened], other[happened])
-
-
 def test_the_group_algorithm_has_our_loss_and_gradient():
     config = CartPoleConfig(
         task=CartPole(),

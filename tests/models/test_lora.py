@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
-import transformers
 import yaml
 from support import tiny_update
 from support.text_task import rows
 
-from grpo_jax import export, load_rewriter, train
+from grpo_jax import export, train
 from grpo_jax.config import AlgorithmSection, LoraSection, OptimizerSection, PolicySection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
@@ -30,7 +28,6 @@ from grpo_jax.training.optimizer import make_optimizer
 from grpo_jax.training.state import init_state, reference_variables, refresh_reference, saved_parts
 from grpo_jax.training.update import make_update
 
-SYSTEM, PROMPTS, TOKENS = "Be brief.", ["a tree", "q", "Seven ducks on a pond!", "ümläut", "two\nlines"], 8
 LORA = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
 PROJECTIONS, GPT2_PROJECTIONS = map(tuple, (llama.PROJECTIONS, gpt2.PROJECTIONS))
 
@@ -175,16 +172,14 @@ def run(place, tmp_path_factory):
     """Two iterations with adapters, the reference refreshed after the first, a checkpoint after each."""
     run = tmp_path_factory.mktemp("lora") / "run"
     options = ["--policy.lora.rank", "2", "--algorithm.update_ref_every", "1", "--training.save_every", "1"]
-    # Adapters that change what is written.
-    options += ["--policy.lora.alpha=64", "--optimizer.learning_rate=0.1", "--optimizer.warmup_steps=0"]
-    assert train_here(place, run, f"--data.system_prompt={SYSTEM}", *options) == 0
+    assert train_here(place, run, *options) == 0
     return run
 
 
 def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path, capsys):
     config = hf.load_folder(place.policy, tokenizer=False).config
     lora, adapters = load_adapters(run / "adapter", config)
-    assert lora == LoraConfig(2, 64.0, PROJECTIONS)
+    assert lora == LoraConfig(2, 32.0, PROJECTIONS)
     final = restore_params(run, "final")[0]
     assert set(final) == {"lora"}
     jax.tree.map(np.testing.assert_array_equal, adapters, final["lora"])
@@ -195,7 +190,7 @@ def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path
     )
     for name in PROJECTIONS:
         a, b = (np.asarray(adapters["layers"][name][factor], np.float64) for factor in "ab")
-        expected = base[name]["kernel"] + a @ b * (64.0 / 2)
+        expected = base[name]["kernel"] + a @ b * (32.0 / 2)
         np.testing.assert_allclose(merged[name]["kernel"], expected, atol=1e-6)
 
     assert export.main(["--run", str(run), "--out", str(tmp_path / "first"), "--checkpoint", "1", "--adapters"]) == 0
@@ -209,14 +204,13 @@ def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path
 def test_training_starts_from_a_folder_of_adapters(place, run, tmp_path, capsys):
     """What was measured at the end there is measured at the start here, and the reference is that start."""
     options = ["--policy.lora.path", str(run / "adapter"), "--algorithm.update_ref_every", "0"]
-    options.append(f"--data.system_prompt={SYSTEM}")
     assert train_here(place, tmp_path / "run", *options) == 0
     end, start = (json.loads((folder / "summary.json").read_text()) for folder in (run, tmp_path / "run"))
     for name, values in end["evaluation"].items():
         assert start["evaluation"][name]["before"] == pytest.approx(values["after"], abs=1e-6)
     assert rows(tmp_path / "run")[0]["kl"] == 0
     described = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
-    assert described["r"] == 2 and described["lora_alpha"] == 64
+    assert described["r"] == 2 and described["lora_alpha"] == 32
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["policy"]["lora"]["rank"] == 0
     moved, _ = restore_params(tmp_path / "run", "final")
     assert any(
@@ -238,41 +232,3 @@ def test_a_run_without_adapters_has_none_to_export(place, tmp_path, capsys):
         checkpoints.save_final(1, {"variables": {"params": jax.tree.map(jnp.asarray, params)}}, {})
     assert export.main(["--run", str(tmp_path), "--out", str(tmp_path / "out"), "--adapters"]) == 2
     assert "this run trained all weights and has none" in capsys.readouterr().err
-
-
-# what is written with them
-
-
-@pytest.fixture(scope="module")
-def ours(run):
-    """By our sampler from the checkpoint."""
-    rewrite = load_rewriter(run, "final")
-    return [rewrite(prompt) for prompt in PROMPTS]
-
-
-def written(model, folder):
-    """By transformers, through the chat template of a folder."""
-    tokenizer, texts = transformers.AutoTokenizer.from_pretrained(folder), []
-    for prompt in PROMPTS:
-        said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
-        asked = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        with torch.no_grad():
-            out = model.generate(**asked, max_new_tokens=TOKENS, do_sample=False)
-        texts.append(tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
-    return texts
-
-
-def test_the_merged_folder_writes_what_the_checkpoint_writes(run, ours, place, tmp_path):
-    assert export.main(["--run", str(run), "--out", str(tmp_path / "out")]) == 0
-    assert written(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "out") == ours
-    base = written(transformers.AutoModelForCausalLM.from_pretrained(place.policy), place.policy)
-    assert len(set(ours)) > 1 and all(text != other for text, other in zip(ours, base, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_adapters_on_their_base_write_what_the_checkpoint_writes(run, ours, place, tmp_path):
-    peft = pytest.importorskip("peft", reason="needs the package peft (pip install peft)")
-    assert export.main(["--run", str(run), "--out", str(tmp_path / "out"), "--adapters"]) == 0
-    base = transformers.AutoModelForCausalLM.from_pretrained(place.policy)
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out")
-    assert written(adapted, place.policy) == ours

@@ -270,11 +270,7 @@ def test_one_linear_layer_is_a_quality_head(tmp_path):
 
 @pytest.mark.parametrize(
     "tensors",
-    [
-        {"weight": torch.ones(1, 5), "bias": torch.ones(1)},
-        {"weight": torch.ones(1, 4)},
-        {"scale": torch.ones(4)},
-    ],
+    [{"weight": torch.ones(1, 5), "bias": torch.ones(1)}, {"weight": torch.ones(1, 4)}, {"scale": torch.ones(4)}],
 )
 def test_quality_heads_that_do_not_fit(tmp_path, tensors):
     save_file(tensors, tmp_path / "head.safetensors")

@@ -40,14 +40,14 @@ def messages_of(turns):
 
 
 def test_pictures_to_be_drawn_again_are_held_out_by_shape_and_colour():
-    rows = {split: world.pictures(split, 40) for split in world.SPLITS}
+    rows = {split: world.pictures(split, 16) for split in world.SPLITS}
     for split, some in rows.items():
         for row in some:
             assert world.split_of(row["requested"]["shape"], row["requested"]["colour"]) == split
             assert world.check(row["image"].transpose(2, 0, 1) / 255) == row["requested"]
             assert row["oracle"] == world.canonical_caption(world.Scene(**row["requested"]))
             assert row["prompt"] == world.RECREATE and row["image"].shape == (32, 32, 3)
-    again = world.pictures("test", 40)
+    again = world.pictures("test", 16)
     assert all((a["image"] == b["image"]).all() for a, b in zip(again, rows["test"], strict=True))
 
 
@@ -97,6 +97,7 @@ def test_the_folder_is_a_qwen2_vl_of_half_precision():
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_the_start_is_a_weak_captioner():
     """Through transformers, with true pictures in the renderer's place."""
     from scripts.miniature.seeing import load_writer

@@ -14,7 +14,7 @@ def scenes(count, seed=0):
 
 def test_checker_reads_true_pictures():
     rng = np.random.default_rng(3)
-    rows = scenes(400)
+    rows = scenes(150)
     assert (world.read(world.draw(rows, rng)) == rows).mean(axis=0).min() >= 0.99
 
 
@@ -31,8 +31,8 @@ def test_equal_pictures_are_read_once(monkeypatch):
 
 def test_checker_reads_a_little_noise_through():
     rng = np.random.default_rng(3)
-    rows = scenes(100)
-    pictures = np.clip(world.draw(rows, rng) + rng.normal(0, 0.03, (100, 3, 32, 32)), 0, 1)
+    rows = scenes(50)
+    pictures = np.clip(world.draw(rows, rng) + rng.normal(0, 0.03, (50, 3, 32, 32)), 0, 1)
     assert (world.read(pictures) == rows).mean() >= 0.99
 
 

@@ -213,11 +213,7 @@ H, W, T = np.zeros((2, 3, 4), np.float32), np.zeros((5, 4), np.float32), np.zero
             ValueError,
             r"allowed_tokens must have shape \(5,\), got \(4,\)",
         ),
-        (
-            lambda: token_logprobs(H, W, T, allowed_tokens=np.ones(5)),
-            TypeError,
-            "allowed_tokens must be of type bool",
-        ),
+        (lambda: token_logprobs(H, W, T, allowed_tokens=np.ones(5)), TypeError, "allowed_tokens must be of type bool"),
     ],
 )
 def test_bad_input(call, error, message):

@@ -63,14 +63,7 @@ def test_signal_is_judged_per_objective():
     """Summed rewards of 1 and 1 look dead; GDPO still learns from them."""
     nan = np.nan
     rewards = np.array(
-        [
-            [[0, 1], [1, 0]],
-            [[1, 5], [1, 6]],
-            [[1, 5], [1, 5]],
-            [[nan, 5], [1, nan]],
-            [[nan, 5], [1, 6]],
-        ],
-        np.float32,
+        [[[0, 1], [1, 0]], [[1, 5], [1, 6]], [[1, 5], [1, 5]], [[nan, 5], [1, nan]], [[nan, 5], [1, 6]]], np.float32
     )
     np.testing.assert_array_equal(groups_with_signal(rewards), [True, True, False, False, True])
     np.testing.assert_array_equal(groups_with_signal(rewards[:3].sum(-1)), [False, True, False])

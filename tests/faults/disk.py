@@ -18,7 +18,7 @@ FILE_SIZES = (0, 1, 512, 4096, 16384, 65536, 262144)
 
 def campaign(folder: Path, seed: int, count: int, names: tuple[str, ...] = ("cartpole", "text")) -> Iterator[Outcome]:
     """`count` runs of which no file may grow beyond a size, each gone on with without the limit."""
-    preload()
+    preload(names)
     tried = [(kind, size) for kind in make_runs(folder, names) for size in FILE_SIZES]
     for number, (kind, size) in enumerate(random.Random(seed).sample(tried, min(count, len(tried)))):
         reference = Reference.of(kind, folder / kind.name)

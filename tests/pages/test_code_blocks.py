@@ -23,10 +23,7 @@ ELSEWHERE = {
 """Pages whose blocks another test runs, with what they print or make."""
 WHOLE = ("tutorial", "recipes")
 """Folders of docs/ whose pages other tests run whole, with their files, commands and what they print."""
-SMALL = {
-    "sampling": {"group_size": 2, "max_new_tokens": 4},
-    "training": {"max_steps": 1, "prompts_per_batch": 2},
-}
+SMALL = {"sampling": {"group_size": 2, "max_new_tokens": 4}, "training": {"max_steps": 1, "prompts_per_batch": 2}}
 DEVICES = {"docs/scaling.md": 8}
 """Pages that need several."""
 WIDE = ("docs/scaling.md", "docs/runs.md", "docs/coming_from_trl.md")

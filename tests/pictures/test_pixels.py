@@ -15,7 +15,7 @@ from bridges import dlpack
 from bridges.pixels import patches_of
 from grpo_jax.models.hf.image_processor import PictureSettings, read_settings
 from grpo_jax.rollout.encoding import load_eyes
-from grpo_jax.runs.seeing import make_prepare
+from grpo_jax.runs.policy import make_prepare
 
 VISION = SimpleNamespace(patch=4, merge=2, frames=2, family="qwen2_vl", merged=4, window=None, pixels=96)
 

@@ -64,6 +64,7 @@ def test_command_line_and_cases():
         grpo_iteration.options(["--cases", "unequal", "--tunix_python", "python"])
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("default")
 def test_our_worker_iterates(tmp_path):
     folder = grpo_iteration.make_folder(TINY, tmp_path)

@@ -14,13 +14,7 @@ import torch
 from grpo_jax.models.mlp import make_mlp
 from grpo_jax.tasks.cartpole import training
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS, Steps
-from grpo_jax.tasks.cartpole.task import (
-    CartPole,
-    CartPoleAlgorithm,
-    CartPoleConfig,
-    CartPoleNetwork,
-    CartPoleRollout,
-)
+from grpo_jax.tasks.cartpole.task import CartPole, CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, CartPoleRollout
 
 TOLERANCE = 1e-5
 NETWORK = CartPoleNetwork(hidden=[16])

@@ -21,12 +21,7 @@ def python(folder, packages, *arguments):
     """Runs Python where packages are missing."""
     environment = without(folder / "hidden", *packages)
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
+        [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
 
 

@@ -15,7 +15,7 @@ from support.text_task import finish, finished_run, rows, start, train_here, wai
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-DEATHS = 20
+DEATHS = 8
 
 
 @pytest.fixture

@@ -17,13 +17,7 @@ LONGEST_LINE, MOST_LINES, LONGEST_WAIT = 300, 12, 20.0
 
 
 def tried(case: str, action: Callable[[], object], folder: Path) -> Outcome:
-    """Tries one case as a command would: it works, or prints a short line for each mistake and comes to exit code 2.
-
-    Args:
-        case: What it is.
-        action: What the command does.
-        folder: Where the case lies; its path may be long and does not count in a line.
-    """
+    """Tries one case as a command would: it works, or prints a short line for each mistake and comes to exit code 2."""
     out, errors, started = io.StringIO(), io.StringIO(), time.monotonic()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):

@@ -14,8 +14,7 @@ from grpo_jax.config import AlgorithmSection, make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.iteration import make_learner, run_iteration, sample_batch
-from grpo_jax.runs.loop.ahead import Ahead, iterate_ahead
+from grpo_jax.runs.iteration import Prefetcher, iterate_ahead, make_learner, run_iteration, sample_batch
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
@@ -112,7 +111,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     expected = run_iteration(parts, learner, learner.start(parts.policy.variables), 0).row
 
     parts, learner = loaded(config, *choices)
-    ahead, state = Ahead(parts), learner.start(parts.policy.variables)
+    ahead, state = Prefetcher(parts), learner.start(parts.policy.variables)
     # What is left behind is a copy, not what an update frees.
     mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(left_behind(state))}
     assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(behind=None))}

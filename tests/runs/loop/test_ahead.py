@@ -19,7 +19,7 @@ from grpo_jax.runs.parts import load_parts
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.state import left_behind, variables_behind
+from grpo_jax.training.state import stale_copy, stale_variables
 from grpo_jax.training.update import make_preparation
 
 JUDGE = """
@@ -113,7 +113,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     parts, learner = loaded(config, *choices)
     ahead, state = Prefetcher(parts), learner.start(parts.policy.variables)
     # What is left behind is a copy, not what an update frees.
-    mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(left_behind(state))}
+    mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(stale_copy(state))}
     assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(behind=None))}
     first = iterate_ahead(parts, learner, ahead, state, 0)
     timed = ("seconds/", "tokens_per_second")
@@ -125,7 +125,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     }
 
     state = first.state
-    episodes, judgement = sample_batch(parts, variables_behind(state, state.behind), 1)
+    episodes, judgement = sample_batch(parts, stale_variables(state, state.behind), 1)
     samples = episodes.samples
     batch = Batch(episodes.prompt_tokens, episodes.prompt_mask, samples.tokens, samples.mask)
     forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))

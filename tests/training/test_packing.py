@@ -7,7 +7,7 @@ import pytest
 
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama_config import DecoderConfig, Mixture
+from grpo_jax.models.families.llama import DecoderConfig, Mixture
 from grpo_jax.models.policy import make_policy
 from grpo_jax.models.rope import RopeConfig
 from grpo_jax.models.variables import VALUE

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from bridges.miniature.lens import lens_of, look, oracle_rewrite
 from grpo_jax.config.fields import may_change, require
+
+if TYPE_CHECKING:
+    import torch
+
+    from bridges.diffusion import ConfiguredRenderer
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,13 @@ class HiddenLens:
     cache_megabytes: int = may_change(256)
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         for name in ("steps", "eval_steps", "batch_size"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
         require(self.cache_megabytes >= 0, "cache_megabytes", "a number >= 0", self.cache_megabytes)
 
-    def load(self, device: str) -> Any:
-        """The miniature's pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`."""
+    def load(self, device: str) -> ConfiguredRenderer:
+        """Load the miniature's pipeline on "cpu" or "gpu:N"."""
         from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
 
         renderer = load_renderer("miniature", device=device, cache_bytes=self.cache_megabytes * 2**20)
@@ -60,6 +65,6 @@ class HiddenLens:
         ]
 
 
-def through_lenses(images: Any, seeds: list[int]) -> Any:
+def through_lenses(images: torch.Tensor, seeds: list[int]) -> torch.Tensor:
     """Return pictures [B, 3, H, W] as they look through the lenses of their seeds."""
     return look(images, [lens_of(seed) for seed in seeds])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import may_change, require
+
+if TYPE_CHECKING:
+    from bridges.diffusion import ConfiguredRenderer
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,20 @@ class StableDiffusion3:
     cache_megabytes: int = may_change(256)
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         for name in ("steps", "eval_steps", "batch_size", "guidance", "eval_guidance"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
         for name in ("size", "cache_megabytes"):
             require(getattr(self, name) >= 0, name, "a number >= 0", getattr(self, name))
 
     def check(self) -> None:
-        """Refuses a pipeline that is not there or of another kind; no weight is read."""
+        """Refuse a pipeline that is not there or of another kind; no weight is read."""
         from bridges.diffusion import find_pipeline
 
         find_pipeline(self.path)
 
-    def load(self, device: str) -> Any:
-        """The pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`."""
+    def load(self, device: str) -> ConfiguredRenderer:
+        """Load the pipeline on "cpu" or "gpu:N"."""
         from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
 
         renderer = load_renderer(
@@ -81,6 +84,6 @@ class StableDiffusion3:
             texts=", with T5" if "text_encoder_3" in used else ", without T5",
         )
 
-    def savings(self) -> list[dict[str, Any]]:
+    def savings(self) -> list[dict[str, object]]:
         """Fields that can take less memory; working memory first."""
         return [{"batch_size": 1}, {"dtype": "bfloat16"}, {"use_t5": False}]

@@ -163,7 +163,7 @@ class TextToImage:
             cache_megabytes=self.cache_megabytes,
         )
 
-    def savings(self) -> list[dict[str, Any]]:
+    def savings(self) -> list[dict[str, object]]:
         """Fields that can take less memory; working memory first."""
         return [{"batch_size": 1}, {"dtype": "bfloat16"}]
 
@@ -184,7 +184,7 @@ def find_text_to_image(path: str) -> tuple[Path | str, dict, type[DiffusionPipel
     return source, index, kinds[index["_class_name"]]
 
 
-def find_scheduler(name: str, options: Mapping[str, Any]) -> type[SchedulerMixin]:
+def find_scheduler(name: str, options: Mapping[str, object]) -> type[SchedulerMixin]:
     """The scheduler of diffusers that has a name, and these fields in its config.
 
     Raises:
@@ -255,9 +255,9 @@ def _random_states(device: torch.device) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *cards]
 
 
-def _left_out(kind: type[DiffusionPipeline], index: Mapping[str, Any]) -> dict[str, Any]:
+def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
     """What is passed in place of parts: those that the folder says it lacks, and what would paint the pictures."""
-    parts: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
+    parts: dict[str, object] = {name: None for name, value in index.items() if value == [None, None]}
     painting = {"safety_checker": None, "requires_safety_checker": False, "add_watermarker": False}
     takes = inspect.signature(kind.__init__).parameters
     return parts | {name: value for name, value in painting.items() if name in takes}

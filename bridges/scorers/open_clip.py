@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from bridges.clip import Scorer
 
 PUBLISHED: dict[str, int] = {"ViT-B-32": 151_277_313, "ViT-L-14": 427_616_513}
 """Numbers in open_clip's models."""
@@ -29,13 +32,13 @@ class OpenClip:
     preprocessing: Literal["library", "tensor"] = "library"
 
     def check(self) -> None:
-        """Refuses a model that is not there; no weight is read."""
+        """Refuse a model that is not there; no weight is read."""
         from bridges.clip import find_clip
 
         find_clip(self.model, self.pretrained)
 
-    def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.clip.Scorer`."""
+    def load(self, device: str) -> Scorer:
+        """Load the model on "cpu" or "gpu:N"."""
         from bridges.clip import load_scorer
 
         return load_scorer(

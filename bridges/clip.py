@@ -4,11 +4,13 @@ Everything is encoded in batches of one fixed shape: a score then does not depen
 else was asked for, and a resumed run sees the scores of one that never stopped.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +20,21 @@ from bridges import bundled
 from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
 from bridges.pixels import to_pillow
 from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+CACHED_TEXTS = 4096
+"""How many texts' features a scorer remembers."""
+
+Preprocessing = Literal["library", "tensor"]
+"""What resizes pictures: the model's own library, from 8 bits, or `Preprocess`, as floats on the scorer's device."""
+
+PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+class ScoreError(RuntimeError):
+    """A feature or a score came out with values that are not finite."""
 
 
 def features_of(
@@ -38,10 +55,10 @@ def features_of(
     shapes: dict[tuple[int, ...], list[int]] = {}
     for key, image in different.items():
         shapes.setdefault(tuple(image.shape), []).append(key)
-    found = {}
+    features = {}
     for keys in shapes.values():
-        found |= dict(zip(keys, encode(torch.stack([different[key] for key in keys])), strict=True))
-    return torch.stack([found[id(image)] for image in images])
+        features |= dict(zip(keys, encode(torch.stack([different[key] for key in keys])), strict=True))
+    return torch.stack([features[id(image)] for image in images])
 
 
 def features_of_distinct(
@@ -66,24 +83,6 @@ def features_of_distinct(
     return encode(images[first], first)[places]
 
 
-# ----------------------------------------------------------------------------------------------------------------- clip
-
-
-PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-
-
-CACHED_TEXTS = 4096
-"""How many texts' features a scorer remembers."""
-
-
-class ScoreError(RuntimeError):
-    """A feature or a score came out with values that are not finite."""
-
-
-Preprocessing = Literal["library", "tensor"]
-"""What resizes pictures: the model's own library, from 8 bits, or `Preprocess`, as floats on the scorer's device."""
-
-
 class Preprocess(NamedTuple):
     """open_clip's evaluation transform, for batches of tensors.
 
@@ -106,10 +105,10 @@ class Preprocess(NamedTuple):
     interpolation: str = "bicubic"
     resize_mode: str = "shortest"
     fill: int = 0
-    library: Callable[[Any], torch.Tensor] | None = None
+    library: Callable[[Image], torch.Tensor] | None = None
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Resizes, crops or pads, and normalises; float [B, 3, H, W] in [0, 1] to [B, 3, *size]."""
+        """Resize, crop or pad, and normalise; float [B, 3, H, W] in [0, 1] to [B, 3, *size]."""
         height, width = self._resized(images.shape[-2], images.shape[-1])
         if (height, width) != tuple(images.shape[-2:]):
             if self.library is not None:
@@ -134,7 +133,7 @@ class Preprocess(NamedTuple):
 
 
 def _centre(images: torch.Tensor, size: tuple[int, int], fill: float) -> torch.Tensor:
-    """Crops or pads the last two axes to `size`, about the centre."""
+    """Crop or pad the last two axes to `size`, about the centre."""
     short = [max(want - have, 0) for want, have in zip(size, images.shape[-2:], strict=True)]
     if any(short):
         top, left = short[0] // 2, short[1] // 2
@@ -222,6 +221,16 @@ class ImageEncoder:
         return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)
 
 
+class Towers(Protocol):
+    """A CLIP as open_clip has it, or one with its names: inputs [B, …] → features [B, width]."""
+
+    def encode_image(self, image: torch.Tensor, /) -> torch.Tensor:
+        """Features of pixels."""
+
+    def encode_text(self, text: torch.Tensor, /) -> torch.Tensor:
+        """Features of tokens."""
+
+
 class Scorer(ImageEncoder):
     """A loaded CLIP; make one with `load_scorer`.
 
@@ -233,8 +242,8 @@ class Scorer(ImageEncoder):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: Towers,
+        tokenizer: Callable[[list[str]], torch.Tensor],
         preprocess: Preprocess,
         *,
         name: str,
@@ -321,15 +330,15 @@ class QualityHead(NamedTuple):
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         """Score of each unit feature [B, width]; float32 [B]."""
         scores = features.float()
-        for i, (weight, bias) in enumerate(self.layers):
-            if i and self.activation == "relu":
+        for number, (weight, bias) in enumerate(self.layers):
+            if number and self.activation == "relu":
                 scores = torch.relu(scores)
             scores = functional.linear(scores, weight.to(scores.device), bias.to(scores.device))
         return _checked(scores, lambda row: f"quality of picture {row}").squeeze(-1)
 
 
 def load_quality_head(path: str | Path, width: int) -> QualityHead:
-    """Reads a head from safetensors: `weight` and `bias`, or `….N.weight` and `….N.bias` in the order of N.
+    """Read a head from safetensors: `weight` and `bias`, or `….N.weight` and `….N.bias` in the order of N.
 
     The file's metadata may say `activation: relu`; without it the layers follow each other directly, as in
     the published aesthetic predictors for CLIP.
@@ -386,7 +395,7 @@ def load_scorer(
     quality_head: str | Path | None = None,
     preprocessing: Preprocessing = "library",
 ) -> Scorer:
-    """Loads a CLIP.
+    """Load a CLIP.
 
     Args:
         model: An open_clip name such as "ViT-B-32", a folder in open_clip's layout ("local-dir:PATH" or the

@@ -1,16 +1,22 @@
 """What the loaders of renderer and scorer share: names of devices and dtypes, silence, helpful errors."""
 
+from __future__ import annotations
+
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -58,7 +64,7 @@ def local_folder(path: str) -> Path | None:
     return None
 
 
-def load_part(kind: Any, path: str, part: str = "", **options: Any) -> Any:
+def load_part(kind: Any, path: str, part: str = "", **options: object) -> Any:
     """Load a part of a folder of transformers, or of a model on the hub; no code that comes with it is run.
 
     Args:
@@ -78,7 +84,7 @@ def load_part(kind: Any, path: str, part: str = "", **options: Any) -> Any:
         raise UserError(f"cannot load {f'the {part} of ' if part else ''}{path}: {first_line(error)}") from error
 
 
-def load_image_processor(path: str, **sizes: Any) -> Callable[[Any], torch.Tensor]:
+def load_image_processor(path: str, **sizes: dict[str, int]) -> Callable[[Image], torch.Tensor]:
     """Return the function picture of Pillow → [3, H, W] of a folder's own image processor; `sizes` replace its own."""
     from transformers import AutoImageProcessor
 
@@ -86,7 +92,7 @@ def load_image_processor(path: str, **sizes: Any) -> Callable[[Any], torch.Tenso
     return lambda picture: processor(images=picture, return_tensors="pt", **sizes)["pixel_values"][0]
 
 
-def load_config(path: str) -> Any:
+def load_config(path: str) -> PretrainedConfig:
     """Load the config of a folder of transformers, or of a model on the hub."""
     from transformers import AutoConfig
 
@@ -109,8 +115,8 @@ def load_settings(path: str) -> dict[str, Any]:
         raise UserError(f"cannot read {name} of {path}: {first_line(error)}") from error
 
 
-def load_complete(kind: Any, path: str, *, dtype: str) -> Any:
-    """A model of transformers in evaluation, all of whose weights its folder holds, as safetensors.
+def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
+    """Load a model of transformers in evaluation, all of whose weights its folder holds, as safetensors.
 
     Args:
         kind: The model's class, or one of transformers' Auto classes.
@@ -123,7 +129,7 @@ def load_complete(kind: Any, path: str, *, dtype: str) -> Any:
     torch_type, folder = torch_dtype(dtype), local_folder(path)
     try:
         with quiet_loading():
-            model, found = kind.from_pretrained(
+            model, info = kind.from_pretrained(
                 folder or path,
                 dtype=torch_type,
                 use_safetensors=True,
@@ -132,7 +138,7 @@ def load_complete(kind: Any, path: str, *, dtype: str) -> Any:
             )
     except Exception as error:
         raise UserError(f"cannot load {path}: {first_line(error)}") from error
-    if missing := sorted(found["missing_keys"]):  # transformers draws them at random
+    if missing := sorted(info["missing_keys"]):  # transformers draws them at random
         raise UserError(f"cannot load {path} as a {type(model).__name__}: its weights lack {missing[0]}")
     return model.eval().requires_grad_(False)
 
@@ -147,7 +153,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keeps the libraries' progress bars, log lines and warnings off the terminal while models are loaded.
+    """Keep the libraries' progress bars, log lines and warnings off the terminal while models are loaded.
 
     Failures are not hidden: they arrive as exceptions, and the loaders turn them into one line.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bridges.miniature.lens import lens_of, look, oracle_rewrite
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change
 
 if TYPE_CHECKING:
     import torch
@@ -27,16 +27,14 @@ class HiddenLens:
         cache_megabytes: Memory for pictures kept by (prompt, seed, settings); 0 keeps none.
     """
 
-    steps: int = 2
-    eval_steps: int = 4
-    batch_size: int = may_change(64)
-    cache_megabytes: int = may_change(256)
+    steps: PositiveCount = 2
+    eval_steps: PositiveCount = 4
+    batch_size: PositiveCount = may_change(64)
+    cache_megabytes: Count = may_change(256)
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("steps", "eval_steps", "batch_size"):
-            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
-        require(self.cache_megabytes >= 0, "cache_megabytes", "a number >= 0", self.cache_megabytes)
+        check_ranges(self, "")
 
     def load(self, device: str) -> ConfiguredRenderer:
         """Load the miniature's pipeline on "cpu" or "gpu:N"."""

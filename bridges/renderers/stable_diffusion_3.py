@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change, require
 
 if TYPE_CHECKING:
     from bridges.diffusion import ConfiguredRenderer
@@ -31,20 +31,19 @@ class StableDiffusion3:
     path: str = "miniature"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     use_t5: bool = True
-    size: int = 0
-    steps: int = 10
+    size: Count = 0
+    steps: PositiveCount = 10
     guidance: float = 1.0
-    eval_steps: int = 10
+    eval_steps: PositiveCount = 10
     eval_guidance: float = 1.0
-    batch_size: int = may_change(32)
-    cache_megabytes: int = may_change(256)
+    batch_size: PositiveCount = may_change(32)
+    cache_megabytes: Count = may_change(256)
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("steps", "eval_steps", "batch_size", "guidance", "eval_guidance"):
+        check_ranges(self, "")
+        for name in ("guidance", "eval_guidance"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
-        for name in ("size", "cache_megabytes"):
-            require(getattr(self, name) >= 0, name, "a number >= 0", getattr(self, name))
 
     def check(self) -> None:
         """Refuse a pipeline that is not there or of another kind; no weight is read."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change, require
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ class TextToImage:
 
     path: str = "miniature"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    size: int = 0
-    steps: int = 10
+    size: Count = 0
+    steps: PositiveCount = 10
     guidance: float = 1.0
-    eval_steps: int = 10
+    eval_steps: PositiveCount = 10
     eval_guidance: float = 1.0
     negative_prompt: str = ""
     max_sequence_length: int = 0
@@ -56,15 +56,14 @@ class TextToImage:
     scheduler_options: dict[str, Any] = field(default_factory=dict)
     lora: str = ""
     lora_scale: float = 1.0
-    batch_size: int = may_change(8)
-    cache_megabytes: int = may_change(256)
+    batch_size: PositiveCount = may_change(8)
+    cache_megabytes: Count = may_change(256)
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        for name in ("steps", "eval_steps", "batch_size", "guidance", "eval_guidance"):
+        check_ranges(self, "")
+        for name in ("guidance", "eval_guidance"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
-        for name in ("size", "cache_megabytes"):
-            require(getattr(self, name) >= 0, name, "a number >= 0", getattr(self, name))
         length = self.max_sequence_length
         require(0 <= length <= 512, "max_sequence_length", "a number from 0 to 512", length)
 

@@ -18,7 +18,7 @@ from http.client import HTTPException
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import Positive, PositiveCount, check_ranges, may_change, require
 from grpo_jax.config.files import parse_json
 from grpo_jax.errors import UserError, one_line
 
@@ -47,10 +47,10 @@ class Http:
     url: str = may_change("")
     columns: list[str] = field(default_factory=list)
     headers_from: str = may_change("")
-    batch_size: int = may_change(64)
-    concurrency: int = may_change(4)
-    timeout: float = may_change(60.0)
-    attempts: int = may_change(5)
+    batch_size: PositiveCount = may_change(64)
+    concurrency: PositiveCount = may_change(4)
+    timeout: Positive = may_change(60.0)
+    attempts: PositiveCount = may_change(5)
 
     runs_on: ClassVar[str] = "cpu"
     """Where it is unless `devices` says otherwise: no card is kept for it."""
@@ -61,9 +61,7 @@ class Http:
         complete = parts.scheme in ("http", "https") and bool(parts.hostname)
         require(complete, "url", "http://HOST/… or https://HOST/…", self.url)
         require(parts.password is None, "url", "no password in it, but headers_from", f"{parts.scheme}://…")
-        for name in ("batch_size", "concurrency", "attempts"):
-            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
-        require(self.timeout > 0, "timeout", "a number > 0", self.timeout)
+        check_ranges(self, "")
 
     def check(self) -> None:
         """Refuse headers that are not there; nobody is asked."""

@@ -54,11 +54,11 @@ class HiddenLens:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the cache."""
-        from bridges import shapes
+        from bridges import loading
 
-        sizes, _, _ = shapes.pipeline_sizes("miniature")
+        sizes, _, _ = loading.pipeline_sizes("miniature")
         return [
-            ("pipeline", shapes.ITEM_BYTES["float32"] * sum(sizes.values()), "float32"),
+            ("pipeline", loading.ITEM_BYTES["float32"] * sum(sizes.values()), "float32"),
             ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
         ]
 

@@ -69,11 +69,11 @@ class StableDiffusion3:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE."""
-        from bridges import shapes
+        from bridges import loading
 
-        sizes, widths, edge = shapes.pipeline_sizes(self.path)
+        sizes, widths, edge = loading.pipeline_sizes(self.path)
         used = {name: size for name, size in sizes.items() if self.use_t5 or name != "text_encoder_3"}
-        return shapes.renderer_memory(
+        return loading.renderer_memory(
             used,
             widths,
             self.size or edge,

@@ -150,10 +150,10 @@ class TextToImage:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE; LoRA weights are merged."""
-        from bridges import shapes
+        from bridges import loading
 
-        sizes, widths, edge = shapes.pipeline_sizes(self.path)
-        return shapes.renderer_memory(
+        sizes, widths, edge = loading.pipeline_sizes(self.path)
+        return loading.renderer_memory(
             sizes,
             widths,
             self.size or edge,

@@ -94,10 +94,10 @@ class ClipModel:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations are some tens of megabytes."""
-        from bridges import shapes
+        from bridges import loading
 
-        count = PUBLISHED.get(self.path) or shapes.model_size(self.path)
-        return [("CLIP", count * shapes.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
+        count = PUBLISHED.get(self.path) or loading.model_size(self.path)
+        return [("CLIP", count * loading.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
 
     def _model_config(self) -> CLIPConfig:
         from bridges.loading import load_config

@@ -52,9 +52,9 @@ class OpenClip:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations are a few tens of megabytes."""
-        from bridges import bundled, shapes
+        from bridges import bundled, loading
 
         folder = bundled(self.model, "scorer")
         name = self.model if folder is None else f"local-dir:{folder}"
-        count = PUBLISHED.get(name.replace("/", "-")) or shapes.clip_size(name)
-        return [("CLIP", count * shapes.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
+        count = PUBLISHED.get(name.replace("/", "-")) or loading.clip_size(name)
+        return [("CLIP", count * loading.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]

@@ -71,10 +71,10 @@ class SequenceClassification:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations grow with batch_size x max_tokens and stay small beside them."""
-        from bridges import shapes
+        from bridges import loading
 
-        size = shapes.model_size(self.path, "AutoModelForSequenceClassification")
-        weights = size * shapes.ITEM_BYTES[self.dtype]
+        size = loading.model_size(self.path, "AutoModelForSequenceClassification")
+        weights = size * loading.ITEM_BYTES[self.dtype]
         return [("reward model", weights, self.dtype), ("scoring", 2**29, "allowance")]
 
     def _column(self, config: PretrainedConfig) -> int:

@@ -73,10 +73,10 @@ class Vqa:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; of a batch, a gigabyte is allowed for."""
-        from bridges import shapes
+        from bridges import loading
 
-        size = shapes.model_size(self.path, "AutoModelForImageTextToText")
-        weights = size * shapes.ITEM_BYTES[self.dtype]
+        size = loading.model_size(self.path, "AutoModelForImageTextToText")
+        weights = size * loading.ITEM_BYTES[self.dtype]
         return [("model", weights, self.dtype), ("looking", 2**30, "allowance")]
 
 

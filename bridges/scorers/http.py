@@ -81,11 +81,11 @@ class JudgeError(RuntimeError):
 
 
 class _PassingError(Exception):
-    """An attempt that failed and may be made again; `asked` is the pause that the server asks for, in seconds."""
+    """An attempt that failed and may be made again; `retry_after` is what the server asks for, in seconds."""
 
-    def __init__(self, reason: str, asked: float = 0.0):
+    def __init__(self, reason: str, retry_after: float = 0.0):
         super().__init__(reason)
-        self.asked = asked
+        self.retry_after = retry_after
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -153,7 +153,7 @@ class HttpJudge:
                 return _scores(self._post(request), len(batch["completions"]))
             except _PassingError as error:
                 reason = str(error)
-                pause = pause_after(attempt, self._first_pause, error.asked)
+                pause = pause_after(attempt, self._first_pause, error.retry_after)
             if attempt + 1 < self._config.attempts and stopped.wait(pause):
                 break
         raise JudgeError(f"{reason}, {self._config.attempts} attempts, {self.name}")
@@ -176,16 +176,16 @@ class HttpJudge:
             raise _PassingError(f"{type(reason).__name__}: {one_line(reason, 40)}") from error
 
 
-def pause_after(attempt: int, first: float, asked: float) -> float:
-    """Seconds between two attempts: doubled each time, varied so that many do not come back at once, none too early.
+def pause_after(attempt: int, first: float, retry_after: float) -> float:
+    """Seconds before the attempt behind number `attempt`, counted from 0: exponential backoff with jitter.
 
     Args:
-        attempt: Counted from 0.
-        first: What the first is doubled from.
-        asked: The least, if the server says so.
+        attempt: The one that failed.
+        first: Seconds after the first.
+        retry_after: The least, if the server says so.
     """
-    grown = min(first * 2**attempt, LONGEST_PAUSE)
-    return max(random.uniform(grown / 2, grown), min(asked, LONGEST_PAUSE))
+    backoff = min(first * 2**attempt, LONGEST_PAUSE)
+    return max(random.uniform(backoff / 2, backoff), min(retry_after, LONGEST_PAUSE))
 
 
 def _scores(answer: bytes, count: int) -> list[float | None]:

@@ -109,28 +109,6 @@ def test_window_and_token_counts(folder, renderer, folder_without_t5):
     assert clip_only.count_tokens([]) == []
 
 
-def test_words_beyond_the_window_do_not_reach_the_picture(folder):
-    renderer = load_renderer(folder, use_t5=False)
-    inside = " ".join("a" * 75)
-    assert renderer.count_tokens([inside]) == [77]
-    prompts = [inside, inside + " red dog", inside[:-1] + "b"]
-    images = renderer.render(prompts, [1, 1, 1], SETTINGS)
-    # Rows of one batch may differ in their last bits.
-    torch.testing.assert_close(images[0], images[1], atol=1e-5, rtol=0)
-    assert (images[0] - images[2]).abs().max() > 1e-4
-
-
-def test_a_picture_does_not_depend_on_its_company(folder):
-    renderer = load_renderer(folder, cache_bytes=0)
-    settings = RenderSettings(steps=2, guidance=3.0, size=16, batch_size=4)
-    prompts = [f"dog {letter}" for letter in "abcdefg"]
-    together = renderer.render(prompts, list(range(7)), settings)
-    order = [4, 0, 6, 2, 5, 1, 3]
-    shuffled = renderer.render([prompts[i] for i in order], order, settings)
-    assert torch.equal(shuffled, together[order])
-    assert torch.equal(renderer.render(prompts[5:6], [5], settings), together[5:6])
-
-
 def test_seed_alone_makes_the_noise(renderer):
     images = renderer.render(["dog", "dog", "cat"], [1, 2, 1], SETTINGS)
     assert not torch.equal(images[0], images[1])
@@ -256,8 +234,7 @@ def test_folders_that_are_missing_or_other(tmp_path, folder):
         load_renderer(folder, dtype="float64")
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
-@pytest.mark.parametrize("part", ["text_encoder", "transformer", "vae"])
+@pytest.mark.parametrize(("part", "damage"), [("transformer", "truncated"), ("text_encoder", "missing")])
 def test_broken_weights(tmp_path, folder, part, damage):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (weights,) = (copy / part).glob("*.safetensors")
@@ -268,17 +245,6 @@ def test_broken_weights(tmp_path, folder, part, damage):
     with pytest.raises(UserError, match="cannot load the renderer from") as caught:
         load_renderer(copy)
     assert "\n" not in str(caught.value)
-
-
-def test_pickled_weights_are_not_read(tmp_path, folder):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    (weights,) = (copy / "transformer").glob("*.safetensors")
-    from safetensors.torch import load_file
-
-    torch.save(load_file(weights), weights.with_suffix(".bin"))
-    weights.unlink()
-    with pytest.raises(UserError, match="cannot load the renderer"):
-        load_renderer(copy)
 
 
 def test_weights_that_need_a_login():

@@ -412,8 +412,6 @@ def load_scorer(
     """
     import open_clip
 
-    if batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
     target, torch_type = torch_device(device), torch_dtype(dtype)
     name = find_clip(str(model), pretrained)
     with quiet_loading():

@@ -264,8 +264,6 @@ class RenderSettings:
         steps: Denoising steps.
         guidance: Classifier-free guidance scale; 1 does without, at half the cost.
         size: Height and width in pixels.
-        max_sequence_length: Tokens given to text encoders without a window of their own, at most 512; None takes
-            what the renderer was loaded with.
         batch_size: Pictures drawn at once; the last batch of a call is padded to it.
         negative_prompt: What guidance leads away from; None takes the pipeline's own.
     """
@@ -273,19 +271,8 @@ class RenderSettings:
     steps: int
     guidance: float
     size: int
-    max_sequence_length: int | None = None
     batch_size: int = 1
     negative_prompt: str | None = None
-
-    def __post_init__(self):
-        """Check the ranges."""
-        for name in ("steps", "size", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.guidance < 1:
-            raise ValueError(f"guidance: expected at least 1, got {self.guidance}")
-        if self.max_sequence_length is not None and not 1 <= self.max_sequence_length <= 512:
-            raise ValueError(f"max_sequence_length: expected 1 to 512, got {self.max_sequence_length}")
 
 
 class _ImageCache:
@@ -327,12 +314,12 @@ class Renderer:
         # Copies: a tokenizer keeps its truncation between calls, and counting goes on while another thread renders.
         self._counters = [copy.deepcopy(tokenizer) for tokenizer in self.about.tokenizers]
         self._cache = _ImageCache(cache_bytes)
-        self._negatives: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._negatives: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
 
     @property
     def window(self) -> int:
-        """Tokens of a prompt that reach the picture (fewer if the settings' `max_sequence_length` is less)."""
+        """Tokens of a prompt that reach the picture."""
         return self.about.window
 
     @property
@@ -382,8 +369,7 @@ class Renderer:
 
     def _draw(self, batch: list[tuple], settings: RenderSettings) -> torch.Tensor:
         padded = batch + [batch[-1]] * (settings.batch_size - len(batch))
-        length = settings.max_sequence_length or self.about.length
-        options = {"guidance_scale": settings.guidance, "max_sequence_length": length, **UNCHANGED}
+        options = {"guidance_scale": settings.guidance, "max_sequence_length": self.about.length, **UNCHANGED}
         try:
             with torch.no_grad():
                 images = self.pipeline(
@@ -395,7 +381,7 @@ class Renderer:
                     width=settings.size,
                     output_type="pt",
                     **{name: value for name, value in options.items() if name in self.about.takes},
-                    **self._negative(settings, len(padded), length),
+                    **self._negative(settings, len(padded)),
                 ).images[: len(batch)]
         except Exception as error:
             raise RenderError(f"the renderer failed: {type(error).__name__}: {first_line(error)}") from error
@@ -408,7 +394,7 @@ class Renderer:
             )
         return images
 
-    def _negative(self, settings: RenderSettings, count: int, length: int | None) -> dict:
+    def _negative(self, settings: RenderSettings, count: int) -> dict:
         """Arguments of the pipeline's call for the negative prompt.
 
         Stable Diffusion 3 would encode it anew for each picture, by T5 too: it gets the states of one.
@@ -418,13 +404,13 @@ class Renderer:
             return {}
         if self.about.kind != STABLE_DIFFUSION_3:
             return {"negative_prompt": [text] * count}
-        key = text or "", length
-        if key not in self._negatives:
+        text = text or ""
+        if text not in self._negatives:
             embeddings, _, pooled, _ = self.pipeline.encode_prompt(
-                key[0], None, None, do_classifier_free_guidance=False, max_sequence_length=length
+                text, None, None, do_classifier_free_guidance=False, max_sequence_length=self.about.length
             )
-            self._negatives[key] = embeddings, pooled
-        embeddings, pooled = self._negatives[key]
+            self._negatives[text] = embeddings, pooled
+        embeddings, pooled = self._negatives[text]
         return {
             "negative_prompt_embeds": embeddings.expand(count, -1, -1),
             "negative_pooled_prompt_embeds": pooled.expand(count, -1),

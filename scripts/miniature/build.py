@@ -104,7 +104,7 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
     from scripts.miniature import seeing, train_scorer
 
     renderer, scorer = load_renderer(folder / "renderer"), load_scorer(folder / "scorer")
-    settings = RenderSettings(steps=_RENDER_STEPS, guidance=1.0, size=world.SIZE, max_sequence_length=1, batch_size=64)
+    settings = RenderSettings(steps=_RENDER_STEPS, guidance=1.0, size=world.SIZE, batch_size=64)
 
     def draw(texts: list[str]) -> torch.Tensor:
         return renderer.render(texts, list(range(len(texts))), settings)

@@ -1,4 +1,4 @@
-"""Scores of pictures and texts by CLIP (Radford et al. 2021, arXiv:2103.00020), through open_clip.
+"""Scores of pictures and texts by CLIP (Radford et al. 2021, arXiv:2103.00020) and other vision models.
 
 Everything is encoded in batches of one fixed shape: a score then does not depend, in its last bits, on what
 else was asked for, and a resumed run sees the scores of one that never stopped.
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from bridges import bundled
-from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
+from bridges.loading import first_line
 from bridges.pixels import to_pillow
 from grpo_jax.errors import UserError
 
@@ -29,8 +28,6 @@ CACHED_TEXTS = 4096
 
 Preprocessing = Literal["library", "tensor"]
 """What resizes pictures: the model's own library, from 8 bits, or `Preprocess`, as floats on the scorer's device."""
-
-PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 class ScoreError(RuntimeError):
@@ -232,7 +229,7 @@ class Towers(Protocol):
 
 
 class Scorer(ImageEncoder):
-    """A loaded CLIP; make one with `load_scorer`.
+    """A loaded CLIP.
 
     Attributes:
         model: With `encode_image` and `encode_text`, as open_clip has them.
@@ -251,7 +248,7 @@ class Scorer(ImageEncoder):
         dtype: torch.dtype,
         batch_size: int,
     ):
-        """Take the parts as `load_scorer` makes them."""
+        """Take the parts as a loader makes them."""
         super().__init__(
             model.encode_image, preprocess, name=name, kind="CLIP", device=device, dtype=dtype, batch_size=batch_size
         )
@@ -383,124 +380,3 @@ def _checked(values: torch.Tensor, name: Callable[[int], str]) -> torch.Tensor:
     if not all(finite):
         raise ScoreError(f"the scorer's output for {name(finite.index(False))} is not finite")
     return values
-
-
-def load_scorer(
-    model: str | Path,
-    *,
-    pretrained: str | None = None,
-    device: str | torch.device = "cpu",
-    dtype: str = "float32",
-    batch_size: int = 32,
-    quality_head: str | Path | None = None,
-    preprocessing: Preprocessing = "library",
-) -> Scorer:
-    """Load a CLIP.
-
-    Args:
-        model: An open_clip name such as "ViT-B-32", a folder in open_clip's layout ("local-dir:PATH" or the
-            path alone), "hf-hub:OWNER/NAME", or "miniature".
-        pretrained: With a name, the tag of its weights such as "laion2b_s34b_b79k", or a safetensors file.
-        device: "cpu" or "gpu:N".
-        dtype: "float32", "float16" or "bfloat16".
-        batch_size: Pictures or texts encoded at once; smaller batches are padded to it.
-        quality_head: A head for `Scorer.quality` (`load_quality_head`), or None.
-        preprocessing: What resizes pictures of another size: "library" is open_clip's transform.
-
-    Raises:
-        UserError: If the model is unknown, or its weights or the head's are missing, broken, or no safetensors.
-    """
-    import open_clip
-
-    target, torch_type = torch_device(device), torch_dtype(dtype)
-    name = find_clip(str(model), pretrained)
-    with quiet_loading():
-        tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
-        try:
-            network = open_clip.create_model(
-                name,
-                pretrained=pretrained,
-                precision=PRECISIONS[dtype],
-                device=target,
-                # some published weights want the other GELU: open_clip only warns, and scores suffer
-                force_quick_gelu=bool(tag.get("quick_gelu")),
-                require_pretrained=True,
-                weights_only=True,  # published weights that are no safetensors: tensors, and no objects
-            )
-            tokenizer = open_clip.get_tokenizer(name)
-        except Exception as error:
-            where = f"{name} ({pretrained})" if pretrained else name
-            raise UserError(f"cannot load the scorer {where}: {first_line(error)}") from error
-    network.eval().requires_grad_(False)
-    scorer = Scorer(
-        network,
-        tokenizer,
-        _preprocess(network.visual.preprocess_cfg, preprocessing),
-        name=str(model),
-        device=target,
-        dtype=torch_type,
-        batch_size=batch_size,
-    )
-    if quality_head is not None:
-        scorer.quality_head = load_quality_head(quality_head, scorer.width)
-    return scorer
-
-
-def _preprocess(cfg: dict, preprocessing: Preprocessing) -> Preprocess:
-    from open_clip.transform import PreprocessCfg, image_transform_v2
-
-    size = cfg["size"]
-    by_open_clip = image_transform_v2(PreprocessCfg(**cfg), is_train=False)
-    return Preprocess(
-        size=(size, size) if isinstance(size, int) else tuple(size),
-        mean=tuple(cfg["mean"]),
-        std=tuple(cfg["std"]),
-        interpolation="bilinear" if cfg["interpolation"] == "bilinear" else "bicubic",
-        resize_mode=cfg["resize_mode"],
-        fill=cfg["fill_color"],
-        library=by_open_clip if preprocessing == "library" else None,
-    )
-
-
-def find_clip(model: str, pretrained: str | None = None) -> str:
-    """The name open_clip is to be given, after the checks that it leaves to a log line or a traceback.
-
-    Args:
-        model: As `load_scorer` takes it.
-        pretrained: Likewise.
-
-    Raises:
-        UserError: If the model is unknown, or lacks weights that can be read; none is read here.
-    """
-    import open_clip
-
-    shipped = bundled(model, "scorer")
-    model = model if shipped is None else f"local-dir:{shipped}"
-    if model.startswith("hf-hub:"):
-        return model
-    if model.replace("/", "-") in open_clip.list_models():  # "ViT-B/32" is how the papers write it
-        model = model.replace("/", "-")
-        _check_weights(model, pretrained)
-        return model
-    if model.startswith("local-dir:") or "/" in model or Path(model).is_dir():
-        folder = local_folder(model.removeprefix("local-dir:"))
-        if folder is None:
-            raise UserError(f"scorer {model}: no such folder (a model of the hub is written hf-hub:{model})")
-        if not (folder / "open_clip_config.json").is_file():
-            raise UserError(f"scorer {folder}: it holds no open_clip_config.json")
-        if not any(folder.glob("*.safetensors")):
-            raise UserError(f"scorer {folder}: it holds no safetensors file with weights")
-        return f"local-dir:{folder}"
-    raise UserError(f"scorer {model}: neither a folder nor a model that open_clip knows (open_clip.list_models())")
-
-
-def _check_weights(model: str, pretrained: str | None) -> None:
-    import open_clip
-
-    tags = open_clip.list_pretrained_tags_by_model(model)
-    if pretrained is None:
-        raise UserError(
-            f"scorer {model}: say which weights in judges.scorer.pretrained; open_clip has {', '.join(tags)}"
-        )
-    if pretrained not in tags and not (Path(pretrained).is_file() and pretrained.endswith(".safetensors")):
-        raise UserError(f"scorer {model}: {pretrained!r} is neither a safetensors file nor one of {', '.join(tags)}")

@@ -75,7 +75,7 @@ def read_words(commands: Sequence[str]) -> Words:
     from grpo_jax.config.named import built_in_names
     from grpo_jax.config.options import choices_of, clause, sections_of
     from grpo_jax.config.run import TASKS, find_task, with_defaults
-    from grpo_jax.planning.request import MEMORY, PLAN
+    from grpo_jax.planning import MEMORY, PLAN
 
     words = Words(tuple(commands), {_TRAINING: []}, {}, {})
     values: dict[str, dict[str, None]] = {"--config": dict.fromkeys(shipped_configs()), "--help": {"all": None}}

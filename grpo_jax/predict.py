@@ -20,10 +20,10 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from grpo_jax.config.files import read_text
-from grpo_jax.errors import UserError, carry_out, extras_named, leave, version
+from grpo_jax.errors import UserError, carry_out, extras_named, leave, run_parser
 
 
 @extras_named()
@@ -61,10 +61,10 @@ def make_rewriter(config: Any, policy: Any, rows: Sequence[Any] = ()) -> Callabl
     import jax
 
     from grpo_jax.rollout.data import Row
-    from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
-    from grpo_jax.rollout.inputs.encoding import make_encode
+    from grpo_jax.rollout.encoding import make_encode
+    from grpo_jax.rollout.prompts import read_prompt, take_pictures
     from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
-    from grpo_jax.runs.seeing import eyes_of, make_see
+    from grpo_jax.runs.policy import eyes_of, make_see
     from grpo_jax.sampling.sampler import make_sampler
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
@@ -100,25 +100,19 @@ def make_rewriter(config: Any, policy: Any, rows: Sequence[Any] = ()) -> Callabl
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What reads the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_jax.predict",
-        description="Asks a trained policy: its greedy answer to each prompt, or the prompt where that is unusable.",
-    )
-    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
+    """The options of the command."""
+    description = "Asks a trained policy: its greedy answer to each prompt, or the prompt where that is unusable."
+    parser = run_parser("predict", description)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", nargs="+", metavar="TEXT", help="One prompt or several; prints a line for each.")
     asked.add_argument("--file", metavar="FILE", help="A prompt on each line; prints JSON, a line for each.")
     parser.add_argument("--picture", nargs="+", default=[], metavar="FILE", help="What every prompt shows.")
-    parser.add_argument("--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s).")
     parser.add_argument("--json", action="store_true", help="Print JSON, a line for each prompt.")
-    parser.add_argument("--version", action="version", version=version())
-    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     return carry_out(make_parser, _predict, arguments)
 
 
@@ -147,10 +141,5 @@ def read_lines(path: str) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def command() -> NoReturn:
-    """`main` as a process of its own."""
-    leave(main())
-
-
 if __name__ == "__main__":
-    command()
+    leave(main())

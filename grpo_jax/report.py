@@ -9,18 +9,16 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from grpo_jax.errors import UserError, carry_out, leave, said, version
+from grpo_jax.errors import UserError, carry_out, leave, plain_parser, said
 from grpo_jax.reports.completions import MEGABYTES
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What reads the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_jax.report",
-        description="Writes report.html of a run again, finished or not; of several runs one page that compares them.",
-    )
+    """The options of the command."""
+    description = "Writes report.html of a run again, finished or not; of several runs one page that compares them."
+    parser = plain_parser("report", description)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directory of a training run.")
     parser.add_argument(
         "--out", metavar="FILE", help="Where to (default: RUN/report.html, of several comparison.html)."
@@ -28,13 +26,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--megabytes", type=float, help=f"Of completions, in the page of one run (default: {MEGABYTES:g})."
     )
-    parser.add_argument("--version", action="version", version=version())
-    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     return carry_out(make_parser, _report, arguments)
 
 
@@ -86,10 +82,5 @@ def _display(run: Any) -> Any:
         return Display()
 
 
-def command() -> NoReturn:
-    """`main` as a process of its own."""
-    leave(main())
-
-
 if __name__ == "__main__":
-    command()
+    leave(main())

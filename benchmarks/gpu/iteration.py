@@ -24,8 +24,7 @@ from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
 from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import configured_functions, lora_config
-from grpo_jax.planning.policy import policy_memory
-from grpo_jax.planning.shapes import read_shape
+from grpo_jax.planning.policy import policy_memory, read_shape
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.training.batch import make_batch

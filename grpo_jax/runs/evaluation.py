@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from grpo_jax.core.repeated import mean_interval, pass_at_k
 from grpo_jax.errors import Stopped
+from grpo_jax.models.variables import Variables
+from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, judge
-from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, with_control
+from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, turn_measures, with_control
 from grpo_jax.runs.parts import Parts, objectives_of
-from grpo_jax.runs.turns import turn_measures
 from grpo_jax.training.estimators import total_rewards
 
 PICTURE_CHUNK = 32
@@ -49,7 +50,7 @@ class Evaluation(NamedTuple):
         return [episode.last.text for episode in self.episodes]
 
 
-def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sampled: bool = False) -> Evaluation:
+def evaluate_policy(parts: Parts, variables: Variables, rows: Sequence[Row], *, sampled: bool = False) -> Evaluation:
     """Measures the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.
 
     Where the task lists what may be written, the first of its ranking takes the greedy completion's place.
@@ -105,13 +106,13 @@ def _mean_of(values: np.ndarray) -> list[float]:
     return [*mean_interval(np.divide(sums, present.sum(1), out=np.full(len(sums), np.nan), where=present.any(1)))]
 
 
-def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evaluation:
+def evaluate_ranking(parts: Parts, variables: Variables, rows: Sequence[Row]) -> Evaluation:
     """Measures the policy's rankings of what may be written; what the task says of one stands in its row's columns."""
     choices, rank = parts.task_data.choices, parts.samplers.rank
     assert choices is not None and rank is not None
     texts: list[str] = []
-    told: list[Any] = []
-    every: dict[str, list[Any]] = {}
+    told: list[Row] = []
+    every: dict[str, list[object]] = {}
     for start in range(0, len(rows), _chunk(parts)):
         if parts.stopping():
             raise Stopped
@@ -134,7 +135,7 @@ def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evalu
     return found._replace(judgement=found.judgement._replace(columns=every))
 
 
-def evaluate_controls(parts: Parts, variables: Any, rows: Sequence[Any]) -> dict[str, float]:
+def evaluate_controls(parts: Parts, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:
     """What the policy's episodes come to where another environment answers: rewards and measures as NAME_CONTROL."""
     environment, measures = parts.environment, {}
     if environment.answering is None:
@@ -147,7 +148,7 @@ def evaluate_controls(parts: Parts, variables: Any, rows: Sequence[Any]) -> dict
     return measures
 
 
-def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> Evaluation:
+def evaluate_texts(parts: Parts, rows: Sequence[Row], texts: Sequence[str]) -> Evaluation:
     """Measures given texts in the policy's place: the unchanged prompts, or the oracle's rewrites.
 
     They were not written token by token: the penalty on length is not theirs.
@@ -162,8 +163,8 @@ def _chunk(parts: Parts) -> int:
     return TEXT_CHUNK if environment.render is None and environment.encode_images is None else PICTURE_CHUNK
 
 
-def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
-    """The test prompts measured alike: the policy's texts, and those that the task measures in its place.
+def measure_all(parts: Parts, variables: Variables, *, references: bool = True) -> dict[str, Evaluation]:
+    """The test prompts measured alike: the policy's texts and, with `references`, those measured in its place.
 
     Nothing where no prompts are held out.
     """
@@ -174,7 +175,7 @@ def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
     found["greedy"].measures.update(evaluate_controls(parts, variables, rows))
     if parts.config.evaluation.sampled:
         found["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
-    for kind, texts in parts.task_data.report.references(rows).items():
+    for kind, texts in parts.task_data.report.references(rows).items() if references else ():
         found[kind] = evaluate_texts(parts, rows, texts)
     return found
 
@@ -184,11 +185,6 @@ def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, 
 
     The total is the weighted sum of the objectives' means, each over the rows that have it: groups of one have no
     mean of their own that could take a missing value's place. It is NaN where an objective is missing in all rows.
-
-    Args:
-        parts: Weights, conditions and the penalty on length.
-        judgement: Of P prompts.
-        lengths: i32 [P, G, U], tokens of each turn.
     """
     names = parts.environment.reward_names + parts.environment.watch_names
     judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,20 +20,18 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.policy import Policy
-from grpo_jax.rollout.binding import ResolvedRewards, bind, judge_named, resolve_rewards
-from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, iterations_in_all, row_sizes
-from grpo_jax.rollout.environment import Environment, make_score
-from grpo_jax.rollout.inputs.encoding import check_tools, make_encode, tell_system_prompt
+from grpo_jax.models.vision.pictures import Pictures
+from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
+from grpo_jax.rollout.data import PromptSet, Row, all_rows, batches_per_epoch, iterations_in_all, row_sizes
+from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode, tell_system_prompt
+from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score
 from grpo_jax.rollout.pipeline import Slot
-from grpo_jax.rollout.replies import Answering, make_encode_answer
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
-from grpo_jax.rollout.trainer import Trainer
-from grpo_jax.runs.loop.early_stopping import SCORE
 from grpo_jax.runs.measures import require_names
-from grpo_jax.runs.policy import load_run_policy, make_new_policy, policy_folder
-from grpo_jax.runs.seeing import eyes_of, make_prepare
+from grpo_jax.runs.policy import eyes_of, load_run_policy, make_new_policy, make_prepare, policy_folder
+from grpo_jax.runs.progress import SCORE
 from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.several.devices import listed, place_parts, policy_devices
 from grpo_jax.runs.several.led import Brief, led_samplers, led_see
@@ -84,12 +82,12 @@ class Parts(NamedTuple):
         return self.task_data.prompts
 
     @property
-    def test_rows(self) -> Sequence[Any]:
+    def test_rows(self) -> Sequence[Row]:
         """The held-out prompts that results are reported on."""
         return self.prompts.test[: self.config.evaluation.prompts or None]
 
     @property
-    def validation_rows(self) -> Sequence[Any]:
+    def validation_rows(self) -> Sequence[Row]:
         """The held-out prompts that "best" is chosen on."""
         return self.prompts.validation[: self.config.evaluation.validation_prompts]
 
@@ -209,24 +207,14 @@ def load_parts(
 def make_environment(
     config: Config,
     data: TaskData,
-    loaded: Any,
+    loaded: hf.PolicyFolder,
     rewards: ResolvedRewards,
-    judges: Mapping[str, Any],
-    encode: Callable[..., Any],
+    judges: Mapping[str, object],
+    encode: Callable[..., Encoded],
     *,
     device: jax.Device | None = None,
 ) -> Environment:
-    """The functions between the policy's tokens and the rewards.
-
-    Args:
-        config: The run's.
-        data: What its task has loaded.
-        loaded: The policy's folder, for its tokenizer.
-        rewards: As found.
-        judges: Loaded, by name.
-        encode: Of `make_encode`.
-        device: The policy's, where pictures that it is shown go; None for where JAX sees them.
-    """
+    """The functions between the policy's tokens and the rewards."""
     eyes = eyes_of(config, loaded)
     maximised = {wanted.name: bind(wanted, judges) for wanted in rewards.maximised}
     watched = {wanted.name: bind(wanted, judges) for wanted in rewards.watched}
@@ -249,7 +237,7 @@ def make_environment(
     )
 
 
-def make_answering(config: Config, environment: TurnEnvironment, loaded: Any) -> Answering | None:
+def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> Answering | None:
     """What stands between an episode's turns; None where the policy writes once.
 
     Raises:
@@ -373,7 +361,7 @@ def within_budget(parts: Parts, say: Say) -> Parts:
     return parts._replace(config=with_accumulation(count))
 
 
-def _shown(parts: Parts, pictures: Any) -> Shown | None:
+def _shown(parts: Parts, pictures: Pictures | None) -> Shown | None:
     """The most pictures that the policy is shown, given those of the prompt that has most."""
     answers = (parts.config.sampling.turns - 1) * parts.task_data.environment.shows_pictures
     if pictures is None and not answers:

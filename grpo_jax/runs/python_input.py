@@ -24,11 +24,12 @@ from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, shown
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_rows, row_sizes, size_of_row
-from grpo_jax.rollout.inputs.pictures import File, as_text, size_of, source_of
-from grpo_jax.rollout.inputs.records import dataset_records, read_lines
+from grpo_jax.rollout.pictures import File, as_text, size_of, source_of
 from grpo_jax.rollout.prompts import split_records
+from grpo_jax.rollout.records import dataset_records, read_lines
 from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
 from grpo_jax.runs.directory import RunDirectory, write_atomically
+from grpo_jax.runs.progress import Record
 
 _MOST_KEPT = 256 * 2**20  # bytes of pictures that were given in memory
 
@@ -47,13 +48,8 @@ class PythonInput(NamedTuple):
     rewards: dict[str, Reward]
 
 
-def from_python(config: Config, prompts: Any, rewards: Any) -> PythonInput:
+def from_python(config: Config, prompts: object, rewards: object) -> PythonInput:
     """Checks prompts and rewards, and writes them into the config.
-
-    Args:
-        config: The run.
-        prompts: As `grpo_jax.train.run` takes them.
-        rewards: Likewise.
 
     Raises:
         UserError: Naming what is wrong.
@@ -69,11 +65,6 @@ def from_python(config: Config, prompts: Any, rewards: Any) -> PythonInput:
 
 def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[str], None]) -> None:
     """Writes the rows to prompts.jsonl; on resume they must be those of the run.
-
-    Args:
-        source: What `run` was given.
-        directory: Of the run.
-        note: Prints a line, where columns hold what a JSON file would change.
 
     Raises:
         UserError: The run began with other rows, or the disk is full.
@@ -126,7 +117,7 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
     return PromptSet(*(rows.take(np.array(splits) == part) for part in range(len(SPLITS))))
 
 
-def _parsed(text: str) -> dict[str, Any] | str:
+def _parsed(text: str) -> Record | str:
     try:
         return parse_json(text)
     except ValueError as error:
@@ -138,7 +129,7 @@ def _same_lines(path: Path, lines: Iterator[bytes]) -> bool:
         return all(kept == line for kept, line in itertools.zip_longest(file, lines))
 
 
-def _kept(row: Row, split: str) -> dict[str, Any]:
+def _kept(row: Row, split: str) -> Record:
     """A row as a line holds it; pictures as paths, or as base64 of what is in memory."""
     line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
     if row.pictures:
@@ -148,7 +139,7 @@ def _kept(row: Row, split: str) -> dict[str, Any]:
     return line
 
 
-def _row(line: Mapping[str, Any]) -> Row:
+def _row(line: Record) -> Row:
     """The inverse of `_kept`.
 
     Raises:
@@ -167,7 +158,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
         require(not getattr(section, name), f"data.{name}", "nothing beside run(prompts=…)", getattr(section, name))
     if isinstance(prompts, PromptSet):
         return prompts
-    how: dict[str, Any] = {"held_out": section.held_out, "columns": section.columns}
+    how: Record = {"held_out": section.held_out, "columns": section.columns}
     expected = "prompts: expected a list of texts or of records {'prompt': text, column: value, …}"
     records = dataset_records(prompts, "prompts")
     if records is not None:
@@ -202,7 +193,7 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     return dict(named)
 
 
-def _named(reward: Any) -> tuple[str, Any]:
+def _named(reward: object) -> tuple[str, Any]:
     """A reward with its name: as a pair says, or the function's own, of a partial the inner one's."""
     if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[0], str):
         return reward
@@ -252,7 +243,7 @@ def _what_json_would_change(prompts: PromptSet) -> str | None:
     return None
 
 
-def _size(source: Any) -> int:
+def _size(source: object) -> int:
     """About how many bytes a picture in memory takes where it is kept."""
     if isinstance(source, bytes):
         return len(source)
@@ -260,7 +251,7 @@ def _size(source: Any) -> int:
     return 3 * height * width
 
 
-def _foreign(value: Any) -> str | None:
+def _foreign(value: object) -> str | None:
     """The name of the first type within a value that JSON has not."""
     if value is None or type(value) in (bool, int, float, str):
         return None

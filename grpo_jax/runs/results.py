@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.episodes import Turn
-from grpo_jax.rollout.inputs.pictures import thumbnail
+from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
+from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import (
     Evaluation,
     Statistics,
-    evaluate_controls,
-    evaluate_policy,
     evaluate_texts,
+    measure_all,
 )
-from grpo_jax.runs.measures import TOTAL
+from grpo_jax.runs.measures import TOTAL, turns_table
 from grpo_jax.runs.parts import Parts
-from grpo_jax.runs.progress import added
-from grpo_jax.runs.turns import turns_table
+from grpo_jax.runs.progress import Progress, Record, added
 from grpo_jax.sampling.samplers import measured_section
 from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table
 from grpo_jax.tasks.task import Finished
@@ -50,10 +48,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def finish_language(parts: Parts, state: TrainState, progress: Any, directory: Any) -> Finished:
+def finish_language(parts: Parts, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
     """Measures the held-out prompts after training and writes `policy/` and `adapter/`."""
     started = time.monotonic()
-    after = measure_after(parts, state.variables)
+    after = measure_all(parts, state.variables, references=False)
     seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
     policy, variables = parts.policy, state.variables
     if parts.company.processes > 1:
@@ -62,7 +60,7 @@ def finish_language(parts: Parts, state: TrainState, progress: Any, directory: A
     if policy.lora is not None:
         policy.save_adapters(directory.adapter, variables)
     found = find(parts, progress.notes["remembered"], "after", after)
-    summary: dict[str, Any] = {**summarise(parts, progress, after, seconds), **found.entries}
+    summary: Record = {**summarise(parts, progress, after, seconds), **found.entries}
     further = (turns_table(summary["evaluation"]), samples_table(summary.get("samples", {})))
     tables = [*found.tables, *(table for table in further if table is not None)]
     lines = [*samples_lines(summary.get("samples", {})), *found.lines]
@@ -75,18 +73,7 @@ def finish_language(parts: Parts, state: TrainState, progress: Any, directory: A
     return finished._replace(gallery=gallery, tables_below=below, episodes=episodes)
 
 
-def measure_after(parts: Parts, variables: Any) -> dict[str, Evaluation]:
-    """The held-out prompts, greedy and sampled; nothing where none are held out."""
-    if not parts.test_rows:
-        return {}
-    after = {"greedy": evaluate_policy(parts, variables, parts.test_rows)}
-    after["greedy"].measures.update(evaluate_controls(parts, variables, parts.test_rows))
-    if parts.config.evaluation.sampled:
-        after["sampled"] = evaluate_policy(parts, variables, parts.test_rows, sampled=True)
-    return after
-
-
-def find(parts: Parts, remembered: Mapping[str, Any], name: str, found: Mapping[str, Evaluation]) -> Findings:
+def find(parts: Parts, remembered: Record, name: str, found: Mapping[str, Evaluation]) -> Findings:
     """What the task makes of measurements, the last of which is called `name`; nothing where nothing was measured."""
     if not found:
         return Findings()
@@ -96,8 +83,8 @@ def find(parts: Parts, remembered: Mapping[str, Any], name: str, found: Mapping[
 
 
 def summarise(
-    parts: Parts, progress: Any, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
-) -> dict[str, Any]:
+    parts: Parts, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
+) -> Record:
     """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices.
 
     Where nothing is held out there are no measures; reward and improvement are null.
@@ -141,20 +128,15 @@ def statistics_of(found: Mapping[str, Evaluation]) -> Statistics | None:
     return found["sampled"].samples if "sampled" in found else None
 
 
-def samples_of(parts: Parts, measured: Mapping[str, Statistics | None]) -> dict[str, Any]:
-    """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn; nothing without any.
-
-    Args:
-        parts: The run's.
-        measured: By when, "before" and "after" training.
-    """
+def samples_of(parts: Parts, measured: Mapping[str, Statistics | None]) -> Record:
+    """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn."""
     known = {when: found for when, found in measured.items() if found is not None}
     if not known:
         return {}
     section = parts.config.evaluation
     drawn = measured_section(parts.config.sampling, section)
     settings = {name: getattr(drawn, name) for name in ("temperature", "top_k", "top_p")}
-    measures: dict[str, dict[str, Any]] = {}
+    measures: dict[str, Record] = {}
     for when, found in known.items():
         for name, statistics in found.items():
             for statistic, values in statistics.items():
@@ -163,7 +145,7 @@ def samples_of(parts: Parts, measured: Mapping[str, Statistics | None]) -> dict[
     return {"samples": {**told, "measures": measures}}
 
 
-def samples_table(samples: Mapping[str, Any]) -> Table | None:
+def samples_table(samples: Record) -> Table | None:
     """mean@k and pass@k of a summary's "samples", with their 95 % intervals; None without any."""
     if not samples:
         return None
@@ -179,7 +161,7 @@ def samples_table(samples: Mapping[str, Any]) -> Table | None:
     return Table("Several completions of each prompt", ("measure", "statistic", *samples["when"]), rows, note)
 
 
-def samples_lines(samples: Mapping[str, Any]) -> list[str]:
+def samples_lines(samples: Record) -> list[str]:
     """The same for the terminal."""
     table = samples_table(samples)
     if table is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,21 +16,22 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
+from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
+from grpo_jax.rollout.environment import prepared
 from grpo_jax.rollout.episodes import Answer, checked
-from grpo_jax.rollout.replies import prepared
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.loop.learner import LearningBrief
+from grpo_jax.runs.iteration import LearningBrief
 from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.policy import Policy
+from grpo_jax.runs.progress import Record
 from grpo_jax.runs.several.company import Company
 from grpo_jax.sampling.choices import completion_tokens
 from grpo_jax.training.batch import Batch
-from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.objectives import make_forward, make_supervised_objective
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import TrainState, init_state, release, restored_state, saved_parts, settled
-from grpo_jax.training.supervised import make_supervised_objective, optimizer_section
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]
@@ -42,9 +44,9 @@ def warm_start(
     parts: Parts,
     *,
     checkpoints: Checkpoints,
-    meta: Callable[[], dict[str, Any]],
+    meta: Callable[[], Record],
     say: Callable[[str], None],
-) -> tuple[dict[str, Any], float] | None:
+) -> tuple[Variables, float] | None:
     """Teaches the policy the task's pairs; what is trained (all weights, or the adapters) is what the run trains.
 
     It goes on after its own last checkpoint, if there is one, as if it had never been interrupted, and saves every
@@ -112,17 +114,12 @@ def warm_start(
 
 def led_lessons(
     config: Config, policy: Policy, brief: LearningBrief, company: Company
-) -> tuple[Callable[..., TrainState], Callable[..., tuple[TrainState, dict[str, Any]]]]:
-    """The functions start(variables) → state and step(state, batch) → (state, report), of all processes.
-
-    Args:
-        config: The run's.
-        policy: Its policy.
-        brief: What follows from the data.
-        company: The processes.
-    """
+) -> tuple[Callable[..., TrainState], Callable[..., tuple[TrainState, Record]]]:
+    """The functions start(variables) → state and step(state, batch) → (state, report), of all processes."""
     section = config.warm_start
-    optimizing = optimizer_section(section, config.optimizer)
+    optimizing = dataclasses.replace(
+        config.optimizer, learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
+    )
     optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, policy.mesh)
     allowed = None if brief.allowed is None else jnp.asarray(brief.allowed)
@@ -136,7 +133,7 @@ def led_lessons(
     )
     scale = make_loss_scale(config.policy.compute_dtype)
 
-    def start(variables: dict[str, Any]) -> TrainState:
+    def start(variables: Variables) -> TrainState:
         state = init_state(variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
         return settled(shard(state, policy.mesh))
 
@@ -190,13 +187,8 @@ def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
     return completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)[: config.sampling.max_new_tokens]
 
 
-def taught_stream(parts: Parts, pair: Pair, grids: Sequence[Any] = ()) -> tuple[list[int], list[bool]]:
+def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
     """All that stands behind a pair's prompt, as sampling makes it, and which tokens of it the policy is to write.
-
-    Args:
-        parts: Tokenizer, and what says answers.
-        pair: The prompt, a text, and perhaps answers and further texts in turn.
-        grids: Rows and columns of each picture among the answers.
 
     Raises:
         UserError: It has more texts than there are turns.
@@ -219,7 +211,7 @@ def taught_stream(parts: Parts, pair: Pair, grids: Sequence[Any] = ()) -> tuple[
     return ids, own
 
 
-def supervised_batch(parts: Parts, variables: Any, pairs: Sequence[Pair]) -> Batch:
+def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) -> Batch:
     """The pairs as tokens: prompts and answers as in sampling, with what `variables` see in their pictures."""
     environment, section = parts.environment, parts.config.sampling
     prompts = environment.encode([asked(pair[0]) for pair in pairs])

@@ -15,7 +15,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
-from grpo_jax.rollout.inputs.pictures import read_rgb, size_of
+from grpo_jax.rollout.pictures import read_rgb, size_of
 from grpo_jax.tasks.pictures import MINIATURE, PictureTask, picture_data, picture_prompts
 from grpo_jax.tasks.pictures import REWARDS as PICTURE_REWARDS
 from grpo_jax.tasks.task import TaskData, TaskSetup

@@ -5,8 +5,6 @@ import logging
 import shutil
 import threading
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,7 +14,6 @@ from diffusers import StableDiffusion3Pipeline  # noqa: E402
 from support import tiny_models  # noqa: E402
 
 from bridges.diffusion import RenderError, RenderSettings, load_renderer  # noqa: E402
-from bridges.dlpack import to_jax  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 PROMPTS = ["a red dog", "two cats", "a dog of red"]
@@ -109,15 +106,6 @@ def test_window_and_token_counts(folder, renderer, folder_without_t5):
     assert clip_only.count_tokens([]) == []
 
 
-def test_seed_alone_makes_the_noise(renderer):
-    images = renderer.render(["dog", "dog", "cat"], [1, 2, 1], SETTINGS)
-    assert not torch.equal(images[0], images[1])
-    assert not torch.equal(images[0], images[2])
-    torch.manual_seed(99)
-    again = renderer.render(["dog"], [1], RenderSettings(steps=2, guidance=3.0, size=16, batch_size=3))
-    assert torch.equal(again[0], images[0])
-
-
 def test_duplicates_are_drawn_once_and_batches_padded(renderer, counted):
     settings = RenderSettings(steps=1, guidance=1.0, size=16, batch_size=2)
     images = renderer.render(["a", "b", "a", "c", "a"], [0, 0, 0, 0, 1], settings)
@@ -152,23 +140,6 @@ def test_cache_forgets_the_least_recently_used(renderer, counted):
     renderer.render(["b"], [0], SETTINGS)
     assert len(counted) == 4
     assert renderer._cache.bytes <= renderer._cache.max_bytes
-
-
-def test_pictures_go_to_jax(renderer):
-    images = renderer.render(PROMPTS, SEEDS, SETTINGS)
-    array = to_jax(images)
-    assert array.dtype == jnp.float32
-    np.testing.assert_array_equal(np.asarray(array), images.numpy())
-
-
-def test_half_precision(folder):
-    images = load_renderer(folder, dtype="bfloat16").render(PROMPTS, SEEDS, SETTINGS)
-    assert images.dtype == torch.float32
-    assert torch.isfinite(images).all()
-
-
-def test_nothing_to_draw(renderer):
-    assert renderer.render([], [], SETTINGS).shape == (0, 3, 16, 16)
 
 
 def test_loading_and_drawing_print_nothing(folder, capfd, monkeypatch):
@@ -225,7 +196,7 @@ def test_folders_that_are_missing_or_other(tmp_path, folder):
         load_renderer(folder, dtype="float64")
 
 
-@pytest.mark.parametrize(("part", "damage"), [("transformer", "truncated"), ("text_encoder", "missing")])
+@pytest.mark.parametrize(("part", "damage"), [("text_encoder", "truncated"), ("vae", "missing")])
 def test_broken_weights(tmp_path, folder, part, damage):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (weights,) = (copy / part).glob("*.safetensors")

@@ -5,7 +5,7 @@ from support.marked_tokenizers import TOKENIZERS, spoken_tokens
 
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.tokens import chat_renderer, plain_tokens, prompt_encoder, special_ids
-from grpo_jax.rollout.inputs.encoding import format_prompt
+from grpo_jax.rollout.encoding import format_prompt
 
 ORDINARY = [
     "a red fox",

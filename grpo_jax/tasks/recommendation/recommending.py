@@ -160,7 +160,7 @@ def policy_ranking(
         prompts: Rows whose longest prompt sets the width of all.
     """
     from grpo_jax.core.trie import text_count
-    from grpo_jax.rollout.inputs.encoding import make_encode
+    from grpo_jax.rollout.encoding import make_encode
     from grpo_jax.rollout.texts import policy_choices
     from grpo_jax.sampling.ranking import make_ranker
 

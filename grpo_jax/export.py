@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from grpo_jax.models.hf.hub import push_folder, require_hub
+    from grpo_jax.models.hf.folder import push_folder, require_hub
     from grpo_jax.reports.model_card import write_card
     from grpo_jax.runs.policy import restore_policy
 

@@ -23,18 +23,17 @@ from grpo_jax.models import hf
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.lora import count_weights
 from grpo_jax.models.policy import configured_functions, lora_config, needs_tower
-from grpo_jax.models.quantised import count_weights
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE, VISUAL
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.rollout.rollout import IN_FLIGHT
 from grpo_jax.sampling.episodes import make_episode_sampler
-from grpo_jax.sampling.sampler import bucket_size, make_sampler
+from grpo_jax.sampling.sampler import Samples, bucket_size, make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import Samples
 from grpo_jax.training.memory import (
     Shown,
     picture_shapes,

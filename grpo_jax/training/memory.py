@@ -23,16 +23,14 @@ from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig
-from grpo_jax.models.lora import init_adapters
+from grpo_jax.models.lora import init_adapters, quantise
 from grpo_jax.models.policy import configured_functions, lora_config, make_loss_scale, needs_tower
-from grpo_jax.models.quantised import quantise
 from grpo_jax.models.sharding import FSDP, shard_optimizer, shardings
 from grpo_jax.models.variables import VALUE, VISUAL, PyTree, init_value_head, with_tower
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, pack_windows
 from grpo_jax.models.vision.tower import init_tower
-from grpo_jax.sampling.sampler import bucket_size
-from grpo_jax.sampling.writing import Samples, cache_sizes
+from grpo_jax.sampling.sampler import Samples, bucket_size, cache_sizes
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_turn_objectives
 from grpo_jax.training.objectives import ForwardPass, make_forward
@@ -158,9 +156,6 @@ def require_memory(config: Config, model: ModelConfig, *, available: int | None,
         model: The policy's config.
         available: Bytes that there are (`machine_memory`); None where nobody knows.
         listed: Completions are texts that the task lists, whatever sampling.max_new_tokens is.
-
-    Raises:
-        UserError: Naming what to lower.
     """
     if available is None:
         return

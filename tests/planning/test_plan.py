@@ -15,8 +15,8 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.lora import quantise
 from grpo_jax.models.policy import make_policy
-from grpo_jax.models.quantised import quantise
 from grpo_jax.planning import cards
 from grpo_jax.planning.policy import (
     GIB,

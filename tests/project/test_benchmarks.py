@@ -11,7 +11,7 @@ import optax
 import pytest
 import torch
 
-from grpo_jax.models.mlp import make_mlp
+from grpo_jax.models.layers import make_mlp
 from grpo_jax.tasks.cartpole import training
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS, Steps
 from grpo_jax.tasks.cartpole.task import CartPole, CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, CartPoleRollout

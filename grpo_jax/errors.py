@@ -238,13 +238,13 @@ def leave(code: int) -> NoReturn:
             with suppress(OSError, ValueError, AttributeError):
                 _open_nowhere(stream.fileno())
 
-    def insist() -> None:
+    def end_anyway() -> None:
         time.sleep(_LEAVING_SECONDS)
         os._exit(code)
 
     if any(thread.name.startswith(ABANDONED) for thread in threading.enumerate()):
         os._exit(code)  # it may run torch or JAX, which are taken apart under it
-    threading.Thread(target=insist, daemon=True).start()
+    threading.Thread(target=end_anyway, daemon=True).start()
     sys.exit(code)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
@@ -235,7 +235,10 @@ def learn(
     }
     if state.loss_scale is not None:
         row["loss_scale"] = float(state.loss_scale.scale)
-    row |= _timings(parts, {**seconds, "total": time.monotonic() - started}, row)
+    written = config.training.prompts_per_batch * row.get("draws", 1) * config.sampling.written_completions
+    row |= {f"seconds/{name}": value for name, value in seconds.items()}
+    row["seconds/total"] = time.monotonic() - started
+    row["tokens_per_second"] = row["completion_tokens"] * written / max(seconds["sample"], 1e-9)
     estimates = report["measured"].get("estimates")
     advantages = np.asarray(batch.advantages if estimates is None else estimates.advantages)
     columns = completion_columns(parts, episodes, judgement, advantages)
@@ -352,13 +355,6 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     if not present.size:
         return {f"{name}/mean": float("nan"), f"{name}/std": float("nan")}
     return {f"{name}/mean": float(present.mean()), f"{name}/std": float(present.std())}
-
-
-def _timings(parts: Parts, seconds: Mapping[str, float], row: Record) -> dict[str, float]:
-    prompts = parts.config.training.prompts_per_batch * row.get("draws", 1)
-    tokens = row["completion_tokens"] * prompts * parts.config.sampling.written_completions
-    timings = {f"seconds/{name}": value for name, value in seconds.items()}
-    return {**timings, "tokens_per_second": tokens / max(seconds["sample"], 1e-9)}
 
 
 def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, advantages: np.ndarray) -> Record:

@@ -223,14 +223,14 @@ def make_prepare(eyes: Callable[[], Eyes], device: jax.Device | None = None) -> 
     def prepare(pictures: Any) -> Pictures:
         processor = eyes()
         if not hasattr(pictures, "detach"):
-            return _on_the_host(pictures, processor)
+            return _prepare_on_host(pictures, processor)
         patches, grid = own_package("bridges", "pixels").patches_of(pictures, processor.settings)
         return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, processor.vision)
 
     return prepare
 
 
-def _on_the_host(pictures: Sequence[object], eyes: Eyes) -> Pictures:
+def _prepare_on_host(pictures: Sequence[object], eyes: Eyes) -> Pictures:
     try:
         rows = [Row(place, "", pictures=(source_of(picture, None),)) for place, picture in enumerate(pictures)]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the commands show in one line, and how: without a traceback, with an exit code."""
+"""Errors that commands show in one line: without a traceback, with an exit code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StageTimeout(StageError):
 
 
 def one_line(value: object, limit: int = 100) -> str:
-    """What a user's text, exception or object says of itself: one line that can be printed, of `limit` characters.
+    """One printable line, of `limit` characters, of a user's text, exception or object.
 
     Never raises, whatever its own methods do. Texts and exceptions speak as they are, other objects as their repr.
     """

@@ -291,7 +291,7 @@ class RunDirectory:
         return run
 
     def _claim(self, made: list[Path], resume: bool) -> None:
-        """What is decided once nobody else writes here."""
+        """Refuse a folder in use by another run, now that it is locked."""
         if resume:
             return
         if self._holds_something():

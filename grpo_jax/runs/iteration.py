@@ -65,7 +65,7 @@ from grpo_jax.training.update import make_update
 
 
 class LearningBrief(NamedTuple):
-    """What of the data decides how is learned: process 0 tells it the others.
+    """Training choices that follow from the data; process 0 sends them to the others.
 
     Attributes:
         iterations: Iterations in all.
@@ -160,7 +160,7 @@ _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
 
 
 class Iteration(NamedTuple):
-    """What one iteration gives.
+    """Result of one iteration.
 
     Attributes:
         state: After the update.
@@ -411,7 +411,7 @@ class Prefetcher:
     """
 
     def __init__(self, parts: Parts):
-        """Nothing is on its way yet."""
+        """Begin with no batch on its way."""
         config = parts.config
         self._parts = parts._replace(stopping=lambda: self._closed or parts.stopping())
         self._pipeline = (
@@ -469,7 +469,7 @@ class Prefetcher:
         variables: Variables,
         slot: Slot | None,
     ) -> None:
-        """The life of a batch's thread."""
+        """Sample and judge one batch in its thread."""
         try:
             while wait(before, _POLL_SECONDS).not_done:
                 if self._parts.stopping():
@@ -480,7 +480,7 @@ class Prefetcher:
 
 
 def iterate_ahead(parts: Parts, learner: Learner, ahead: Prefetcher, state: TrainState, iteration: int) -> Iteration:
-    """As `run_iteration`, and the next batch is begun before this one is waited for."""
+    """`run_iteration` with the next batch begun before this one is waited for."""
     started, behind = time.monotonic(), state.behind
     assert behind is not None  # `Learner.start` and checkpoints have it
     ahead.begin(iteration, state, behind)  # the first of this process; others are on their way

@@ -188,7 +188,7 @@ def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
 
 
 def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
-    """All that stands behind a pair's prompt, as sampling makes it, and which tokens of it the policy is to write."""
+    """Tokens behind a pair's prompt, as sampling makes them, and which of them the policy is to write."""
     answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
     if len(texts) > parts.config.sampling.turns:
         raise UserError(
@@ -232,15 +232,15 @@ def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) 
 
 
 def texts_of(pair: Pair) -> list[str]:
-    """What the policy is to write, turn after turn."""
+    """Texts for the policy to write, turn after turn."""
     return list(pair[1::2])
 
 
 def answers_of(pair: Pair) -> list[Answer]:
-    """What is said between its turns."""
+    """Answers between its turns."""
     return [checked(answer) for answer in pair[2::2]]
 
 
 def asked(prompt: str | Row) -> Row:
-    """What a pair asks, as a row."""
+    """Prompt of a pair as a row."""
     return prompt if isinstance(prompt, Row) else Row(0, prompt)

@@ -79,8 +79,8 @@ def warm_start(
             f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
         )
     brief = LearningBrief(section.steps, config.training.accumulation, parts.allowed_tokens, parts.trie)
-    parts.company.lead("lessons", lambda brief: None)(brief)
-    start, step = led_lessons(config, parts.policy, brief, parts.company)
+    parts.company.lead("sft", lambda brief: None)(brief)
+    start, step = led_sft(config, parts.policy, brief, parts.company)
     state = start(parts.policy.variables)
     batch = _batches(parts, pairs)
     done, seconds = 0, 0.0
@@ -112,7 +112,7 @@ def warm_start(
     return state.variables, time.monotonic() - started
 
 
-def led_lessons(
+def led_sft(
     config: Config, policy: Policy, brief: LearningBrief, company: Company
 ) -> tuple[Callable[..., TrainState], Callable[..., tuple[TrainState, Record]]]:
     """The functions start(variables) → state and step(state, batch) → (state, report), of all processes."""
@@ -137,7 +137,7 @@ def led_lessons(
         state = init_state(variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
         return commit_to_device(shard(state, policy.mesh))
 
-    return company.lead("first lesson", start), company.lead("lesson", step)
+    return company.lead("sft start", start), company.lead("sft step", step)
 
 
 def _batches(parts: Parts, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import operator
 import types
-from collections.abc import Mapping
 from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -51,7 +50,7 @@ def check_ranges(section: object, name: str) -> None:
             attribute, sign = _SIGNS[type(bound)]
             limit = getattr(bound, attribute)
             in_range = value is None or getattr(operator, attribute)(value, limit)
-            require(in_range, f"{name}.{field}", f"a number {sign} {limit}", value)
+            require(in_range, join(name, field), f"a number {sign} {limit}", value)
 
 
 @functools.cache
@@ -67,14 +66,6 @@ def _ranges(kind: type) -> dict[str, list[Ge | Gt | Le | Lt]]:
         ]
         for field in dataclasses.fields(kind)
     }
-
-
-def require_sizes(section: object, where: str, ranges: Mapping[str, tuple[int, int]]) -> None:
-    """Raise UserError unless each number of a section lies in its range, both ends included."""
-    for name, (least, most) in ranges.items():
-        value = getattr(section, name)
-        expected = f"a number >= {least}" if value < least else f"a number <= {most}"
-        require(least <= value <= most, f"{where}{name}", expected, value)
 
 
 def may_change(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:

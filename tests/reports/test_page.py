@@ -16,7 +16,7 @@ from grpo_jax.reports.completions import read_completions
 from grpo_jax.reports.page import RunEnd, end_sections, render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.display import GalleryEntry, Table
-from grpo_jax.tasks.prompt_enhancement.task import PromptEnhancement
+from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
 
 
 @pytest.mark.parametrize(

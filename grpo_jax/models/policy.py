@@ -299,7 +299,9 @@ def make_policy(
     ) -> tuple[jax.Array, Cache]:
         prefixes = zip(prefix.keys, prefix.values, strict=True)
         caches = zip(cache.keys, cache.values, strict=True)
-        layer_inputs = [LayerInput(prefix=read, cache=own) for read, own in zip(prefixes, caches, strict=True)]
+        layer_inputs = [
+            LayerInput(prefix=shared, cache=cached) for shared, cached in zip(prefixes, caches, strict=True)
+        ]
         hidden, written = unstacked.apply(variables, tokens, context, layer_inputs)
         keys, values = zip(*written, strict=True)
         return hidden, cache._replace(keys=keys, values=values)

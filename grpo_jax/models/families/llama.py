@@ -15,7 +15,7 @@ from grpo_jax.models.attention import Context, LayerInput, add_deepstack, attend
 from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
 from grpo_jax.models.layers import ACTIVATIONS, Experts, Projection, RMSNorm, Router, mixed, sorted_by_expert
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.rope import UNTURNED, RopeConfig, read_rope, rotate, rotation, rotation_of_pictures
+from grpo_jax.models.rope import UNTURNED, RopeConfig, read_rope, rotate, rotation
 from grpo_jax.models.vision.config import VisionConfig, read_vision
 
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -405,7 +405,7 @@ def _norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
 
 def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
     if positions.ndim == 3:
-        return rotation_of_pictures(config.rope, config.head_dim, positions)
+        return rotation(config.rope, config.head_dim, positions, pictures=True)
     if not config.layer_ropes:
         return rotation(config.rope, config.head_dim, positions)
     kinds = [rotation(rope or UNTURNED, config.head_dim, positions) for rope in dict.fromkeys(config.layer_ropes)]

@@ -145,12 +145,12 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
 
 def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """Raises UserError for an option that a command has not; it says the nearest that it has."""
-    known = option_names(parser)
+    options = option_names(parser)
     for word in arguments:
         name = word.partition("=")[0]
-        if name.startswith("--") and not any(one.startswith(name) for one in known):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+        if name.startswith("--") and not any(one.startswith(name) for one in options):
+            near = difflib.get_close_matches(name, options, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(options)}"
             raise UserError(f"{said(name)}: no such option; {hint}")
 
 
@@ -203,13 +203,7 @@ def carry_out(
     act: Callable[[argparse.Namespace], object],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Reads a command's options and acts on them; returns the exit code.
-
-    Args:
-        make_parser: What reads them.
-        act: The command.
-        arguments: None for the process's own.
-    """
+    """Read a command's options (None: the process's own) and act on them; return the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
 
     def read_and_act() -> object:

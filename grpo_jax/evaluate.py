@@ -56,9 +56,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
         raise UserError(f"--out: expected a file in a folder that is there, got {options.out}")
     asked = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
-    given = {name: value for name, value in asked.items() if value is not None}
-    sampled = config.evaluation.sampled or "samples" in given or "temperature" in given
-    section = dataclasses.replace(config.evaluation, **given, sampled=sampled)
+    overrides = {name: value for name, value in asked.items() if value is not None}
+    sampled = config.evaluation.sampled or "samples" in overrides or "temperature" in overrides
+    section = dataclasses.replace(config.evaluation, **overrides, sampled=sampled)
     config = dataclasses.replace(config, evaluation=section)
     if options.catalogue is not None:
         if not hasattr(config.task, "over_catalogue"):
@@ -78,14 +78,14 @@ def _evaluate(options: argparse.Namespace) -> None:
         grown = {"catalogue"} if options.catalogue is not None else set()
         same = {name: value for name, value in parts.task_data.identity.items() if name not in grown}
         require_same_task(Progress.read(meta, folder).identity["task"], same, folder)
-        found = measure_all(parts, variables)
-    findings = find(parts, {}, options.checkpoint, found)
+        evaluations = measure_all(parts, variables)
+    findings = find(parts, {}, options.checkpoint, evaluations)
     report: dict[str, Any] = {
         "checkpoint": options.checkpoint,
         "step": meta.get("step"),
         "prompts": len(parts.test_rows),
-        **{kind: evaluation.measures for kind, evaluation in found.items()},
-        **samples_of(parts, {options.checkpoint: statistics_of(found)}),
+        **{kind: evaluation.measures for kind, evaluation in evaluations.items()},
+        **samples_of(parts, {options.checkpoint: statistics_of(evaluations)}),
         **findings.entries,
     }
     written = json.dumps(finite(report), indent=2)

@@ -9,10 +9,14 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from grpo_jax.errors import UserError, carry_out, leave, plain_parser, said
 from grpo_jax.reports.completions import MEGABYTES
+
+if TYPE_CHECKING:
+    from grpo_jax.runs.directory import RunDirectory
+    from grpo_jax.tasks.display import Display
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,8 +62,8 @@ def _report(options: argparse.Namespace) -> None:
     print(f"report: {out}")
 
 
-def _run(path: str) -> Any:
-    """The directory, with metrics in it."""
+def _run(path: str) -> RunDirectory:
+    """The directory of a run that has metrics."""
     from grpo_jax.runs.directory import RunDirectory, read_metrics
 
     run = RunDirectory(path)
@@ -70,7 +74,7 @@ def _run(path: str) -> Any:
     return run
 
 
-def _display(run: Any) -> Any:
+def _display(run: RunDirectory) -> Display:
     """How its task shows measures; plainly, with a word about it, where the task cannot be found any more."""
     from grpo_jax.config.command_line import load_config
     from grpo_jax.tasks.display import Display

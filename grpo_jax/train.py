@@ -106,8 +106,8 @@ def _run(
             with stop.at_once():
                 program = config.task.program(config, output.part)
                 if program is None:
-                    given = {"prompts": prompts, "rewards": rewards, "company": company}
-                    program = load_program(config, output, **given, clock=clock, stop=stop, leaving=leaving)
+                    data = {"prompts": prompts, "rewards": rewards, "company": company}
+                    program = load_program(config, output, **data, clock=clock, stop=stop, leaving=leaving)
         except Stopped:
             output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
             return {"stopped": True, "iteration": 0}

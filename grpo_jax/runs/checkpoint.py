@@ -128,11 +128,7 @@ class Checkpoints:
         self._save_named("final", step, state, meta)
 
     def latest_step(self) -> int | None:
-        """Return the step that `restore("latest")` would continue from; None if there is none.
-
-        Raises:
-            UserError: There are some, and all are damaged.
-        """
+        """Return the step that `restore("latest")` would continue from; None if there is none."""
         entry = self._looking(self._latest)[0]
         return None if entry is None else self._looking(lambda: self._meta(entry)["step"])
 
@@ -147,10 +143,10 @@ class Checkpoints:
         Raises:
             UserError: No sound one of `step_N` and `final` would remain.
         """
-        found = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
-        for entry, _ in found:
+        damaged = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
+        for entry, _ in damaged:
             entry.series.set_aside(entry.number)
-        return [f"{entry.path} is damaged ({damage}) and was set aside" for entry, damage in found]
+        return [f"{entry.path} is damaged ({damage}) and was set aside" for entry, damage in damaged]
 
     def available(self) -> list[str]:
         """Return the names that can be restored, as they are written on the command line."""
@@ -409,9 +405,6 @@ def restore_params(run_dir: str | Path, which: int | str = "best", template: PyT
         run_dir: The run directory.
         which: A step, or "latest", "best", "final".
         template: Variables whose placement is wanted; None puts every array on the first device.
-
-    Raises:
-        UserError: No such run or checkpoint.
     """
     with Checkpoints(Path(run_dir) / "checkpoints", read_only=True) as checkpoints:
         return checkpoints.restore_variables(which, template)

@@ -35,12 +35,7 @@ class RunLock:
     """
 
     def __init__(self, folder: Path):
-        """Takes the lock.
-
-        Raises:
-            UserError: Another process, or another run of this one, has it; names it.
-            OSError: The folder is not writable.
-        """
+        """Takes the lock."""
         self._path = folder / LOCK
         self._handle = self._take()
         _write_holder(self._handle, {"host": socket.gethostname(), "process": os.getpid()})
@@ -159,11 +154,7 @@ def retry_write(
     on_retry: Callable[[Exception, float], None] = lambda error, pause: None,
     max_attempts: int = MAX_ATTEMPTS,
 ) -> Result:
-    """Call `write` until it succeeds: a disk is full or away for a moment, and a run is long.
-
-    Raises:
-        Exception: The last attempt's, or one that does not pass.
-    """
+    """Call `write` until it succeeds: a disk is full or away for a moment, and a run is long."""
     for attempt in range(max_attempts - 1):
         try:
             return write()
@@ -221,11 +212,7 @@ class AppendedFile:
     """Text appended straight to a file: nothing stays in a buffer that a kill would lose or a close would repeat."""
 
     def __init__(self, path: str | Path):
-        """Opens or makes the file.
-
-        Raises:
-            UserError: It cannot be opened for writing.
-        """
+        """Opens or makes the file."""
         self._path = path
         with disk_errors(path):
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 closed by close()
@@ -365,12 +352,8 @@ class RunDirectory:
 
         What a prompt shows is 000_shown_0.png, and so on.
         """
-        if not gallery:
-            return
-        with disk_errors(self.images):
-            self.images.mkdir(exist_ok=True)
         texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
-        write_atomically(self.images / "gallery.json", json.dumps(finite(texts), indent=1).encode())
+        self._write_texts("gallery.json", texts)
         for index, entry in enumerate(gallery):
             drawn = {"before": entry.before, "after": entry.after, **_numbered("shown", entry.shown)}
             self._write_pictures(index, drawn)
@@ -380,10 +363,6 @@ class RunDirectory:
 
         What the policy read is 000_episode_shown_0.png of the prompt, 000_turn_1_shown_0.png of the answer to a turn.
         """
-        if not episodes:
-            return
-        with disk_errors(self.images):
-            self.images.mkdir(exist_ok=True)
         texts = [
             {
                 "prompt": entry.prompt,
@@ -393,12 +372,18 @@ class RunDirectory:
             }
             for entry in episodes
         ]
-        write_atomically(self.images / "episodes.json", json.dumps(finite(texts), indent=1).encode())
+        self._write_texts("episodes.json", texts)
         for index, entry in enumerate(episodes):
             drawn = _numbered("episode_shown", entry.pictures)
             for number, turn in enumerate(entry.turns, 1):
                 drawn |= {f"turn_{number}": turn.image, **_numbered(f"turn_{number}_shown", turn.pictures)}
             self._write_pictures(index, drawn)
+
+    def _write_texts(self, name: str, texts: Sequence[object]) -> None:
+        if texts:
+            with disk_errors(self.images):
+                self.images.mkdir(exist_ok=True)
+            write_atomically(self.images / name, json.dumps(finite(texts), indent=1).encode())
 
     def _write_pictures(self, index: int, pictures: Mapping[str, np.ndarray | None]) -> None:
         for name, picture in pictures.items():
@@ -433,11 +418,7 @@ class RunDirectory:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line that a kill cut short is left out.
-
-    Raises:
-        UserError: A line before the last is not JSON.
-    """
+    """Rows of a metrics.jsonl; a last line that a kill cut short is left out."""
     path = Path(path)
     if not path.is_file():
         return []
@@ -463,9 +444,9 @@ def truncate_metrics(path: str | Path, step: int) -> None:
     path = Path(path)
     if not path.is_file():
         return
-    kept = sum(row["step"] <= step for row in read_metrics(path))
+    remaining = sum(row["step"] <= step for row in read_metrics(path))
     lines = [line for line in _content(path).split(b"\n") if line.strip()]
-    write_atomically(path, b"".join(line + b"\n" for line in lines[:kept]))
+    write_atomically(path, b"".join(line + b"\n" for line in lines[:remaining]))
 
 
 def _content(metrics: Path) -> bytes:

@@ -69,8 +69,7 @@ def evaluate_policy(parts: Parts, variables: Variables, rows: Sequence[Row], *, 
     )
     measures = means(parts, judgement, episodes.lengths)
     measures |= {name: measure(episodes) for name, measure in OWN_MEASURES.items()}
-    names = parts.environment.reward_names + parts.environment.watch_names
-    measures |= turn_measures(judgement, names)
+    measures |= turn_measures(judgement, parts.measure_names)
     samples = sample_measures(parts, episodes, judgement) if count > 1 else None
     first = jax.tree.map(lambda array: array[:, :1], judgement)
     return Evaluation(measures, first, [group[0] for group in episodes.episodes], samples)
@@ -84,19 +83,18 @@ def sample_measures(parts: Parts, episodes: Episodes, judgement: Judgement) -> S
     value is no completion.
     """
     threshold = parts.config.evaluation.pass_threshold
-    names = parts.environment.reward_names + parts.environment.watch_names
     judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
     count = judged.shape[1]
-    found: Statistics = {}
-    for index, name in enumerate(names):
+    statistics: Statistics = {}
+    for index, name in enumerate(parts.measure_names):
         values = judged[..., index]
         present, passed = np.isfinite(values).sum(1), (values >= threshold).sum(1)
-        found[name] = {f"mean@{count}": _mean_of(values)}
+        statistics[name] = {f"mean@{count}": _mean_of(values)}
         for k in sorted({*(2**power for power in range(count.bit_length())), count}):
             interval = mean_interval(pass_at_k(passed, present, k))
-            found[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # a probability's
+            statistics[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # a probability's
     totals = total_rewards(objectives_of(parts, judgement.rewards, episodes.lengths))
-    return found | {TOTAL: {f"mean@{count}": _mean_of(totals)}}
+    return statistics | {TOTAL: {f"mean@{count}": _mean_of(totals)}}
 
 
 def _mean_of(values: np.ndarray) -> list[float]:
@@ -111,7 +109,7 @@ def evaluate_ranking(parts: Parts, variables: Variables, rows: Sequence[Row]) ->
     choices, rank = parts.task_data.choices, parts.samplers.rank
     assert choices is not None and rank is not None
     texts: list[str] = []
-    told: list[Row] = []
+    ranked_rows: list[Row] = []
     every: dict[str, list[object]] = {}
     for start in range(0, len(rows), _chunk(parts)):
         if parts.stopping():
@@ -122,17 +120,17 @@ def evaluate_ranking(parts: Parts, variables: Variables, rows: Sequence[Row]) ->
         pictures = {}
         if prompt.pictures is not None and encode_images is not None:
             pictures["pictures"] = encode_images(variables, prompt.pictures)[0]
-        found = jax.device_get(rank(variables, prompt.tokens, prompt.mask, **pictures))
-        columns = choices.columns(part, found.texts, found.scores)
-        texts += [choices.texts[int(number)] for number in found.texts[:, 0]]
-        told += [
+        ranking = jax.device_get(rank(variables, prompt.tokens, prompt.mask, **pictures))
+        columns = choices.columns(part, ranking.texts, ranking.scores)
+        texts += [choices.texts[int(number)] for number in ranking.texts[:, 0]]
+        ranked_rows += [
             dataclasses.replace(row, columns={**row.columns, **{name: values[i] for name, values in columns.items()}})
             for i, row in enumerate(part)
         ]
         for name, values in columns.items():
             every.setdefault(name, []).extend(values)
-    found = evaluate_texts(parts, told, texts)
-    return found._replace(judgement=found.judgement._replace(columns=every))
+    evaluation = evaluate_texts(parts, ranked_rows, texts)
+    return evaluation._replace(judgement=evaluation.judgement._replace(columns=every))
 
 
 def evaluate_controls(parts: Parts, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:
@@ -142,9 +140,11 @@ def evaluate_controls(parts: Parts, variables: Variables, rows: Sequence[Row]) -
         return {}
     for control, respond in parts.task_data.environment.controls.items():
         answering = environment.answering._replace(respond=respond)
-        found = evaluate_policy(parts._replace(environment=environment._replace(answering=answering)), variables, rows)
+        evaluation = evaluate_policy(
+            parts._replace(environment=environment._replace(answering=answering)), variables, rows
+        )
         names = environment.reward_names + environment.watch_names
-        measures |= {with_control(name, control): found.measures[name] for name in names}
+        measures |= {with_control(name, control): evaluation.measures[name] for name in names}
     return measures
 
 
@@ -171,13 +171,13 @@ def measure_all(parts: Parts, variables: Variables, *, references: bool = True) 
     rows = parts.test_rows
     if not rows:
         return {}
-    found = {"greedy": evaluate_policy(parts, variables, rows)}
-    found["greedy"].measures.update(evaluate_controls(parts, variables, rows))
+    evaluations = {"greedy": evaluate_policy(parts, variables, rows)}
+    evaluations["greedy"].measures.update(evaluate_controls(parts, variables, rows))
     if parts.config.evaluation.sampled:
-        found["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
+        evaluations["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
     for kind, texts in parts.task_data.report.references(rows).items() if references else ():
-        found[kind] = evaluate_texts(parts, rows, texts)
-    return found
+        evaluations[kind] = evaluate_texts(parts, rows, texts)
+    return evaluations
 
 
 def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:
@@ -186,12 +186,11 @@ def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, 
     The total is the weighted sum of the objectives' means, each over the rows that have it: groups of one have no
     mean of their own that could take a missing value's place. It is NaN where an objective is missing in all rows.
     """
-    names = parts.environment.reward_names + parts.environment.watch_names
     judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
     objectives = objectives_of(parts, judgement.rewards, lengths)
     terms = zip(objectives.weights, _present_means(np.asarray(objectives.rewards)), strict=True)
     total = float(sum(weight * mean for weight, mean in terms if weight))
-    return {**dict(zip(names, _present_means(judged), strict=True)), TOTAL: total}
+    return {**dict(zip(parts.measure_names, _present_means(judged), strict=True)), TOTAL: total}
 
 
 def _present_means(values: np.ndarray) -> list[float]:

@@ -78,11 +78,7 @@ class Callbacks(NamedTuple):
     on_checkpoint: Callback | None = None
 
     def ask(self, name: str, event: IterationEvent) -> bool:
-        """Call the callback of that name; return whether it asks to stop.
-
-        Raises:
-            UserError: It raised, or returned something else.
-        """
+        """Call the callback of that name; return whether it asks to stop."""
         callback = getattr(self, name)
         if callback is None:
             return False
@@ -125,11 +121,7 @@ class Run:
         self.again = f"--resume --run_dir {self.config.run_dir}"
 
     def execute(self) -> Record:
-        """Begin or resume, train, and finish unless a stop is asked for on the way.
-
-        Returns:
-            The summary, with "stopped".
-        """
+        """Begin or resume, train, and finish unless a stop is asked for on the way."""
         try:
             if not self.begin():
                 return self._stopped(None)
@@ -265,11 +257,7 @@ class Run:
         self._tell("on_checkpoint", {}, self.checkpoints.folder / f"step_{self._now.iteration}")
 
     def _tell(self, name: str, metrics: Row, checkpoint: Path | None = None) -> None:
-        """Call the callback of that name, and ask for a stop if it does and there is anything left to do.
-
-        Raises:
-            UserError: It failed; the state is saved.
-        """
+        """Call the callback of that name, and ask for a stop if it does and there is anything left to do."""
         number = int(metrics.get("step", self._now.iteration))
         folder = self.output.directory.path.absolute()
         event = IterationEvent(number, self.program.iterations, dict(metrics), folder, checkpoint)
@@ -337,11 +325,7 @@ class Run:
         return progress, {f"validation/{name}": value for name, value in scored.items()}
 
     def finish(self) -> Record:
-        """Save `final`, measure the end, and write policy, summary and report.
-
-        Returns:
-            What summary.json holds.
-        """
+        """Save `final`, measure the end, and write policy, summary and report."""
         progress = self._now
         self.checkpoints.save_final(progress.iteration, self.program.saved(self.state), self._meta(progress))
         finished = self.program.finish(self.state, progress, self.output.directory)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from grpo_jax.config import Config
 from grpo_jax.core.trie import Trie
@@ -50,15 +51,15 @@ from grpo_jax.training.estimators import (
 )
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import (
-    Behind,
+    StaleWeights,
     TrainState,
+    commit_to_device,
+    free_buffers,
     init_state,
-    left_behind,
     needs_reference,
     refresh_reference,
-    release,
-    settled,
-    variables_behind,
+    stale_copy,
+    stale_variables,
 )
 from grpo_jax.training.update import make_update
 
@@ -93,7 +94,7 @@ class Learner(NamedTuple):
     """
 
     update: Callable[..., tuple[TrainState, Record]]
-    schedule: Callable[[int], jax.Array]
+    schedule: optax.Schedule
     iterations: int
     updates_per_iteration: int
     start: Callable[[Variables], TrainState]
@@ -144,8 +145,8 @@ def led_learner(config: Config, policy: Policy, brief: LearningBrief, company: C
             loss_scale=make_loss_scale(config.policy.compute_dtype),
             take_over=True,
         )
-        state = settled(shard(state, policy.mesh))
-        return state._replace(behind=left_behind(state)) if config.training.lag else state
+        state = commit_to_device(shard(state, policy.mesh))
+        return state._replace(behind=stale_copy(state)) if config.training.lag else state
 
     def learn_from(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Record]:
         return update(state, shard_batch(batch, policy.mesh), key)
@@ -224,12 +225,12 @@ def learn(
     seconds = {**episodes.seconds, "update": time.perf_counter() - before_update}
     if needs_reference(config.algorithm, config.ppo) and every and (iteration + 1) % every == 0:
         before, state = state.reference, learner.refresh(state)
-        release(before)
+        free_buffers(before)
     row = {
         "step": iteration + 1,
         "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
         **update_metrics(report),
-        "learning_rate": float(learner.schedule(first_update)),
+        "learning_rate": float(np.asarray(learner.schedule(first_update))),
         **measured,
     }
     if state.loss_scale is not None:
@@ -380,9 +381,9 @@ def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, a
         for number, turn in enumerate(episodes.episodes[p][g].turns):
             advantage = advantages[p, g]
             if advantages.ndim == 3:
-                own = samples.mask[p, g] & (samples.turn[p, g] == number)
-                own = own[: advantages.shape[2]]
-                advantage = advantage[own].mean() if own.any() else 0
+                in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
+                in_turn = in_turn[: advantages.shape[2]]
+                advantage = advantage[in_turn].mean() if in_turn.any() else 0
             entry = {"prompt": episodes.rows[p].prompt, "completion": turn.written, "text": turn.text}
             if turns > 1:
                 answer = None if turn.answer is None or turn.answer.done else turn.answer.text
@@ -424,15 +425,15 @@ class Prefetcher:
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
 
-    def begin(self, iteration: int, state: TrainState, behind: Behind) -> None:
+    def begin(self, iteration: int, state: TrainState, behind: StaleWeights) -> None:
         """Begins the batch of an iteration, unless it is on its way already."""
         if iteration in self._drawn:
             return
-        variables = variables_behind(state, behind)
+        variables = stale_variables(state, behind)
         drawn: Future[Sampled] = Future()
         slot, before = (None, [*self._drawn.values()]) if self._pipeline is None else (self._pipeline.slot(), [])
-        given = (drawn, before, iteration, variables, slot)
-        thread = threading.Thread(target=self._draw, args=given, name="sample ahead", daemon=True)
+        arguments = (drawn, before, iteration, variables, slot)
+        thread = threading.Thread(target=self._draw, args=arguments, name="sample ahead", daemon=True)
         self._drawn[iteration], self._threads[iteration] = drawn, thread
         thread.start()
 
@@ -440,9 +441,9 @@ class Prefetcher:
         """The batch of an iteration, once it is judged; raises what ended it."""
         drawn = self._drawn[iteration]
         self._await([drawn])
-        found = drawn.result()
+        sampled = drawn.result()
         del self._drawn[iteration], self._threads[iteration]
-        return found
+        return sampled
 
     def settle(self) -> None:
         """Waits until nothing is on its way: who comes next has sampler and judges alone. `take` tells of failures."""
@@ -487,11 +488,11 @@ def iterate_ahead(parts: Parts, learner: Learner, ahead: Prefetcher, state: Trai
     started, behind = time.monotonic(), state.behind
     assert behind is not None  # `Learner.start` and checkpoints have it
     ahead.begin(iteration, state, behind)  # the first of this process; others are on their way
-    now = left_behind(state)
+    now = stale_copy(state)
     if iteration + 1 < learner.iterations:
         ahead.begin(iteration + 1, state, now)
     drawn = ahead.take(iteration)
     staleness = int(state.step) - int(behind.step)
-    release(behind)
+    free_buffers(behind)
     result = learn(parts, learner, state._replace(behind=now), iteration, drawn, started)
     return result._replace(row={**result.row, "staleness": staleness})

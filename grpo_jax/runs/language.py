@@ -15,6 +15,7 @@ import numpy as np
 from grpo_jax.config.build import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
+from grpo_jax.models.variables import PyTree
 from grpo_jax.rollout.rewards import (
     IN_PYTHON,
     listed,
@@ -37,7 +38,7 @@ from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.display import of_turns
 from grpo_jax.tasks.task import Advanced, Begun, Finished
-from grpo_jax.training.state import TrainState, release, restored_state, saved_parts
+from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import PATIENCE
 
 UNTRAINED = "untrained"
@@ -85,14 +86,14 @@ class LanguageProgram:
     def template(self) -> TrainState:
         """The start without its arrays: two states at once may not fit."""
         state = self.learner.start(self.parts.policy.variables)
-        release(saved_parts(state))
+        free_buffers(saved_parts(state))
         return state
 
     def saved(self, state: TrainState) -> Record:
         """All that training changes; frozen weights are left out."""
         return saved_parts(state)
 
-    def restored(self, saved: Record, template: TrainState) -> TrainState:
+    def restored(self, saved: Mapping[str, PyTree], template: TrainState) -> TrainState:
         """With the frozen weights of the template."""
         return restored_state(saved, template.variables)
 
@@ -113,11 +114,14 @@ class LanguageProgram:
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         line = "no prompts are held out: nothing is measured before and after training"
         if before:
-            found = before["greedy"].measures
-            told = {name: value for name, value in found.items() if not of_turns(name, found)}
-            measures = "  ".join(f"{name} {value:.3f}" for name, value in told.items())
+            measured = before["greedy"].measures
+            measures = "  ".join(
+                f"{name} {value:.3f}" for name, value in measured.items() if not of_turns(name, measured)
+            )
             line = f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}"
-            self._tell_absent(before["greedy"])
+            values = self._by_name(np.moveaxis(before["greedy"].judgement.final_rewards, -1, 0))
+            if missing := missing_rewards(values, self.parts.rewards.weights):
+                self.say(f"note: no held-out completion got the reward {listed(missing)}")
         return Begun(state, notes, seconds, line)
 
     def _warm_up(self, folder: Path) -> tuple[TrainState, Record, dict[str, float]] | None:
@@ -157,29 +161,22 @@ class LanguageProgram:
         require_same(meta["identity"], self.parts.config, self.identity, folder)
         return {name: meta[name] for name in ("identity", "notes", "seconds")}
 
-    def _noted(self, notes: Record, name: str, found: Mapping[str, Evaluation]) -> Record:
-        measures = {kind: evaluation.measures for kind, evaluation in found.items()}
-        if not found:
+    def _noted(self, notes: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Record:
+        measures = {kind: evaluation.measures for kind, evaluation in evaluations.items()}
+        if not evaluations:
             return dict(notes)
-        judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
+        judgements = {kind: evaluation.judgement for kind, evaluation in evaluations.items()}
         noted = {
             "before": notes["before"] | measures,
             "remembered": notes["remembered"] | self.parts.task_data.report.remember(name, judgements),
         }
-        samples = found["sampled"].samples if "sampled" in found else None
+        samples = evaluations["sampled"].samples if "sampled" in evaluations else None
         return noted if samples is None else noted | {"samples": samples}
-
-    def _tell_absent(self, before: Evaluation) -> None:
-        """Notes the rewards that no held-out completion has before training."""
-        values = self._by_name(np.moveaxis(before.judgement.final_rewards, -1, 0))
-        gone = missing_rewards(values, self.parts.rewards.weights)
-        if gone:
-            self.say(f"note: no held-out completion got the reward {listed(gone)}")
 
     def _by_name(self, values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.parts.environment.reward_names, values, strict=True))
 
-    def advance(self, state: TrainState, iteration: int, notes: Record) -> Advanced:
+    def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
         """One iteration."""
         if self.ahead is None:
             result = run_iteration(self.parts, self.learner, state, iteration)
@@ -231,16 +228,12 @@ class LanguageProgram:
         if not due or not self.parts.validation_rows:
             return None
         self._settle()
-        found = evaluate_policy(self.parts, state.variables, self.parts.validation_rows)
-        measures = dict(found.measures)
+        evaluation = evaluate_policy(self.parts, state.variables, self.parts.validation_rows)
+        measures = dict(evaluation.measures)
         return measures, measures.pop(TOTAL)
 
     def finish(self, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
-        """Measures the held-out prompts after training, and writes `policy/` and `adapter/`.
-
-        Raises:
-            UserError: The run is over and never had a reward, or made no update: it was resumed after it had said so.
-        """
+        """Measures the held-out prompts after training, and writes `policy/` and `adapter/`."""
         failure = self._nothing_judged(progress.notes.get("absent", {}), progress.iteration)
         if int(state.step) == 0:
             failure = failure or self._nothing_learned(state, progress.iteration)

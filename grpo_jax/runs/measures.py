@@ -30,11 +30,7 @@ def with_control(name: str, control: str) -> str:
 
 
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
-    """Refuses rewards and watched measures whose name the run tells something else by, which one would replace.
-
-    Raises:
-        UserError: Naming it.
-    """
+    """Refuses rewards and watched measures whose name the run tells something else by, which one would replace."""
     sections = [*rewards.sections, *map(RewardSection, rewards.watch)]
     names = [section.called for section in sections]
     taken = {SCORE, TOTAL, *OWN_MEASURES, *(with_control(name, control) for name in names for control in controls)}
@@ -102,16 +98,16 @@ def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float
     exists = np.isfinite(values).any(axis=-1)
     last = np.maximum.accumulate(np.where(exists, np.arange(values.shape[1]), 0), axis=1)
     carried = np.take_along_axis(values, last[..., None], axis=1)
-    found: dict[str, float] = {}
+    measures: dict[str, float] = {}
     for n, name in enumerate(names):
         first, end, turns = values[:, 0, n], ends[:, n], values[:, :, n]
-        found |= {f"{name}_turn_{turn + 1}": _mean(carried[:, turn, n]) for turn in range(values.shape[1] - 1)}
+        measures |= {f"{name}_turn_{turn + 1}": _mean(carried[:, turn, n]) for turn in range(values.shape[1] - 1)}
         best = np.where(np.isfinite(turns), turns, -np.inf).max(axis=1)
         right = (first >= RIGHT) & np.isfinite(end)
-        found[f"{name}_peak"] = _mean(best)
-        found[f"{name}_kept"] = _mean(np.where(right, end >= first, np.nan))
-        found[f"{name}_gain"] = _mean(end - first)
-    return found
+        measures[f"{name}_peak"] = _mean(best)
+        measures[f"{name}_kept"] = _mean(np.where(right, end >= first, np.nan))
+        measures[f"{name}_gain"] = _mean(end - first)
+    return measures
 
 
 def turns_table(evaluation: Mapping[str, Mapping[str, float | None]]) -> Table | None:

@@ -54,11 +54,7 @@ def _start(config: Config) -> Path:
 
 
 def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
-    """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths.
-
-    Raises:
-        UserError: The task has no words for one.
-    """
+    """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths."""
     if config.policy.path != NEW:
         return
     if vocabulary is None:
@@ -225,11 +221,11 @@ def make_prepare(eyes: Callable[[], Eyes], device: jax.Device | None = None) -> 
     """
 
     def prepare(pictures: Any) -> Pictures:
-        own = eyes()
+        processor = eyes()
         if not hasattr(pictures, "detach"):
-            return _on_the_host(pictures, own)
-        patches, grid = own_package("bridges", "pixels").patches_of(pictures, own.settings)
-        return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, own.vision)
+            return _on_the_host(pictures, processor)
+        patches, grid = own_package("bridges", "pixels").patches_of(pictures, processor.settings)
+        return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, processor.vision)
 
     return prepare
 

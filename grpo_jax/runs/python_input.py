@@ -49,11 +49,7 @@ class PythonInput(NamedTuple):
 
 
 def from_python(config: Config, prompts: object, rewards: object) -> PythonInput:
-    """Checks prompts and rewards, and writes them into the config.
-
-    Raises:
-        UserError: Naming what is wrong.
-    """
+    """Checks prompts and rewards, and writes them into the config."""
     taken = None if prompts is None else _prompt_set(prompts, config.data)
     if taken is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=IN_PYTHON))
@@ -75,10 +71,10 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[s
     if lost is not None:
         note(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
         return
-    given = source.prompts
+    prompts = source.prompts
 
     def lines() -> Iterator[bytes]:
-        for split, part in zip(SPLITS, given, strict=True):
+        for split, part in zip(SPLITS, prompts, strict=True):
             yield from (f"{json.dumps(_kept(row, split))}\n".encode() for row in part)
 
     if not source.config.resume:
@@ -140,11 +136,7 @@ def _kept(row: Row, split: str) -> Record:
 
 
 def _row(line: Record) -> Row:
-    """The inverse of `_kept`.
-
-    Raises:
-        UserError: A picture's file is gone.
-    """
+    """The inverse of `_kept`."""
     try:
         pictures = tuple(source_of(kept, None) for kept in line.get("pictures", ()))
     except ValueError as error:
@@ -179,8 +171,8 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     else:
-        given = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
-        named = [_named(reward) for reward in given]
+        functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
+        named = [_named(reward) for reward in functions]
     wrong = [shown(function) for _, function in named if not callable(function)]
     if wrong:
         raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")
@@ -204,24 +196,20 @@ def _named(reward: object) -> tuple[str, Any]:
 
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
-    """A section for each function: the config's of that name, which sets weight, condition and options, or a plain one.
-
-    Raises:
-        UserError: The config names a reward for which there is no function.
-    """
-    known = {section.called: section for section in sections}
-    unmatched = [label for label in known if label not in functions]
+    """A section for each function: the config's of that name (weight, condition and options), or a plain one."""
+    configured = {section.called: section for section in sections}
+    unmatched = [label for label in configured if label not in functions]
     if unmatched:
         raise UserError(
             f"rewards: config.rewards names {', '.join(unmatched)}, but the functions given are "
             f"{', '.join(functions)}: give one of that name, or take the entry out"
         )
-    found = []
+    resolved = []
     for label, function in functions.items():
         name = import_path(function, label)
-        own = {"name": name, "label": "" if name.endswith(f":{label}") else label}
-        found.append(dataclasses.replace(known.get(label, RewardSection(label)), **own))
-    return found
+        named = {"name": name, "label": "" if name.endswith(f":{label}") else label}
+        resolved.append(dataclasses.replace(configured.get(label, RewardSection(label)), **named))
+    return resolved
 
 
 def _what_json_would_change(prompts: PromptSet) -> str | None:

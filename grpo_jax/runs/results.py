@@ -39,13 +39,13 @@ def versions() -> dict[str, str]:
     import platform
     from importlib import metadata
 
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def finish_language(parts: Parts, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
@@ -59,11 +59,11 @@ def finish_language(parts: Parts, state: TrainState, progress: Progress, directo
     policy.save(directory.policy, variables)
     if policy.lora is not None:
         policy.save_adapters(directory.adapter, variables)
-    found = find(parts, progress.notes["remembered"], "after", after)
-    summary: Record = {**summarise(parts, progress, after, seconds), **found.entries}
+    findings = find(parts, progress.notes["remembered"], "after", after)
+    summary: Record = {**summarise(parts, progress, after, seconds), **findings.entries}
     further = (turns_table(summary["evaluation"]), samples_table(summary.get("samples", {})))
-    tables = [*found.tables, *(table for table in further if table is not None)]
-    lines = [*samples_lines(summary.get("samples", {})), *found.lines]
+    tables = [*findings.tables, *(table for table in further if table is not None)]
+    lines = [*samples_lines(summary.get("samples", {})), *findings.lines]
     finished = Finished(summary, lines=lines, tables=tables)
     if not after:
         return finished
@@ -73,11 +73,11 @@ def finish_language(parts: Parts, state: TrainState, progress: Progress, directo
     return finished._replace(gallery=gallery, tables_below=below, episodes=episodes)
 
 
-def find(parts: Parts, remembered: Record, name: str, found: Mapping[str, Evaluation]) -> Findings:
+def find(parts: Parts, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
     """What the task makes of measurements, the last of which is called `name`; nothing where nothing was measured."""
-    if not found:
+    if not evaluations:
         return Findings()
-    judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
+    judgements = {kind: evaluation.judgement for kind, evaluation in evaluations.items()}
     report = parts.task_data.report
     return report.findings({**remembered, **report.remember(name, judgements)}, parts.test_rows)
 
@@ -123,26 +123,26 @@ def summarise(
     }
 
 
-def statistics_of(found: Mapping[str, Evaluation]) -> Statistics | None:
+def statistics_of(evaluations: Mapping[str, Evaluation]) -> Statistics | None:
     """Those of a measurement; None where each prompt had one sampled completion, or none."""
-    return found["sampled"].samples if "sampled" in found else None
+    return evaluations["sampled"].samples if "sampled" in evaluations else None
 
 
 def samples_of(parts: Parts, measured: Mapping[str, Statistics | None]) -> Record:
     """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn."""
-    known = {when: found for when, found in measured.items() if found is not None}
-    if not known:
+    present = {when: by_measure for when, by_measure in measured.items() if by_measure is not None}
+    if not present:
         return {}
     section = parts.config.evaluation
     drawn = measured_section(parts.config.sampling, section)
     settings = {name: getattr(drawn, name) for name in ("temperature", "top_k", "top_p")}
     measures: dict[str, Record] = {}
-    for when, found in known.items():
-        for name, statistics in found.items():
+    for when, by_measure in present.items():
+        for name, statistics in by_measure.items():
             for statistic, values in statistics.items():
                 measures.setdefault(name, {}).setdefault(statistic, {})[when] = values
-    told = {"k": section.samples, **settings, "threshold": section.pass_threshold, "when": list(known)}
-    return {"samples": {**told, "measures": measures}}
+    settings_told = {"k": section.samples, **settings, "threshold": section.pass_threshold, "when": list(present)}
+    return {"samples": {**settings_told, "measures": measures}}
 
 
 def samples_table(samples: Record) -> Table | None:
@@ -176,8 +176,8 @@ def _interval(values: Sequence[float] | None) -> str:
     if values is None or values[0] is None or not np.isfinite(values[0]):
         return "–"
     mean, low, high = values
-    known = low is not None and np.isfinite(low)
-    return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if known else f"{mean:.3f}"
+    bounded = low is not None and np.isfinite(low)
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if bounded else f"{mean:.3f}"
 
 
 def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
@@ -202,14 +202,14 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
     needed = [*later, *before] if plain is not None else later
     if drawn and any(image is None for image in needed):  # the renderer failed, and may
         return []
-    names, second = parts.environment.reward_names + parts.environment.watch_names, scores_of(after.judgement)
+    second = scores_of(after.judgement)
     return [
         GalleryEntry(
             row.prompt,
             after.texts[index],
             before[index],
             later[index],
-            {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(names)},
+            {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(parts.measure_names)},
             shown=[thumbnail(source, _SHOWN_SIZE) for source in row.pictures],
         )
         for index, row in enumerate(rows)
@@ -249,19 +249,18 @@ def scores_of(judgement: Judgement) -> np.ndarray:
 
 def texts_table(parts: Parts, after: Evaluation) -> Table:
     """One line per held-out prompt: prompt, text, what the task shows of the row, each reward and watched measure."""
-    environment, values = parts.environment, scores_of(after.judgement)
-    names = environment.reward_names + environment.watch_names
-    shown = parts.task_data.report.columns
+    values = scores_of(after.judgement)
+    columns = parts.task_data.report.columns
     rows = [
         (
             row.prompt,
             after.texts[index],
-            *(row.columns[column] for column in shown.values()),
+            *(row.columns[column] for column in columns.values()),
             *(round(float(value), 4) for value in values[index]),
         )
         for index, row in enumerate(parts.test_rows)
     ]
-    return Table("Held-out prompts after training", ("prompt", "rewrite", *shown, *names), rows)
+    return Table("Held-out prompts after training", ("prompt", "rewrite", *columns, *parts.measure_names), rows)
 
 
 def words_table(parts: Parts, after: Evaluation) -> Table:

@@ -93,12 +93,7 @@ class Series:
         self._thread.start()
 
     def link(self, number: int, source: Path, meta: Mapping[str, object]) -> None:
-        """Makes a checkpoint of the arrays of another one with a meta of its own, at once: of the same files.
-
-        Raises:
-            OSError: The other one is gone, or the file system has no hard links.
-            UserError: Its manifest is no manifest.
-        """
+        """Makes a checkpoint of the arrays of another one with a meta of its own, at once: of the same files."""
         written = self._start_writing(number)
         listed = {name: entry for name, entry in entries(source).items() if name != _META}
         link_files(listed, source, written)
@@ -205,11 +200,7 @@ def seal(folder: Path, listed: Mapping[str, object] | None = None) -> None:
 
 
 def entries(folder: Path) -> Record:
-    """Return a manifest's entries by file name.
-
-    Raises:
-        UserError: There is none that can be read.
-    """
+    """Return a manifest's entries by file name."""
     files = load_json(folder / MANIFEST).get("files")
     if not isinstance(files, dict):
         raise UserError(f"{folder / MANIFEST} lists no files")
@@ -250,11 +241,7 @@ def _checksum(path: Path) -> str:
 
 
 def link_files(names: Iterable[str], source: Path, target: Path) -> None:
-    """Makes a folder of hard links to files of another one: they outlive each other and count once on the disk.
-
-    Raises:
-        OSError: A file is gone, or the file system has no hard links.
-    """
+    """Makes a folder of hard links to files of another one: they outlive each other and count once on the disk."""
     wanted = set(names)
     existing = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
     if not wanted <= existing:

@@ -31,7 +31,7 @@ from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import TrainState, init_state, release, restored_state, saved_parts, settled
+from grpo_jax.training.state import TrainState, commit_to_device, free_buffers, init_state, restored_state, saved_parts
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]
@@ -87,7 +87,7 @@ def warm_start(
     for line in checkpoints.set_aside_damaged():
         say(f"note: {line}")
     if checkpoints.latest_step() is not None:
-        release(saved_parts(state))
+        free_buffers(saved_parts(state))
         restored, saved = checkpoints.restore("latest", saved_parts(state))
         state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["warm_start"]
         say(f"warm start goes on after update {done} of {section.steps}")
@@ -135,7 +135,7 @@ def led_lessons(
 
     def start(variables: Variables) -> TrainState:
         state = init_state(variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
-        return settled(shard(state, policy.mesh))
+        return commit_to_device(shard(state, policy.mesh))
 
     return company.lead("first lesson", start), company.lead("lesson", step)
 
@@ -188,27 +188,23 @@ def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
 
 
 def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
-    """All that stands behind a pair's prompt, as sampling makes it, and which tokens of it the policy is to write.
-
-    Raises:
-        UserError: It has more texts than there are turns.
-    """
+    """All that stands behind a pair's prompt, as sampling makes it, and which tokens of it the policy is to write."""
     answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
     if len(texts) > parts.config.sampling.turns:
         raise UserError(
             f"warm_start.steps: what this task teaches has {len(texts)} turns, and sampling.turns is "
             f"{parts.config.sampling.turns}"
         )
-    ids, own = [], []
+    ids, learned = [], []
     for number, text in enumerate(texts):
         if number and answering is not None:
             answer = answers_of(pair)[number - 1]
             seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
             ids += answering.encode_answer(answer, ids[-1] in parts.policy.eos_ids, seen)
-            own += [False] * (len(ids) - len(own))
+            learned += [False] * (len(ids) - len(learned))
         ids += taught_tokens(parts, asked(pair[0]).prompt if number == 0 else "", text)
-        own += [True] * (len(ids) - len(own))
-    return ids, own
+        learned += [True] * (len(ids) - len(learned))
+    return ids, learned
 
 
 def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) -> Batch:
@@ -221,8 +217,8 @@ def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) 
     present, mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for row, pair in enumerate(pairs):
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
-        ids, own = taught_stream(parts, pair, grids)
-        tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, own
+        ids, learned = taught_stream(parts, pair, grids)
+        tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, learned
     pictures = {"pictures": prompts.pictures, "answers": shown}
     encode_images = environment.encode_images
     states = {

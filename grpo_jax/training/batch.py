@@ -50,14 +50,7 @@ def _rounded(number: int, limit: int, smallest: int = 1) -> int:
 
 
 def trimmed(array: Array, mask: Array, *, left: bool = False, worth: float = 0) -> Array:
-    """The last axis [.., T] cut to the longest row of a mask [.., T], rounded up to quarters of T.
-
-    Args:
-        array: `[.., T]`.
-        mask: bool `[.., T]`; what is cut off is False.
-        left: Rows are padded on the left rather than on the right.
-        worth: Fewer columns than this are left where they are: a program less compiles.
-    """
+    """The last axis [.., T] cut to the longest row of a mask [.., T], rounded up to quarters of T."""
     width = mask.shape[-1]
     longest = _rounded(max(int(mask.sum(-1).max()), 1), width, SMALLEST)
     longest = longest if width - longest >= worth else width
@@ -189,11 +182,7 @@ class Batch(NamedTuple):
 
 
 def required(name: str, array: jax.Array | None) -> jax.Array:
-    """An array of a batch that may be None, where it must not be.
-
-    Raises:
-        ValueError: It is None.
-    """
+    """An array of a batch that may be None, where it must not be."""
     if array is None:
         raise ValueError(f"batch.{name}: expected an array, got None")
     return array

@@ -156,9 +156,6 @@ def require_memory(config: Config, model: ModelConfig, *, available: int | None,
         model: The policy's config.
         available: Bytes that there are (`machine_memory`); None where nobody knows.
         listed: Completions are texts that the task lists, whatever sampling.max_new_tokens is.
-
-    Raises:
-        UserError: Naming what to lower.
     """
     if available is None:
         return

@@ -14,7 +14,7 @@ from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
 from grpo_jax.models.variables import VALUE, PyTree, Variables
 
 
-class Behind(NamedTuple):
+class StaleWeights(NamedTuple):
     """The policy that samples ahead (training.lag), of before the last updates.
 
     Attributes:
@@ -50,7 +50,7 @@ class TrainState(NamedTuple):
     skipped: jax.Array
     kl_coef: jax.Array | None = None
     loss_scale: PyTree | None = None
-    behind: Behind | None = None
+    behind: StaleWeights | None = None
 
 
 def policy_collection(variables: Variables) -> str:
@@ -109,7 +109,7 @@ def init_state(
     return TrainState(step, variables, optimizer.init(trained), reference, skipped, coefficient, loss_scale)
 
 
-def settled(state: TrainState) -> TrainState:
+def commit_to_device(state: TrainState) -> TrainState:
     """A fresh state bound to the device of its weights, counts and moments too.
 
     JAX tells arrays that were put on a device from those that happen to lie there. What an update gives is bound: were
@@ -126,7 +126,7 @@ def saved_parts(state: TrainState) -> dict[str, PyTree]:
     return {**state._asdict(), "variables": trained_weights(state.variables)}
 
 
-def release(tree: PyTree) -> None:
+def free_buffers(tree: PyTree) -> None:
     """Frees a tree's arrays, whoever else refers to them. It still has shapes, dtypes and places: a template.
 
     What is only traced holds no memory and is left as it is.
@@ -160,13 +160,13 @@ def refresh_reference(state: TrainState) -> TrainState:
     return state._replace(reference=jax.tree.map(jnp.array, state.variables[name]))
 
 
-def left_behind(state: TrainState) -> Behind:
+def stale_copy(state: TrainState) -> StaleWeights:
     """The policy as it stands, in arrays of its own that no update touches."""
     weights = state.variables[policy_collection(state.variables)]
-    return Behind(jnp.array(state.step), jax.tree.map(jnp.array, weights))
+    return StaleWeights(jnp.array(state.step), jax.tree.map(jnp.array, weights))
 
 
-def variables_behind(state: TrainState, behind: Behind) -> Variables:
+def stale_variables(state: TrainState, behind: StaleWeights) -> Variables:
     """The variables of the policy that samples ahead; a value head is of no use to it."""
     learned = trained_collections(state.variables)
     frozen = {name: tree for name, tree in state.variables.items() if name not in learned}

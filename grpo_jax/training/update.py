@@ -34,7 +34,7 @@ from grpo_jax.training.objectives import (
     make_policy_objective,
     make_ppo_objective,
 )
-from grpo_jax.training.state import TrainState, needs_reference, reference_variables, release, trained_weights
+from grpo_jax.training.state import TrainState, free_buffers, needs_reference, reference_variables, trained_weights
 
 PATIENCE = 3
 """A run ends when it left out as many updates in a row as so many iterations make: one batch may be at fault."""
@@ -57,9 +57,6 @@ def make_train_step(
         optimizer: For the trained collections.
         normaliser: Denominators of the whole update from its whole batch, so that splitting changes nothing.
         accumulation: Micro-batches along P, run one after the other; P must be a multiple.
-
-    Returns:
-        train_step(state, batch) → (state, {"loss", "grad_norm", "skipped" (0 or 1), "metrics"}).
     """
 
     def compute(moving: TrainState, frozen: Variables, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -90,9 +87,9 @@ def make_train_step(
         before = state._replace(variables=trained, reference=None, behind=None)
         after, report = compiled(before, frozen, batch)
         # On a CPU, JAX neither takes nor frees a donated array that NumPy has looked at, as a checkpoint does.
-        release(before)
-        kept = {"reference": state.reference, "behind": state.behind}
-        return after._replace(variables={**frozen, **after.variables}, **kept), report
+        free_buffers(before)
+        unchanged = {"reference": state.reference, "behind": state.behind}
+        return after._replace(variables={**frozen, **after.variables}, **unchanged), report
 
     return train_step
 

@@ -20,7 +20,7 @@ from grpo_jax.runs.parts import load_parts
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.state import left_behind, saved_parts, variables_behind
+from grpo_jax.training.state import saved_parts, stale_copy, stale_variables
 from grpo_jax.training.update import make_preparation
 
 JUDGE = """
@@ -123,7 +123,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     }
 
     state = first.state
-    episodes, judgement = sample_batch(parts, variables_behind(state, state.behind), 1)
+    episodes, judgement = sample_batch(parts, stale_variables(state, state.behind), 1)
     samples = episodes.samples
     batch = Batch(episodes.prompt_tokens, episodes.prompt_mask, samples.tokens, samples.mask)
     forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))
@@ -211,6 +211,6 @@ def test_what_cannot_be():
 def test_a_copy_is_not_what_an_update_frees(config):
     parts, learner = loaded(config)
     state = learner.start(parts.policy.variables)
-    behind = left_behind(state)
+    behind = stale_copy(state)
     mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(behind)}
     assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(behind=None))}

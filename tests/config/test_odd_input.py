@@ -40,7 +40,7 @@ def line_of(capsys, command, *arguments):
         (b"task: text\ntask: cartpole\n", "config.yaml: line 2: 'task' stands twice in one section"),
         (BOMB.encode(), "stands for more than 100,000 entries"),
         (b"task: &a [*a]\n", "&reference of line 1 holds itself"),
-        (b"task: text\nwatch: " + b"[" * 100, "nested deeper than 32 levels"),
+        (b"task: text\nwatch: " + b"[" * 100 + b"]" * 100, "nested deeper than 32 levels"),
         (b"task: text\nseed: " + b"9" * 5000, "not valid YAML"),
         (b"task: text\nseed: 2001-99-99\n", "not valid YAML: month must be in 1..12"),
         (b'task: text\nrun_dir: "a\\0b"\n', "holds a NUL character"),

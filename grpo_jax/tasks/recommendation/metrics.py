@@ -53,9 +53,7 @@ def count_better(
     own = scores[np.arange(len(scores)), targets][:, None]
     better, worse = scores > own + tolerance, scores < own - tolerance
     # What is left out is taken off again, which is less work than masking all that stays.
-    left_out = [set(rows) - {int(target)} for rows, target in zip(exclude, targets, strict=True)]
-    lines = np.repeat(np.arange(len(scores)), [len(rows) for rows in left_out])
-    places = np.fromiter((row for rows in left_out for row in rows), np.int64, len(lines))
+    lines, places = flat_exclusions(targets, exclude)
 
     def counted(which: np.ndarray) -> np.ndarray:
         return which.sum(1) - np.bincount(lines, which[lines, places], len(scores)).astype(np.int64)
@@ -63,6 +61,15 @@ def count_better(
     others = scores.shape[1] - 1 - np.bincount(lines, minlength=len(scores))
     above, below = counted(better), counted(worse)
     return RankCounts(above, others - above - below)
+
+
+def flat_exclusions(
+    targets: Sequence[int] | np.ndarray, exclude: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is left out of each row but its target, as row numbers and catalogue rows, i64 [E] each."""
+    left_out = [set(rows) - {int(target)} for rows, target in zip(exclude, targets, strict=True)]
+    lines = np.repeat(np.arange(len(left_out)), [len(rows) for rows in left_out])
+    return lines, np.fromiter((row for rows in left_out for row in rows), np.int64, len(lines))
 
 
 def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
@@ -171,8 +178,6 @@ def _cut(values: np.ndarray, rank: np.ndarray, k: int | None) -> np.ndarray:
 
 RECOMMENDED = 10
 """Items of a ranking's beginning that count as recommended."""
-
-
 _MOST_SCORES, _MOST_USERS = 2**23, 512
 
 
@@ -205,11 +210,7 @@ def first_items(scores: np.ndarray, exclude: Sequence[Sequence[int]], *, k: int 
 
 
 def coverage(counts: np.ndarray) -> float:
-    """The share of items that are recommended to somebody.
-
-    Args:
-        counts: [I], how often each item of the catalogue is recommended.
-    """
+    """The share of items that are recommended to somebody; `counts` [I] says how often each of them is."""
     return float((np.asarray(counts) > 0).mean())
 
 
@@ -274,9 +275,7 @@ def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, s
         raise ValueError(f"level must be in (0, 1) and samples at least 1, got {level} and {samples}")
     users, generator = len(values), np.random.Generator(np.random.PCG64(seed))
     means = np.empty((samples, values.shape[1]))
-    for start in range(
-        0, samples, _DRAWS
-    ):  # some draws at once: one product of matrices is quicker than many of vectors
+    for start in range(0, samples, _DRAWS):  # one product of matrices is quicker than many of vectors
         drawn = np.empty((min(_DRAWS, samples - start), users))
         for draw in drawn:
             draw[:] = np.bincount(generator.integers(0, users, users), minlength=users)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.tasks.recommendation import dummy, metrics
-from grpo_jax.tasks.recommendation.dataset import HistoryTemplate, leave_one_out, load_dataset
+from grpo_jax.tasks.recommendation.dataset import HistoryTemplate, last_split, load_dataset, split_examples
 from grpo_jax.tasks.recommendation.task import Recommendation
 
 WORLD = dummy.make_world(users=300, seed=1)
@@ -78,12 +78,12 @@ def test_no_title_repeats_and_no_prompt_holds_the_target(noise):
     for user in world.sequences.users:
         assert len(set(user.items)) == len(user.items)
     template = HistoryTemplate(items=19, separator=" , ")
-    for part in leave_one_out(world.sequences.users, world.catalogue, template):
+    for part in split_examples(last_split(world.sequences.users), world.catalogue, template):
         assert not any(row.columns["target_title"] in row.prompt for row in part)
 
 
 def test_copying_is_worth_little_and_the_rules_nearly_everything():
-    rows = leave_one_out(WORLD.sequences.users, WORLD.catalogue, HistoryTemplate()).test
+    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, HistoryTemplate()).test
 
     def ndcg_at_10(texts):
         return metrics.ndcg(shared_words_ranks(texts, rows), k=10).mean()
@@ -99,7 +99,7 @@ def test_copying_is_worth_little_and_the_rules_nearly_everything():
 
 def test_every_right_word_raises_the_rank():
     """What makes the reward dense: a policy climbs word by word."""
-    rows = leave_one_out(WORLD.sequences.users, WORLD.catalogue, HistoryTemplate()).test[:50]
+    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, HistoryTemplate()).test[:50]
     known = []
     for right in range(5):
         texts = [" ".join(row.columns["target_title"].split()[:right]) for row in rows]
@@ -108,8 +108,8 @@ def test_every_right_word_raises_the_rank():
 
 
 def test_lessons_teach_the_form_and_not_the_rules():
-    rows = leave_one_out(WORLD.sequences.users, WORLD.catalogue, HistoryTemplate()).train
-    pairs = dummy.lessons(rows, WORLD.catalogue, copied=0.5, seed=0)
+    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, HistoryTemplate()).train
+    pairs = dummy.hearsay(rows, WORLD.catalogue, told=0.0, copied=0.5, seed=0)
     assert [prompt for prompt, _ in pairs] == [row.prompt for row in rows]
     assert all(title in WORLD.catalogue.titles for _, title in pairs)
     targets = [row.columns["target_title"].split() for row in rows]
@@ -119,7 +119,7 @@ def test_lessons_teach_the_form_and_not_the_rules():
     # Brand and material may be copied; colour and kind are right by chance alone, 1/2 · 1/7 and 1/2 · 1/8.
     assert right[0] > 0.4 and right[2] > 0.5
     np.testing.assert_allclose(right[[1, 3]], [0.5 / 7, 0.5 / 8], atol=0.02)
-    again, other = (dummy.lessons(rows, WORLD.catalogue, copied=0.5, seed=seed) for seed in (0, 1))
+    again, other = (dummy.hearsay(rows, WORLD.catalogue, told=0.0, copied=0.5, seed=seed) for seed in (0, 1))
     assert again == pairs != other
 
 
@@ -147,7 +147,7 @@ def test_the_default_task_is_this_world():
 
 
 def test_hearsay_is_mostly_wrong_and_its_likeliest_word_is_the_last_titles():
-    rows = leave_one_out(WORLD.sequences.users, WORLD.catalogue, HistoryTemplate()).train
+    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, HistoryTemplate()).train
     pairs = dummy.hearsay(rows, WORLD.catalogue, told=0.25, copied=0.4, seed=0)
     right, last = np.zeros(4), np.zeros(4)
     for row, (prompt, text) in zip(rows, pairs, strict=True):

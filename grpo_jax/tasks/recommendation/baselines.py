@@ -33,26 +33,17 @@ from grpo_jax.tasks.recommendation.task import PriorSection
 
 
 class BaseScores:
-    """Scores that are the same for all users.
-
-    Args:
-        scores: F64 [I].
-    """
+    """Scores f64 [I] that are the same for all users, sorted once."""
 
     def __init__(self, scores: np.ndarray):
-        """Sort them once: rising, and the items by falling float32 score; of equal ones the first of the catalogue."""
+        """Of items with equal float32 scores the first of the catalogue is the better."""
         self.scores = scores
         self.rising = np.sort(scores)
         self.best = np.argsort(-scores.astype(np.float32), kind="stable")
 
 
 class SparseScores:
-    """Scores of all items for some users: a base, and what is added to it for the few items of each user.
-
-    Args:
-        base: Of all users.
-        more: F64 [B, I].
-    """
+    """Scores of all items for B users: a base, and what is added to it for the few items of each user [B, I]."""
 
     def __init__(self, base: BaseScores, more: sparse.csr_array):
         """Sort the entries of each user."""
@@ -129,7 +120,6 @@ class Retriever(Protocol):
 
     def score_ranks(self, texts: Sequence[str], targets: Sequence[int], exclude: Sequence[Sequence[int]]) -> Ranks:
         """By one text each."""
-        ...
 
     def score_mixed_ranks(
         self,
@@ -139,7 +129,6 @@ class Retriever(Protocol):
         exclude: Sequence[Sequence[int]],
     ) -> Ranks:
         """By the weighted sum of several texts' vectors each."""
-        ...
 
 
 SPARSE_BLOCK = 128
@@ -198,12 +187,7 @@ def item_knn(similarity: sparse.csr_array, rows: Sequence[Row], *, decay: float 
     """Items by their summed similarity to the history (Sarwar et al. 2001; Deshpande & Karypis 2004).
 
     s(u, j) = Σ_{i in history} decay^age(i) · |U_i ∩ U_j| / √(|U_i| |U_j|) for j ≠ i, where U_i are the users of item i
-    in training and the newest item has age 0.
-
-    Args:
-        similarity: Of `item_similarity`.
-        rows: The examples that are scored.
-        decay: In [0, 1]; 1 counts the whole history alike, 0 the last item alone.
+    in training and the newest item has age 0: `decay` 1 counts the whole history alike, 0 the last item alone.
     """
     items = similarity.shape[0]
     weights = decayed([row.columns["history"] for row in rows], items, decay=decay)
@@ -243,13 +227,7 @@ def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Sc
 
 
 def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> sparse.csr_array:
-    """Weights decay^age of each history's items, [U, I]; decay 0 is the last item alone.
-
-    Raises:
-        ValueError: If decay is outside [0, 1].
-    """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"decay must be in [0, 1], got {decay}")
+    """Weights decay^age of each history's items, [U, I]; decay 0 is the last item alone."""
     ages = np.concatenate([np.arange(len(history))[::-1] for history in histories])
     return _weights(histories, np.power(float(decay), ages), items)
 
@@ -296,11 +274,10 @@ def title_baselines(
     Args:
         retriever: Ranks the first two.
         catalogue: Titles.
-        rows: U examples that are measured.
+        rows: U examples, `block` of them in one call.
         decay: A title weighs decay^age, in [0, 1]; the newest has age 0.
         ask: As the policy's texts are ranked, where that is not the text alone: the own title is then asked for so,
             and what saying nothing and the last title earn so are rows of their own.
-        block: Examples of one call.
     """
     parts: list[dict[str, np.ndarray]] = []
     for start in range(0, len(rows), block):
@@ -335,10 +312,6 @@ class PriorParts(NamedTuple):
 
     The history is the sum of its titles' TF-IDF vectors, each word once more by its idf, older titles weighing less;
     how often two items were taken by the same users in training is the cosine of item-kNN.
-
-    Attributes:
-        vectors: Of `title_vectors`.
-        similarity: Of `item_similarity`.
     """
 
     vectors: sparse.csr_array
@@ -402,13 +375,7 @@ def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
 
 
 def fused_scores(listed: np.ndarray, scores: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    """Scores of all items f32 [P, I]: of those listed with their log-probabilities, of others with the least of these.
-
-    Args:
-        listed: Int [P, K], rows of the catalogue.
-        scores: F32 [P, K], their log-probabilities.
-        prior: F32 [P, I], of `make_prior`.
-    """
+    """Scores of items f32 [P, I]: those listed [P, K] with their log-probabilities, others with the least of these."""
     policy = np.repeat(scores.min(1, keepdims=True), prior.shape[1], axis=1)
     np.put_along_axis(policy, listed, scores, axis=1)
     return policy + prior

@@ -26,11 +26,7 @@ _MOST_BYTES = 2**32  # of a table of events, which is read whole
 
 
 class Problems:
-    """The bad places of one file; `check` raises one error that names them with file and line.
-
-    Args:
-        path: The file they are in.
-    """
+    """The bad places of one file; `check` raises one error that names them with file and line."""
 
     def __init__(self, path: str | Path):
         """Starts without problems."""
@@ -102,27 +98,14 @@ class Catalogue:
         """I, how many items there are."""
         return len(self.ids)
 
-    @property
-    def blank(self) -> tuple[int, ...]:
-        """Rows without a title."""
-        return tuple(row for row, title in enumerate(self.titles) if not title)
 
-
-def make_catalogue(ids: list[str], titles: list[str], columns: dict[str, list[str]] | None = None) -> Catalogue:
-    """A catalogue from lists of equal length.
-
-    Raises:
-        ValueError: If lengths differ or identifiers repeat.
-    """
-    columns = columns or {}
-    for name, values in {"titles": titles, **columns}.items():
-        if len(values) != len(ids):
-            raise ValueError(f"{name} must have {len(ids)} values, one for each id, got {len(values)}")
+def make_catalogue(
+    ids: Sequence[str], titles: Sequence[str], columns: Mapping[str, Sequence[str]] | None = None
+) -> Catalogue:
+    """A catalogue from I different identifiers, as many titles, and further columns."""
     rows = {identifier: row for row, identifier in enumerate(ids)}
-    if len(rows) != len(ids):
-        raise ValueError(f"ids must be different, got {len(ids) - len(rows)} repeated")
     collapsed = tuple(" ".join(title.split()) for title in titles)
-    return Catalogue(tuple(ids), collapsed, rows, {name: tuple(values) for name, values in columns.items()})
+    return Catalogue(tuple(ids), collapsed, rows, {name: tuple(values) for name, values in (columns or {}).items()})
 
 
 def read_catalogue(
@@ -138,7 +121,7 @@ def read_catalogue(
         path: The file.
         blank_titles: What an item without a title is: "error", or "keep": it stays in the ranking, as an empty text
             that no query resembles (as a target it can hardly be found), and a prompt says "(no title)".
-        columns: {"title": what the file calls it}, as in `data.columns`; other names in it are not looked at.
+        columns: {"title": what the file calls it}, as in `data.columns`.
 
     Raises:
         UserError: If the file is missing, of another kind, empty, or has bad lines: wrong number of fields, a blank
@@ -199,12 +182,7 @@ def read_table(
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Rows of a .csv or .tsv with a header, as {column: value} with their line; bad ones are noted and left out.
 
-    Args:
-        text: Of the file.
-        kind: ".csv" or ".tsv".
-        problems: Of the file.
-        needs: Columns that must be there.
-        columns: What the file calls columns otherwise, {name: the file's name for it}.
+    The columns that it `needs` must be there, under the name that `columns` has for them, {name: the file's name}.
     """
     if kind == ".tsv":
         reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -306,11 +284,7 @@ def item_word(row: int) -> str:
 
 
 def items_of(texts: Sequence[str]) -> Items:
-    """All that can be written: a title that several items share is the first one's, and a blank one none's.
-
-    Args:
-        texts: I, titles of the catalogue or its items' own words.
-    """
+    """All that can be written of I titles or items' own words: one that several share is the first one's."""
     by_text: dict[str, int] = {}
     for row, text in enumerate(texts):
         if plain(text):
@@ -449,14 +423,7 @@ def read_ratings(
 
     A user's items are sorted by time; events of the same second keep the order of the file. Events with a rating below
     ``minimum_rating`` do not count, of those with the same item a user's first counts, and users with fewer than
-    ``minimum_items`` items are left out: ``notes`` says how many of each.
-
-    Args:
-        path: The file.
-        catalogue: Its items.
-        minimum_rating: Above 0 a rating must be there.
-        minimum_items: At least 2, a history and a target.
-        columns: What the file calls its columns otherwise (`data.columns`).
+    ``minimum_items`` items (at least 2) are left out: ``notes`` says how many of each. ``columns`` is `data.columns`.
 
     Raises:
         UserError: If the file is missing or empty or has bad lines: a rating that is no number, a timestamp that is

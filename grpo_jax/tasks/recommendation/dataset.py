@@ -33,13 +33,9 @@ from grpo_jax.tasks.recommendation.task import Recommendation
 
 
 class Target(NamedTuple):
-    """An item to be predicted.
+    """An item to be predicted, as a row of the catalogue, and the history before it, oldest first, not empty.
 
-    Attributes:
-        user: Who took it.
-        history: Rows of the catalogue that are told, oldest first; at least one.
-        item: The row of what came next.
-        id: A number of its own: the items of the file up to it.
+    The id is a number of its own: the items of the file up to it.
     """
 
     user: str
@@ -49,14 +45,9 @@ class Target(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Interactions that training knows, and targets that it does not.
+    """Interactions that training knows of each user, perhaps none, and targets that it does not know.
 
-    Attributes:
-        starts: How many items the file has before each user.
-        known: What training knows of each user, perhaps nothing; in the order of the file.
-        validation: Targets to choose a checkpoint on.
-        test: Targets to report on.
-        notes: In plain words, what was held out.
+    `starts` is how many items the file has before each user; `notes` says in plain words what was held out.
     """
 
     starts: tuple[int, ...]
@@ -229,9 +220,6 @@ def split_examples(
 
     Validation and test rows are ordered by a hash of the user's name, so that the first few are a fair sample.
 
-    Returns:
-        Rows with the columns of `example_columns`. A row's id counts the items of the file up to its target.
-
     Raises:
         UserError: If there is nothing to train on.
     """
@@ -270,9 +258,7 @@ def by_user(
 def example_columns(target: Target, catalogue: Catalogue) -> dict[str, object]:
     """What rewards are told of an example, beside the target's rank.
 
-    Returns:
-        "user", "target" (the item's id), "target_title", "last_title"; and as catalogue rows "target_row", "history"
-        (all of it, oldest first), and "excluded", what rankings leave out: the history (but see `ranking_everything`).
+    Rankings leave out what is "excluded": the history (but see `ranking_everything`).
     """
     return {
         "user": target.user,
@@ -349,10 +335,8 @@ class Dataset(NamedTuple):
     """What the task works on.
 
     Attributes:
-        catalogue: Items and titles.
         users: All sequences, held-out items too: nothing that learns or counts may look at them.
         known: What training knows of each user (`Split`).
-        prompts: Examples for training, validation and test.
         taught: Examples of a warm start; those of training, or what stands before them.
         notes: In plain words, what a rule left out or changed.
     """
@@ -370,11 +354,8 @@ def load_dataset(
 ) -> Dataset:
     """Read or generate the data of a run.
 
-    Args:
-        task: Names it.
-        held_out: Share or number of users kept for testing, where prompts are given by user; otherwise
-            task.split says what is held out.
-        columns: What the files call their columns otherwise (`data.columns`).
+    `held_out` is the share or number of users kept for testing where prompts are given by user; otherwise task.split
+    says what is held out. `columns` are `data.columns`.
 
     Raises:
         UserError: If files are missing or bad (all bad lines at once), or a field of the task is out of range.
@@ -385,7 +366,11 @@ def load_dataset(
         catalogue = dataclasses.replace(catalogue, names=_names(task, catalogue))
         if task.order_column is not None and task.order_column not in catalogue.columns:
             raise ValueError(f"order_column must be one of {list(catalogue.columns)}, got {task.order_column!r}")
-        split = _split(task, sequences.users, catalogue)
+        split = last_split(sequences.users)
+        if task.split == "items":
+            split = items_split(sequences.users, catalogue.ids, task.held_out_items)
+        elif task.split == "time":
+            split = time_split(sequences.users, task.time_share)
         if task.prompts:
             texts = read_user_prompts(task.prompts, sequences.users)
             prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
@@ -401,12 +386,6 @@ def load_dataset(
         prompts = PromptSet(*map(ranking_everything, prompts))
     notes = (*sequences.notes, *split.notes, *_notes(catalogue))
     return Dataset(catalogue, sequences.users, split.known, prompts, taught, notes)
-
-
-def _split(task: Recommendation, users: Sequence[UserSequence], catalogue: Catalogue) -> Split:
-    if task.split == "items":
-        return items_split(users, catalogue.ids, task.held_out_items)
-    return time_split(users, task.time_share) if task.split == "time" else last_split(users)
 
 
 def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) -> Recommendation:
@@ -460,7 +439,8 @@ def _names(task: Recommendation, catalogue: Catalogue) -> tuple[str, ...]:
 
 
 def _notes(catalogue: Catalogue) -> list[str]:
-    notes, blank = [], len(catalogue.blank)
+    notes = []
+    blank = catalogue.titles.count("")
     if blank:
         notes.append(f"{blank} items without a title are kept; no query resembles them")
     shared = len(catalogue) - blank - len({title for title in catalogue.titles if title})

@@ -157,16 +157,10 @@ def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
 def open_retriever(
     section: RetrievalSection, titles: Sequence[str], retrieval: ModuleType, *, required: float = 0.9
 ) -> tuple[Any, float]:
-    """A `bridges.retrieval.Retriever` over the titles that has tested itself, and how many retrieve themselves.
-
-    Args:
-        section: Which one.
-        titles: Of the catalogue.
-        retrieval: The module `bridges.retrieval`.
-        required: The least share of titles.
+    """A `bridges.retrieval.Retriever` over the titles that has tested itself, and the share that retrieve themselves.
 
     Raises:
-        UserError: The service is not there or holds another catalogue, or titles do not retrieve themselves.
+        UserError: The service is not there or holds another catalogue, or less than `required` retrieve themselves.
     """
     try:
         return retrieval.open_retriever(

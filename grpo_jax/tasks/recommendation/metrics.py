@@ -37,9 +37,6 @@ def count_better(
         targets: I [B], catalogue rows.
         exclude: For each row the catalogue rows that are left out (the target stays if it is among them).
         tolerance: Scores that differ by no more are ties: the same sum in another order is not ranked by a rounding.
-
-    Raises:
-        ValueError: If shapes do not fit, a score is NaN, or the tolerance is negative.
     """
     scores, targets = np.asarray(scores), np.asarray(targets)
     if scores.ndim != 2 or targets.shape != scores.shape[:1] or len(exclude) != len(scores):
@@ -105,15 +102,10 @@ def mrr(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
 
 
 def hit(rank: np.ndarray, *, k: int | None = None, items: int | None = None) -> np.ndarray:
-    """Whether the target is among the first k: 1 or 0.
+    """Whether the target is among the first k: 1 or 0; arguments as in `ndcg`.
 
     Without a cut-off every ranking is a hit; what is given then is the mean over all cut-offs from 1 to `items`,
     (items - rank + 1) / items: the share of cut-offs that would find the target.
-
-    Args:
-        rank: F [..], from 1; NaN stays NaN.
-        k: The cut-off, or None.
-        items: How many items are ranked; needed without a cut-off.
 
     Raises:
         ValueError: If a rank is below 1 or beyond `items`, or neither k nor items is given.
@@ -137,11 +129,7 @@ def mixed(
 ) -> np.ndarray:
     """Weighted mean of `ndcg`, `mrr` and `hit`: Σ wᵢ mᵢ / Σ wᵢ, so 1 is a perfect ranking whatever the weights.
 
-    Args:
-        rank: F [..], from 1; NaN stays NaN.
-        k: Cut-off of all three, or None.
-        items: How many items are ranked; needed for `hit` without a cut-off.
-        weights: Weight of each measure; one left out has none.
+    A measure that `weights` leaves out has none; other arguments as in `hit`.
 
     Raises:
         ValueError: If a weight is negative or names no measure, or their sum is 0.
@@ -187,15 +175,9 @@ def users_at_once(items: int) -> int:
 
 
 def first_items(scores: np.ndarray, exclude: Sequence[Sequence[int]], *, k: int = RECOMMENDED) -> list[np.ndarray]:
-    """The k best items of each row in the order of the catalogue; of equal ones the first of the catalogue.
+    """The k best items of each row, as rows of the catalogue in its order; of equal ones the first of the catalogue.
 
-    Args:
-        scores: [B, I], higher is better, not NaN; -inf is never among them.
-        exclude: For each row the catalogue rows that are left out.
-        k: How many; fewer where no more are left.
-
-    Returns:
-        B arrays of at most k rows of the catalogue.
+    Scores [B, I] are not NaN; -inf and what `exclude` leaves out of a row are never among them.
     """
     left = np.array(scores, np.float32)
     for line, rows in zip(left, exclude, strict=True):
@@ -218,10 +200,7 @@ def gini(counts: np.ndarray) -> float:
     """How unequally recommendations fall on the items (Fleder & Hosanagar 2009).
 
     G = Σᵢ (2i − I − 1) xᵢ / (I Σᵢ xᵢ) with counts x₁ ≤ … ≤ x_I: 0 where all are recommended alike, 1 − 1/I where it is
-    always the same one.
-
-    Args:
-        counts: [I], how often each item of the catalogue is recommended; not all 0.
+    always the same one. `counts` as in `coverage`, not all 0.
     """
     ordered = np.sort(np.asarray(counts, np.float64))
     weights = 2.0 * np.arange(1, len(ordered) + 1) - len(ordered) - 1.0
@@ -249,19 +228,10 @@ _DRAWS = 50
 
 
 def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, seed: int = 0) -> list[Interval]:
-    """Percentile bootstrap intervals of means over users (Efron & Tibshirani 1993, ch. 13).
+    """Percentile bootstrap intervals of M means over U users (Efron & Tibshirani 1993, ch. 13).
 
-    Users are drawn with replacement, all columns of a user together; an interval runs between the (1 ∓ level) / 2
-    quantiles of the means of the draws.
-
-    Args:
-        values: F [U, M]: M measures of U users.
-        level: Share of draws within.
-        samples: Draws.
-        seed: Of the draws: the same seed draws the same users.
-
-    Returns:
-        M intervals.
+    Users are drawn with replacement, all columns of the values [U, M] of a user together; an interval runs between the
+    (1 ∓ level) / 2 quantiles of the means of `samples` draws. The same seed draws the same users.
 
     Raises:
         ValueError: If values are not [U, M] with a user, or not finite, or another argument is out of range.

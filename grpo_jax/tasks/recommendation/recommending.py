@@ -41,7 +41,6 @@ class Recommended(NamedTuple):
 
     Attributes:
         item: Its id in the catalogue.
-        title: As there.
         score: Higher is better; of one answer's items alone.
         words: Words that its title shares with those of the history, rarest first.
         together: Titles of the history that the same users took, those of most of them first.
@@ -73,11 +72,7 @@ def make_recommender(
     A policy that ranks the catalogue itself is asked for its best items, with the run's prior; one that writes queries
     for a query, by which the run's encoder ranks the catalogue.
 
-    Args:
-        config: Of the run.
-        policy: As it was trained.
-        writer: Makes what asks a policy that writes queries.
-        catalogue: Another catalogue's file; its items are ranked at once where the policy writes queries or titles.
+    Items of another catalogue's file are ranked at once where the policy writes queries or titles.
 
     Raises:
         UserError: Data are bad, or the policy cannot name the items of another catalogue.
@@ -164,11 +159,7 @@ def policy_ranking(
 ) -> Callable[[Sequence[Row]], tuple[np.ndarray, np.ndarray]]:
     """rows → int [P, K], the rows of the catalogue that the policy lists, best first, and f32 [P, K], their scores.
 
-    Args:
-        config: Of the run.
-        policy: As it was trained.
-        catalogue: What is listed.
-        prompts: Rows whose longest prompt sets the width of all.
+    The longest of `prompts` sets the width of all.
     """
     folder = policy.folder
     items = items_of(catalogue.names or catalogue.titles)
@@ -285,7 +276,7 @@ def weigh(
     Args:
         score: score(start, stop) → f32 [B, I], the policy's own scores of all items for the rows start … stop-1.
         parts: Of `baselines.make_parts`.
-        rows: U examples, at least one, with the columns "target_row" and "history".
+        rows: U examples, at least one.
         points: Weights to try.
         items: I.
     """
@@ -311,11 +302,8 @@ def weigh(
 def choose_prior(config: Config, policy: Policy, *, users: int | None = None) -> ChosenPrior:
     """What every prior of a grid earns beside the policy's own scores on validation users, best first.
 
-    Args:
-        config: Of the run.
-        policy: As it was trained.
-        users: How many validation users; None for `evaluation.validation_prompts`. They are in the order of a hash, so
-            that the first few are a fair sample.
+    The validation users, `evaluation.validation_prompts` unless told, are in the order of a hash, so that the first few
+    are a fair sample.
 
     Raises:
         UserError: The policy writes queries, there is no validation user, or data are bad.

@@ -42,7 +42,6 @@ class TableRow(NamedTuple):
     """One method on one group of users.
 
     Attributes:
-        method: Its name.
         group: "all", or a part of the users.
         users: How many were measured.
         missing: How many more have no rank because the retriever failed; they are in no mean.
@@ -82,14 +81,7 @@ def paired_table(
 
     The bootstrap draws users with both of their values, so that what makes a user hard for both methods is in neither
     end of the interval: it is clear of zero where the intervals of the two methods may well overlap.
-
-    Args:
-        ranks: As in `make_table`.
-        pairs: (method, method that is taken off it).
-        samples: Draws of the bootstrap.
-
-    Returns:
-        A row for each pair, called "method − other".
+    A pair is (method, method that is taken off it), its row is called "method − other".
     """
     values = {name: measure_users(ranks[name]) for pair in pairs for name in pair}
     differences = {f"{method} − {other}": values[method] - values[other] for method, other in pairs}
@@ -136,13 +128,7 @@ def direction_groups(rows: Sequence[Row], catalogue: Catalogue, column: str) -> 
 
 def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.ndarray]:
     """Users by how often their target was taken in training: what a method knows of rare items, and of common ones.
-
-    Args:
-        rows: U examples.
-        counts: [I], how many users took each item in training (`baselines.taken_counts`).
-
-    Returns:
-        The groups of POPULARITY that have a user, bool [U] each; a user is in one of them.
+    `counts` are those of `baselines.taken_counts`; the groups of POPULARITY that have a user are bool [U] each.
     """
     taken = counts[[row.columns["target_row"] for row in rows]]
     groups = {name: (taken >= least) & (taken <= most) for name, (least, most) in POPULARITY.items()}
@@ -188,11 +174,7 @@ def table_cells(
     rows: Sequence[TableRow], measures: Sequence[str] = MEASURES, *, signed: bool = False
 ) -> list[tuple[str, list[list[str]]]]:
     """Each group's heading, and for each of its methods the name and a text for each measure, intervals in brackets.
-
-    Args:
-        rows: Of a table.
-        measures: Which.
-        signed: Differences: with their sign, and a star where the interval is clear of zero.
+    Differences are `signed`, with a star where the interval is clear of zero.
     """
     groups = []
     for group in dict.fromkeys(row.group for row in rows):
@@ -232,16 +214,10 @@ _SPREAD = ("method", f"coverage@{RECOMMENDED}", f"Gini@{RECOMMENDED}")
 def policy_ranks(
     name: str, judgements: Mapping[str, Judgement], *, fused: bool = False
 ) -> dict[str, dict[str, list[float]]]:
-    """What the findings need of a policy's greedy texts or rankings, and of its sampled texts.
+    """What the findings need of a policy's greedy texts or rankings, and of its sampled texts, by the table's names.
 
-    Args:
-        name: What the table calls this policy.
-        judgements: Of one text per row, by kind; their last watched measure is the rank.
-        fused: Whether the measure before it is the rank with the prior.
-
-    Returns:
-        By name {"rank": the target's for each row, NaN where there is none}; where rankings list items also
-        "recommended", those that are among somebody's first, and "times", how often each of them is.
+    The last watched measure is the rank, NaN where there is none; with `fused` the one before it is the rank with the
+    prior. Where rankings list items there are also those "recommended", and how many "times" each of them is.
     """
     kinds = {"greedy": name, "sampled": f"{name}, sampled"}
     found = {kinds[kind]: _remembered(one, -1, LISTED_FIRST) for kind, one in judgements.items() if kind in kinds}
@@ -267,16 +243,10 @@ def findings(
     prior: Prior | None = None,
     ask: Ask | None = None,
 ) -> Findings:
-    """The results as tables, lines and records.
+    """The results of the measured rows as tables, lines and records.
 
-    Args:
-        task: Its ties, decay and order column.
-        dataset: Of the run.
-        retriever: As the policy's completions are ranked.
-        rows: U rows that were measured.
-        policies: By name what `policy_ranks` returned.
-        prior: A baseline too; None without one.
-        ask: As the policy's texts are ranked; None for the retriever's own way.
+    `policies` is by name what `policy_ranks` returned; the prior, where there is one, is a baseline too; `ask` ranks
+    texts as the policy's are ranked.
     """
     ranks, recommended = _measure_methods(task, dataset, retriever, rows, policies, prior, ask)
     groups = popularity_groups(rows, taken_counts(dataset.known, len(dataset.catalogue)))
@@ -319,9 +289,7 @@ def _measure_methods(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Every baseline and the policies, full ranking, ties as retrieval.ties says; arguments as in `findings`.
 
-    Returns:
-        By method the targets' ranks f64 [U], NaN where there is none; and, of methods that list items, how often each
-        is among the first ten of a ranking, i64 [I].
+    By method the targets' ranks f64 [U], and, of methods that list items, how often each is recommended, i64 [I].
     """
     items = len(dataset.catalogue)
     histories = [row.columns["history"] for row in rows]

@@ -41,13 +41,7 @@ _MEASURES = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
 
 
 def task_rewards(items: int, *, fused: bool, ranks: bool) -> dict[str, Reward | Maker]:
-    """The task's rewards by name.
-
-    Args:
-        items: Of the catalogue.
-        fused: Whether there is a prior, whose ranking is watched beside the policy's own.
-        ranks: Whether the policy ranks the catalogue itself.
-    """
+    """The rewards by name over so many items: `fused` with a prior, `ranks` of a policy that ranks them itself."""
     rewards: dict[str, Reward | Maker] = {name: Maker(functools.partial(_built_in, name, items)) for name in BUILT_IN}
     if ranks:
         rewards[RANK_PENALTY] = rank_penalty
@@ -201,14 +195,8 @@ def ranking_columns(
 ) -> dict[str, Sequence[object]]:
     """Where each row's target stands in its ranking, from 1, and what is recommended.
 
-    What a row's column "excluded" holds is left out; a target that is not listed stands at the last place.
-
-    Args:
-        items: What can be written.
-        prior: What is added; None for the policy alone.
-        rows: P.
-        numbers: Int [P, K], which of the texts are listed, best first.
-        scores: F32 [P, K].
+    What a row's column "excluded" holds is left out; a target that is not listed stands at the last place. `numbers`,
+    int [P, K], says which of the texts are listed, best first, with `scores` f32 [P, K].
     """
     listed = items.rows[numbers]
     places, first = [], []

@@ -58,11 +58,7 @@ def write_ids(path: str | Path, ids: Sequence[str], words: Sequence[str], *, mad
 
 
 def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
-    """The words of each item, in the order of the catalogue.
-
-    Args:
-        path: As `write_ids` wrote it, or another file with an id and a column "words"; a first line with # is skipped.
-        catalogue: Whose items they are.
+    """The words of each item, in the order of the catalogue, from a file of `write_ids` or one with a column "words".
 
     Raises:
         UserError: There is no such file, or it has bad lines: an item that the catalogue has not, one twice, words that
@@ -197,20 +193,12 @@ def residual_codes(vectors: np.ndarray, *, levels: int, size: int, seed: int) ->
     With r₀ the vectors and c(r) the centre nearest to r among those that k-means finds for all of the level's r:
     code_l = index of c(r_l), r_{l+1} = r_l − c(r_l).
 
-    Args:
-        vectors: F32 [I, D].
-        levels: L.
-        size: Codes of a level at most; fewer where fewer vectors differ.
-        seed: Of the first centres. One thread computes: the same seed gives the same codes.
-
-    Raises:
-        ValueError: An argument is out of range.
+    A level has `size` codes at most, fewer where fewer vectors differ. One thread computes: the same seed gives the
+    same codes.
     """
-    if vectors.ndim != 2 or not len(vectors):
-        raise ValueError(f"vectors must be [I, D] with at least one item, got {list(vectors.shape)}")
-    if levels < 1 or size < 1:
-        raise ValueError(f"levels and size must be at least 1, got {levels} and {size}")
-    rest, columns, left = vectors.astype(np.float32), [], []
+    rest = vectors.astype(np.float32)
+    columns: list[np.ndarray] = []
+    left: list[float] = []
     whole = max(float(np.square(rest, dtype=np.float64).sum()), 1e-30)
     for level in range(levels):
         labels, centres = _clusters(rest, size, seed + level)

@@ -90,7 +90,7 @@ def test_all_bad_lines_of_a_catalogue_are_said_at_once(tmp_path):
 def test_a_blank_title_is_kept_on_request(tmp_path):
     path = write(tmp_path, "i.json", '{"1": "One", "2": "  ", "3": null}')
     catalogue = read_catalogue(path, blank_titles="keep")
-    assert catalogue.titles == ("One", "", "") and catalogue.blank == (1, 2)
+    assert catalogue.titles == ("One", "", "")
     with pytest.raises(UserError) as error:
         read_catalogue(path)
     assert len(problems(error)) == 2
@@ -122,13 +122,6 @@ def test_a_missing_file_is_an_error(tmp_path):
             read(tmp_path / "nowhere.csv")
     with pytest.raises(UserError, match="cannot be read"):
         read_sequences(tmp_path, LETTERS)
-
-
-def test_columns_of_a_catalogue_have_one_length():
-    with pytest.raises(ValueError, match="titles must have 2 values"):
-        make_catalogue(["1", "2"], ["One"])
-    with pytest.raises(ValueError, match="ids must be different"):
-        make_catalogue(["1", "1"], ["One", "Two"])
 
 
 # sequences
@@ -409,13 +402,7 @@ def test_what_a_rule_does_is_said(tmp_path):
     ("fields", "message"),
     [
         ({"catalogue": "items.tsv"}, "the dummy world has its own"),
-        ({"source": "s.txt"}, "task.catalogue: expected a file"),
-        ({"decay": 1.5}, "task.decay"),
-        ({"template": "hello"}, "task.template"),
-        ({"source": "s.parquet", "catalogue": "c.tsv"}, "task.source"),
         ({"dummy_length": 3}, "task: length must be from 4"),
-        ({"order_column": "asin"}, "task: order_column must be one of"),
-        ({"history_items": 0}, "task: items must be at least 1"),
     ],
 )
 def test_a_bad_field_is_an_error_of_the_user(fields, message):

@@ -8,6 +8,7 @@ them: behind them all ("against", the default: a query that tells nothing apart 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -38,15 +39,9 @@ def count_better(
         exclude: For each row the catalogue rows that are left out (the target stays if it is among them).
         tolerance: Scores that differ by no more are ties: the same sum in another order is not ranked by a rounding.
     """
-    scores, targets = np.asarray(scores), np.asarray(targets)
-    if scores.ndim != 2 or targets.shape != scores.shape[:1] or len(exclude) != len(scores):
-        raise ValueError(
-            f"scores must be [B, I] with B targets and exclusions, got {scores.shape}, {targets.shape}, {len(exclude)}"
-        )
+    scores = np.asarray(scores)
     if np.isnan(scores).any():
         raise ValueError("scores must not be NaN")
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
     own = scores[np.arange(len(scores)), targets][:, None]
     better, worse = scores > own + tolerance, scores < own - tolerance
     # What is left out is taken off again, which is less work than masking all that stays.
@@ -70,14 +65,8 @@ def flat_exclusions(
 
 
 def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
-    """The target's rank f64 [B], from 1; under "average" the mean place, which may lie between two.
-
-    Raises:
-        ValueError: If the rule is unknown.
-    """
+    """The target's rank f64 [B], from 1; under "average" the mean place, which may lie between two."""
     shares = {"against": 1.0, "average": 0.5, "favour": 0.0}
-    if rule not in shares:
-        raise ValueError(f"rule must be one of {', '.join(shares)}, got {rule!r}")
     return 1.0 + np.asarray(counts.better, np.float64) + shares[rule] * np.asarray(counts.ties, np.float64)
 
 
@@ -87,44 +76,34 @@ def ndcg(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
     Args:
         rank: F [..], from 1; NaN (no rank is known) stays NaN.
         k: Ranks beyond it earn 0; None for no cut-off.
-
-    Raises:
-        ValueError: If a rank is below 1 or k is no positive whole number.
     """
-    rank = _checked(rank)
+    rank = np.asarray(rank, np.float64)
     return _cut(1.0 / np.log2(1.0 + rank), rank, k)
 
 
 def mrr(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
     """Reciprocal rank, 1 / rank; arguments as in `ndcg`."""
-    rank = _checked(rank)
+    rank = np.asarray(rank, np.float64)
     return _cut(1.0 / rank, rank, k)
 
 
-def hit(rank: np.ndarray, *, k: int | None = None, items: int | None = None) -> np.ndarray:
+def hit(rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:
     """Whether the target is among the first k: 1 or 0; arguments as in `ndcg`.
 
     Without a cut-off every ranking is a hit; what is given then is the mean over all cut-offs from 1 to `items`,
     (items - rank + 1) / items: the share of cut-offs that would find the target.
-
-    Raises:
-        ValueError: If a rank is below 1 or beyond `items`, or neither k nor items is given.
     """
-    rank = _checked(rank)
-    if k is not None:
-        return _cut(np.where(np.isnan(rank), np.nan, 1.0), rank, k)
-    if items is None:
-        raise ValueError("items must be given where k is None: without a cut-off hit averages over all of them")
-    if (rank > items).any():
-        raise ValueError(f"ranks must be at most items = {items}, got {np.nanmax(rank)}")
-    return (items - rank + 1.0) / items
+    rank = np.asarray(rank, np.float64)
+    if k is None:
+        return (items - rank + 1.0) / items
+    return _cut(np.where(np.isnan(rank), np.nan, 1.0), rank, k)
 
 
 def mixed(
     rank: np.ndarray,
     *,
     k: int | None = None,
-    items: int | None = None,
+    items: int = 0,
     weights: Mapping[str, float] = MIXED_WEIGHTS,
 ) -> np.ndarray:
     """Weighted mean of `ndcg`, `mrr` and `hit`: Σ wᵢ mᵢ / Σ wᵢ, so 1 is a perfect ranking whatever the weights.
@@ -135,31 +114,19 @@ def mixed(
         ValueError: If a weight is negative or names no measure, or their sum is 0.
     """
     parts: dict[str, Measure] = {
-        "ndcg": lambda values: ndcg(values, k=k),
-        "mrr": lambda values: mrr(values, k=k),
-        "hit": lambda values: hit(values, k=k, items=items),
+        "ndcg": functools.partial(ndcg, k=k),
+        "mrr": functools.partial(mrr, k=k),
+        "hit": functools.partial(hit, k=k, items=items),
     }
-    unknown = [name for name in weights if name not in parts]
-    if unknown or any(weight < 0 for weight in weights.values()) or not sum(weights.values()) > 0:
-        raise ValueError(f"weights must be >= 0, not all 0, for {', '.join(parts)}, got {dict(weights)}")
     total = sum(weights.values())
+    if not weights.keys() <= parts.keys() or any(weight < 0 for weight in weights.values()) or not total > 0:
+        raise ValueError(f"weights must be >= 0, not all 0, for {', '.join(parts)}, got {dict(weights)}")
     each = [weight / total * parts[name](rank) for name, weight in weights.items() if weight]
     return sum(each, start=np.zeros(()))
 
 
-def _checked(rank: np.ndarray) -> np.ndarray:
-    rank = np.asarray(rank, np.float64)
-    if (rank < 1).any():
-        raise ValueError(f"ranks count from 1, got {np.nanmin(rank)}")
-    return rank
-
-
 def _cut(values: np.ndarray, rank: np.ndarray, k: int | None) -> np.ndarray:
-    if k is None:
-        return values
-    if k < 1 or k != int(k):
-        raise ValueError(f"k must be None or a whole number from 1, got {k!r}")
-    return np.where(rank > k, 0.0, values)  # NaN is not beyond k
+    return values if k is None else np.where(rank > k, 0.0, values)  # NaN is not beyond k
 
 
 # --------------------------------------------------------------------------------------- what is recommended
@@ -232,17 +199,8 @@ def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, s
 
     Users are drawn with replacement, all columns of the values [U, M] of a user together; an interval runs between the
     (1 ∓ level) / 2 quantiles of the means of `samples` draws. The same seed draws the same users.
-
-    Raises:
-        ValueError: If values are not [U, M] with a user, or not finite, or another argument is out of range.
     """
     values = np.asarray(values, np.float64)
-    if values.ndim != 2 or not len(values):
-        raise ValueError(f"values must be [U, M] with at least one user, got {values.shape}")
-    if not np.isfinite(values).all():
-        raise ValueError("values must be finite: a user without a rank has no place in a mean")
-    if not 0 < level < 1 or samples < 1:
-        raise ValueError(f"level must be in (0, 1) and samples at least 1, got {level} and {samples}")
     users, generator = len(values), np.random.Generator(np.random.PCG64(seed))
     means = np.empty((samples, values.shape[1]))
     for start in range(0, samples, _DRAWS):  # one product of matrices is quicker than many of vectors

@@ -62,26 +62,9 @@ def test_a_tolerance_makes_ties_of_roundings():
     assert metrics.count_better(scores, np.array([0]), [[]], tolerance=1e-9) == RankCounts(np.array([0]), np.array([2]))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"scores": np.zeros(3)}, "scores must be"),
-        ({"targets": np.zeros(3, int)}, "scores must be"),
-        ({"exclude": [[]]}, "scores must be"),
-        ({"scores": np.array([[np.nan, 0.0]] * 2)}, "must not be NaN"),
-        ({"tolerance": -1.0}, "tolerance must be at least 0"),
-        ({"tolerance": float("nan")}, "tolerance must be at least 0"),
-    ],
-)
-def test_bad_scores_are_refused(change, message):
-    arguments = {"scores": np.zeros((2, 2)), "targets": np.zeros(2, int), "exclude": [[], []], "tolerance": 0.0}
-    with pytest.raises(ValueError, match=message):
-        metrics.count_better(**(arguments | change))
-
-
-def test_a_rule_must_be_known():
-    with pytest.raises(ValueError, match="rule must be one of"):
-        metrics.rank_of(RankCounts(np.array([0]), np.array([0])), rule="random")
+def test_scores_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="must not be NaN"):
+        metrics.count_better(np.array([[np.nan, 0.0]]), np.array([0]), [[]])
 
 
 @pytest.mark.parametrize("k", [None, 1, 5, 10, 30])
@@ -164,18 +147,6 @@ def test_mixed_takes_the_measures_that_are_named():
             metrics.mixed(rank, k=3, weights=weights)
 
 
-def test_bad_ranks_and_cut_offs_are_refused():
-    with pytest.raises(ValueError, match="ranks count from 1, got 0"):
-        metrics.ndcg(np.array([1, 0, 3]))
-    for k in (0, -1, 2.5):
-        with pytest.raises(ValueError, match="k must be None or a whole number"):
-            metrics.mrr(np.array([1.0]), k=k)
-    with pytest.raises(ValueError, match="items must be given"):
-        metrics.hit(np.array([1.0]))
-    with pytest.raises(ValueError, match="ranks must be at most items = 4, got 5"):
-        metrics.hit(np.array([1, 5]), items=4)
-
-
 # what is recommended
 
 
@@ -218,18 +189,3 @@ def test_an_interval_covers_the_mean_as_often_as_it_says():
         interval = metrics.bootstrap(rng.beta(1, 2, (80, 1)), level=0.9, samples=200, seed=trial)[0]
         covered += interval.low <= truth <= interval.high
     assert 0.83 <= covered / 200 <= 0.96
-
-
-@pytest.mark.parametrize(
-    ("values", "options", "message"),
-    [
-        (np.zeros(3), {}, "values must be"),
-        (np.zeros((0, 2)), {}, "at least one user"),
-        (np.array([[np.nan]]), {}, "values must be finite"),
-        (np.zeros((3, 1)), {"level": 1.0}, "level must be in"),
-        (np.zeros((3, 1)), {"samples": 0}, "samples at least 1"),
-    ],
-)
-def test_bad_values_have_no_interval(values, options, message):
-    with pytest.raises(ValueError, match=message):
-        metrics.bootstrap(values, **options)

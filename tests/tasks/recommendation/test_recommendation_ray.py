@@ -41,7 +41,7 @@ OPTIONS = {
 
 
 def make_faulty(folder):
-    """What the actor loads, which does what folder/orders says, "N:order …", in the N-th training batch it is asked about.
+    """What the actor loads, which does what folder/orders says, "N:order …", in the N-th training batch.
 
     Made in a function, so that Ray sends its code along; batches are counted in a file, which survives the actor.
     """

@@ -128,6 +128,7 @@ def direction_groups(rows: Sequence[Row], catalogue: Catalogue, column: str) -> 
 
 def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.ndarray]:
     """Users by how often their target was taken in training: what a method knows of rare items, and of common ones.
+
     `counts` are those of `baselines.taken_counts`; the groups of POPULARITY that have a user are bool [U] each.
     """
     taken = counts[[row.columns["target_row"] for row in rows]]
@@ -174,6 +175,7 @@ def table_cells(
     rows: Sequence[TableRow], measures: Sequence[str] = MEASURES, *, signed: bool = False
 ) -> list[tuple[str, list[list[str]]]]:
     """Each group's heading, and for each of its methods the name and a text for each measure, intervals in brackets.
+
     Differences are `signed`, with a star where the interval is clear of zero.
     """
     groups = []

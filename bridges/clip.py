@@ -72,6 +72,10 @@ def features_of_distinct(
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
+CACHED_TEXTS = 4096
+"""How many texts' features a scorer remembers."""
+
+
 class ScoreError(RuntimeError):
     """A feature or a score came out with values that are not finite."""
 
@@ -237,9 +241,8 @@ class Scorer(ImageEncoder):
         device: torch.device,
         dtype: torch.dtype,
         batch_size: int,
-        cache_size: int,
     ):
-        """Take the parts as `load_scorer` makes them; `cache_size` texts' features are remembered."""
+        """Take the parts as `load_scorer` makes them."""
         super().__init__(
             model.encode_image, preprocess, name=name, kind="CLIP", device=device, dtype=dtype, batch_size=batch_size
         )
@@ -247,7 +250,7 @@ class Scorer(ImageEncoder):
         self.quality_head: QualityHead | None = None
         self.window = int(tokenizer.context_length)
         self._tokenizer = tokenizer
-        self._cache_size = cache_size
+        self._cache_size = CACHED_TEXTS
         self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
         try:
             self.width = self.text_features([""]).shape[-1]
@@ -380,7 +383,6 @@ def load_scorer(
     device: str | torch.device = "cpu",
     dtype: str = "float32",
     batch_size: int = 32,
-    text_cache: int = 4096,
     quality_head: str | Path | None = None,
     preprocessing: Preprocessing = "library",
 ) -> Scorer:
@@ -393,7 +395,6 @@ def load_scorer(
         device: "cpu" or "gpu:N".
         dtype: "float32", "float16" or "bfloat16".
         batch_size: Pictures or texts encoded at once; smaller batches are padded to it.
-        text_cache: Texts whose features are remembered.
         quality_head: A head for `Scorer.quality` (`load_quality_head`), or None.
         preprocessing: What resizes pictures of another size: "library" is open_clip's transform.
 
@@ -432,7 +433,6 @@ def load_scorer(
         device=target,
         dtype=torch_type,
         batch_size=batch_size,
-        cache_size=text_cache,
     )
     if quality_head is not None:
         scorer.quality_head = load_quality_head(quality_head, scorer.width)

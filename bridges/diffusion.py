@@ -319,7 +319,7 @@ class _ImageCache:
 
 
 class Renderer:
-    """A loaded pipeline with its image cache; make one with `load_renderer` or `text_to_image.load_any`.
+    """A loaded pipeline with its image cache; make one with `load_renderer` or a `renderers.text_to_image.TextToImage`.
 
     Attributes:
         pipeline: Of diffusers.

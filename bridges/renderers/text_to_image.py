@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import difflib
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_jax.config.fields import may_change, require
+from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline, SchedulerMixin
+
+    from bridges.diffusion import ConfiguredRenderer, Renderer, RenderSettings
 
 
 @dataclass(frozen=True)
@@ -57,45 +69,85 @@ class TextToImage:
         require(0 <= length <= 512, "max_sequence_length", "a number from 0 to 512", length)
 
     def check(self) -> None:
-        """Refuses what is not there, and what the pipeline cannot do; no weight is read."""
-        from bridges import text_to_image
+        """Refuse what is not there, and what the pipeline cannot do; read from its configs, no weight is read.
 
-        text_to_image.check_abilities(
-            self.path,
-            guidance=(self.guidance, self.eval_guidance),
-            negative_prompt=self.negative_prompt,
-            length=self.max_sequence_length,
-        )
+        Raises:
+            UserError: Naming the pipeline, what it cannot do, and what to do.
+        """
+        source, index, kind = find_text_to_image(self.path)
+        self._check_abilities(source, index, kind)
         if self.scheduler or self.scheduler_options:
-            _, index, _ = text_to_image.find_any(self.path)
-            text_to_image.find_scheduler(self.scheduler or index["scheduler"][1], self.scheduler_options)
+            find_scheduler(self.scheduler or index["scheduler"][1], self.scheduler_options)
         if self.lora:
-            text_to_image.find_lora(self.lora)
+            find_lora(self.lora)
 
-    def load(self, device: str) -> Any:
-        """The pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`; it has drawn a picture."""
-        from dataclasses import replace
+    def _check_abilities(self, source: Path | str, index: dict, kind: type[DiffusionPipeline]) -> None:
+        """Refuse guidance, a negative prompt or a length that the pipeline does not take."""
+        from bridges.diffusion import component_config
 
-        from bridges import text_to_image
-        from bridges.diffusion import ConfiguredRenderer, RenderSettings
+        takes = inspect.signature(kind.__call__).parameters
+        config = component_config(source, f"{'transformer' if 'transformer' in index else 'unet'}/config.json")
+        who = f"{self.path} ({kind.__name__})"
+        guidance = (self.guidance, self.eval_guidance)
+        distilled = "true_cfg_scale" in takes  # FLUX and its kin, whose guidance is at most an input of the network
+        if max(guidance) > 1 and ("guidance_scale" not in takes or (distilled and not config.get("guidance_embeds"))):
+            raise UserError(f"{who} draws without guidance: set guidance and eval_guidance to 1")
+        # A guidance that is an input has no negative prompt to lead away from; consistency models' is one too.
+        embedded = distilled or config.get("time_cond_proj_dim") is not None
+        if self.negative_prompt and ("negative_prompt" not in takes or embedded):
+            raise UserError(f"{who} takes no negative prompt: leave negative_prompt empty")
+        if self.negative_prompt and min(guidance) <= 1:
+            raise UserError(
+                f"{who} reads a negative prompt under guidance alone: set guidance and eval_guidance above 1, or leave "
+                "negative_prompt empty"
+            )
+        if self.max_sequence_length and "max_sequence_length" not in takes:
+            raise UserError(f"{who} has text encoders of a fixed window: leave max_sequence_length at 0")
+
+    def load(self, device: str) -> ConfiguredRenderer:
+        """Load the pipeline on "cpu" or "gpu:N" and draw a picture with it.
+
+        Only safetensors are read, no code that comes with the weights is run, and what checks or marks pictures (safety
+        checker, watermark) is left out: it would paint what is judged.
+
+        Raises:
+            UserError: No such pipeline, scheduler or LoRA; weights that are missing, broken, gated or do not fit.
+        """
+        from bridges.diffusion import ConfiguredRenderer, Renderer, RenderSettings, load_pipeline
+        from bridges.loading import torch_device, torch_dtype
 
         self.check()
-        renderer = text_to_image.load_any(
-            self.path,
-            device=device,
-            dtype=self.dtype,
-            length=self.max_sequence_length,
-            scheduler=self.scheduler,
-            scheduler_options=self.scheduler_options,
-            lora=self.lora,
-            lora_scale=self.lora_scale,
-            cache_bytes=self.cache_megabytes * 2**20,
+        target = torch_device(device)
+        source, index, kind = find_text_to_image(self.path)
+        pipeline = load_pipeline(kind, source, target, torch_dtype(self.dtype), **_left_out(kind, index))
+        if self.scheduler or self.scheduler_options:
+            self._set_scheduler(pipeline)
+        if self.lora:
+            _merge_lora(pipeline, self.lora, self.lora_scale)
+        renderer = Renderer(pipeline, target, self.cache_megabytes * 2**20, self.max_sequence_length or None)
+        training = RenderSettings(
+            self.steps,
+            self.guidance,
+            self.size or renderer.default_size,
+            batch_size=self.batch_size,
+            negative_prompt=self.negative_prompt or None,
         )
-        size, negative = self.size or renderer.default_size, self.negative_prompt or None
-        training = RenderSettings(self.steps, self.guidance, size, batch_size=self.batch_size, negative_prompt=negative)
         evaluation = replace(training, steps=self.eval_steps, guidance=self.eval_guidance)
-        text_to_image.try_out(renderer, max(training, evaluation, key=lambda settings: settings.guidance))
-        return ConfiguredRenderer(renderer, training, evaluation, self.path, self._described(renderer))
+        try_out(renderer, max(training, evaluation, key=lambda settings: settings.guidance))
+        scheduler = type(pipeline.scheduler).__name__
+        lora = f" and LoRA {self.lora} × {self.lora_scale:g}" if self.lora else ""
+        described = f"{renderer.about.kind} with {scheduler}{lora}"
+        return ConfiguredRenderer(renderer, training, evaluation, self.path, described)
+
+    def _set_scheduler(self, pipeline: DiffusionPipeline) -> None:
+        from bridges.loading import first_line
+
+        name = self.scheduler or type(pipeline.scheduler).__name__
+        options = self.scheduler_options
+        try:
+            pipeline.scheduler = find_scheduler(name, options).from_config(pipeline.scheduler.config, **options)
+        except (ImportError, TypeError, ValueError) as error:
+            raise UserError(f"scheduler {name}: {first_line(error)}") from error
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE; LoRA weights are merged."""
@@ -115,7 +167,117 @@ class TextToImage:
         """Fields that can take less memory; working memory first."""
         return [{"batch_size": 1}, {"dtype": "bfloat16"}]
 
-    def _described(self, renderer: Any) -> str:
+
+def find_text_to_image(path: str) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
+    """Where a pipeline is, its table of contents and its class; no weight is read.
+
+    Raises:
+        UserError: There is no such pipeline, or it draws no pictures from text.
+    """
+    from bridges.diffusion import find_pipeline
+    from bridges.loading import quiet_loading
+
+    with quiet_loading():  # it imports all pipelines, with what they warn of
+        from diffusers.pipelines.auto_pipeline import AUTO_TEXT2IMAGE_PIPELINES_MAPPING
+    kinds = {kind.__name__: kind for kind in AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()}
+    source, index = find_pipeline(path, *kinds)
+    return source, index, kinds[index["_class_name"]]
+
+
+def find_scheduler(name: str, options: Mapping[str, Any]) -> type[SchedulerMixin]:
+    """The scheduler of diffusers that has a name, and these fields in its config.
+
+    Raises:
+        UserError: There is none, or it has no such fields.
+    """
+    import diffusers
+
+    kind = getattr(diffusers, name, None)
+    if packages := getattr(kind, "_backends", None):  # what diffusers has in place of one that it cannot import
+        missing = ", ".join(package for package in packages if importlib.util.find_spec(package) is None)
+        raise UserError(f"scheduler: {name} of diffusers needs {missing}, which is not installed")
+    if not (inspect.isclass(kind) and issubclass(kind, diffusers.SchedulerMixin)):
+        schedulers = [other for other in dir(diffusers) if other.endswith("Scheduler")]
+        close = difflib.get_close_matches(name, schedulers, n=1, cutoff=0)
+        raise UserError(f"scheduler: diffusers has none called {name!r}; did you mean {close[0]}?")
+    fields = inspect.signature(kind.__init__).parameters.keys() - {"self"}
+    if unknown := sorted(options.keys() - fields):
+        raise UserError(f"scheduler_options: {name} has no {', '.join(unknown)}; it has {', '.join(sorted(fields))}")
+    return kind
+
+
+def find_lora(path: str) -> Path | str:
+    """A folder or a safetensors file of LoRA weights, or the hub id of one.
+
+    Raises:
+        UserError: There is no such folder, or it does not say which of its files is meant.
+    """
+    from bridges.loading import local_folder
+
+    file = Path(path).expanduser()
+    if file.is_file():
+        return file
+    folder = local_folder(path)
+    if folder is None:
+        return path
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(files) != 1 and "pytorch_lora_weights.safetensors" not in files:
+        have = ", ".join(files) or "none"
+        raise UserError(f"lora {path}: expected one safetensors file, found {have}; name the file")
+    return folder
+
+
+def try_out(renderer: Renderer, settings: RenderSettings) -> None:
+    """Draws a picture in two steps, before anything is trained on.
+
+    Raises:
+        UserError: The pipeline cannot draw with these settings and its scheduler, or draws noise of which no seed
+            decides: pictures of one seed would then differ by more than their words.
+    """
+    import torch
+
+    from bridges.diffusion import RenderError
+
+    before = _random_states(renderer.device)
+    try:
+        renderer.render([""], [0], replace(settings, steps=2))
+    except RenderError as error:
+        raise UserError(f"{renderer.about.kind}: {error}") from error
+    if not all(map(torch.equal, before, _random_states(renderer.device))):
         scheduler = type(renderer.pipeline.scheduler).__name__
-        lora = f" and LoRA {self.lora} × {self.lora_scale:g}" if self.lora else ""
-        return f"{renderer.about.kind} with {scheduler}{lora}"
+        raise UserError(f"{renderer.about.kind}: {scheduler} draws noise that no seed decides; take another scheduler")
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    import torch
+
+    cards = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cards]
+
+
+def _left_out(kind: type[DiffusionPipeline], index: Mapping[str, Any]) -> dict[str, Any]:
+    """What is passed in place of parts: those that the folder says it lacks, and what would paint the pictures."""
+    parts: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
+    painting = {"safety_checker": None, "requires_safety_checker": False, "add_watermarker": False}
+    takes = inspect.signature(kind.__init__).parameters
+    return parts | {name: value for name, value in painting.items() if name in takes}
+
+
+def _merge_lora(pipeline: DiffusionPipeline, path: str, scale: float) -> None:
+    """Adds LoRA weights to those of the pipeline."""
+    from bridges.loading import first_line, quiet_loading
+
+    if not hasattr(pipeline, "load_lora_weights"):
+        raise UserError(f"lora: a {type(pipeline).__name__} takes no LoRA weights")
+    with quiet_loading():
+        try:
+            pipeline.load_lora_weights(find_lora(path), use_safetensors=True)
+        except UserError:
+            raise
+        except Exception as error:  # weights of another network raise what they like
+            raise UserError(f"cannot load LoRA weights from {path}: {first_line(error)}") from error
+        fitting = pipeline.get_list_adapters()
+        if not fitting:
+            raise UserError(f"lora {path}: none of its weights belongs to a {type(pipeline).__name__}")
+        pipeline.fuse_lora(components=list(fitting), lora_scale=scale)  # by default FLUX's text encoder is left out
+        pipeline.unload_lora_weights()

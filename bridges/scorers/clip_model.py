@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import may_change, require
+from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import CLIPConfig, PreTrainedTokenizerBase
+    from transformers import CLIPModel as TransformersClip
+
+    from bridges.clip import Preprocess, Scorer
 
 PUBLISHED: dict[str, int] = {
     "yuvalkirstain/PickScore_v1": 986_109_441,
@@ -13,6 +21,8 @@ PUBLISHED: dict[str, int] = {
     "openai/clip-vit-base-patch32": 151_277_313,
 }
 """Numbers in models on the hub."""
+
+BICUBIC, BILINEAR = 3, 2  # Pillow's numbers
 
 
 @dataclass(frozen=True)
@@ -35,27 +45,52 @@ class ClipModel:
     preprocessing: Literal["library", "tensor"] = "library"
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         require(self.batch_size >= 1, "batch_size", "a number >= 1", self.batch_size)
 
     def check(self) -> None:
-        """Refuses a folder that is not there or holds another model; no weight is read."""
-        from bridges.judges.clip_model import check_clip_model
+        """Refuse a folder that is not there or holds another model; no weight is read."""
+        from bridges.loading import local_folder
 
-        check_clip_model(self.path)
+        if local_folder(self.path) is not None:
+            self._model_config()
 
-    def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.clip.Scorer`."""
-        from bridges.judges.clip_model import load_clip_model
+    def load(self, device: str) -> Scorer:
+        """Load the model with its tokenizer and image processor on "cpu" or "gpu:N".
 
-        return load_clip_model(
-            self.path,
-            device=device,
-            dtype=self.dtype,
+        Raises:
+            UserError: It is no such model, or a file of it is missing or broken.
+        """
+        from transformers import AutoTokenizer, CLIPModel
+
+        from bridges.clip import Scorer, load_quality_head
+        from bridges.loading import load_complete, load_image_processor, load_part, torch_device, torch_dtype
+
+        config = self._model_config().text_config
+        target = torch_device(device)
+        tokenizer = load_part(AutoTokenizer, self.path, "tokenizer")
+        highest = max(tokenizer.get_vocab().values(), default=0)
+        if highest >= config.vocab_size:
+            raise UserError(
+                f"{self.path}: its tokenizer has a token {highest}, its model {config.vocab_size} tokens: they do not "
+                "belong together; download the folder again"
+            )
+        preprocess = self._preprocess()
+        if self.preprocessing == "library":
+            preprocess = preprocess._replace(library=load_image_processor(self.path))
+        model = load_complete(CLIPModel, self.path, dtype=self.dtype).to(target)
+        scorer = Scorer(
+            _Towers(model),
+            _Tokens(tokenizer, config.max_position_embeddings),
+            preprocess,
+            name=self.path,
+            device=target,
+            dtype=torch_dtype(self.dtype),
             batch_size=self.batch_size,
-            quality_head=self.quality_head,
-            preprocessing=self.preprocessing,
         )
+        if self.quality_head is not None:
+            scorer.quality_head = load_quality_head(self.quality_head, scorer.width)
+        return scorer
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations are some tens of megabytes."""
@@ -63,3 +98,64 @@ class ClipModel:
 
         count = PUBLISHED.get(self.path) or shapes.model_size(self.path)
         return [("CLIP", count * shapes.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
+
+    def _model_config(self) -> CLIPConfig:
+        from bridges.loading import load_config
+
+        config = load_config(self.path)
+        if config.model_type != "clip":
+            raise UserError(f"{self.path}: expected a CLIPModel of transformers, it is a {config.model_type} model")
+        return config
+
+    def _preprocess(self) -> Preprocess:
+        """What preprocessor_config.json says."""
+        from bridges.clip import Preprocess
+        from bridges.loading import first_line, load_settings
+
+        settings = load_settings(self.path)
+        try:
+            size, crop = settings.get("size", 224), settings.get("crop_size", 224)
+            shortest = size.get("shortest_edge") if isinstance(size, dict) else size
+            height, width = (crop["height"], crop["width"]) if isinstance(crop, dict) else (crop, crop)
+            filters = {BICUBIC: "bicubic", BILINEAR: "bilinear"}
+            mean, deviation = (tuple(map(float, settings[name])) for name in ("image_mean", "image_std"))
+            interpolation = filters[settings.get("resample", BICUBIC)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"cannot read preprocessor_config.json of {self.path}: {first_line(error)}") from error
+        if not shortest == height == width:
+            raise UserError(f"{self.path}: expected pictures resized and cropped to one edge, got {size} and {crop}")
+        return Preprocess((height, width), mean, deviation, interpolation)
+
+
+class _Towers:
+    """A `CLIPModel` with open_clip's names."""
+
+    def __init__(self, model: TransformersClip):
+        self.model = model
+
+    def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels [B, 3, H, W] → features [B, width]."""
+        features = self.model.get_image_features(pixel_values=pixels)
+        return getattr(features, "pooler_output", features)  # transformers before 5 gave the tensor alone
+
+    def encode_text(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, window] → features [B, width]; what stands behind a text's end is not seen from there."""
+        features = self.model.get_text_features(input_ids=tokens)
+        return getattr(features, "pooler_output", features)
+
+
+class _Tokens:
+    """A folder's tokenizer, for texts that fill the window of the text tower."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, window: int):
+        self._tokenizer = tokenizer
+        self.context_length = window
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        """Texts → tokens [B, window], cut off or padded."""
+        options = {"padding": "max_length", "truncation": True, "max_length": self.context_length}
+        return self._tokenizer(texts, **options, return_tensors="pt").input_ids
+
+    def encode(self, text: str) -> list[int]:
+        """All of a text's tokens, without start and end."""
+        return self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids

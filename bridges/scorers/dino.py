@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from bridges.clip import ImageEncoder, Preprocess
 
 PUBLISHED: dict[str, int] = {
     "facebook/dinov2-small": 22_056_576,
@@ -29,16 +36,41 @@ class Dino:
     preprocessing: Literal["library", "tensor"] = "library"
 
     def check(self) -> None:
-        """Refuses a folder that is not there; no weight is read."""
+        """Refuse a folder that is not there; no weight is read."""
         from bridges.loading import local_folder
 
         local_folder(self.model)
 
-    def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.clip.ImageEncoder`."""
-        from bridges.dino import load_dino
+    def load(self, device: str) -> ImageEncoder:
+        """Load the model on "cpu" or "gpu:N"; its first state, the class token's, stands for the picture.
 
-        return load_dino(self.model, device=device, dtype=self.dtype, preprocessing=self.preprocessing)
+        Only safetensors are read, and no code that comes with the weights is run.
+
+        Raises:
+            UserError: There is no such model, it is no vision model, or its weights are missing or broken.
+        """
+        from transformers import AutoModel
+
+        from bridges.clip import ImageEncoder
+        from bridges.loading import load_image_processor, load_part, torch_device, torch_dtype
+
+        target, dtype = torch_device(device), torch_dtype(self.dtype)
+        model = load_part(AutoModel, self.model, dtype=dtype, use_safetensors=True)
+        preprocess = self._preprocess(model.config)
+        if self.preprocessing == "library":
+            shortest = {"shortest_edge": preprocess.size[0]}
+            preprocess = preprocess._replace(library=load_image_processor(self.model, size=shortest))
+        model = model.to(target).eval().requires_grad_(False)
+        return ImageEncoder(
+            lambda pixels: model(pixel_values=pixels).last_hidden_state[:, 0],
+            preprocess,
+            name=self.model,
+            kind=type(model).__name__,
+            device=target,
+            dtype=dtype,
+            batch_size=32,
+            width=model.config.hidden_size,
+        )
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations are a few tens of megabytes."""
@@ -46,3 +78,16 @@ class Dino:
 
         count = PUBLISHED.get(self.model) or shapes.model_size(self.model)
         return [("DINO", count * shapes.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
+
+    def _preprocess(self, config: PretrainedConfig) -> Preprocess:
+        """What preprocessor_config.json says, but for the margin that it would cut off: all of a picture counts."""
+        from bridges.clip import Preprocess
+        from bridges.loading import load_settings
+
+        if not hasattr(config, "patch_size") or not hasattr(config, "image_size"):
+            raise UserError(f"{self.model}: expected a vision model (DINOv2 or another with image_size and patch_size)")
+        settings = load_settings(self.model)
+        crop = settings.get("crop_size") or settings.get("size") or {}
+        size = crop.get("height", crop.get("shortest_edge")) if isinstance(crop, dict) else crop
+        size = size or config.image_size
+        return Preprocess((size, size), tuple(settings["image_mean"]), tuple(settings["image_std"]))

@@ -1,12 +1,32 @@
-"""A judge that runs elsewhere and is asked over HTTP; examples/http_judge is a server of it."""
+"""A judge that runs elsewhere and is asked over HTTP; examples/http_judge is a server of it.
+
+Batches go out as JSON, several at once, and are sent again where network or server fail.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from http.client import HTTPException
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.files import parse_json
+from grpo_jax.errors import UserError, one_line
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds before the second attempt, twice as long before each further one; and the most."""
+PASSING = (408, 425, 429, 500, 502, 503, 504)
+"""HTTP's status codes of what may be over in a moment."""
+_LONGEST_ANSWER = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -38,33 +58,162 @@ class Http:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         parts = urlsplit(self.url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname)
-        require(known, "url", "http://HOST/… or https://HOST/…", self.url)
+        complete = parts.scheme in ("http", "https") and bool(parts.hostname)
+        require(complete, "url", "http://HOST/… or https://HOST/…", self.url)
         require(parts.password is None, "url", "no password in it, but headers_from", f"{parts.scheme}://…")
         for name in ("batch_size", "concurrency", "attempts"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
         require(self.timeout > 0, "timeout", "a number > 0", self.timeout)
 
     def check(self) -> None:
-        """Refuses headers that are not there; nobody is asked."""
-        from bridges.judges.http import read_headers
-
+        """Refuse headers that are not there; nobody is asked."""
         read_headers(self.headers_from)
 
-    def load(self, device: str) -> Any:
-        """A `bridges.judges.http.HttpJudge`; the device is not its own."""
-        from bridges.judges.http import HttpJudge, read_headers
-
-        return HttpJudge(
-            self.url,
-            columns=self.columns,
-            headers=read_headers(self.headers_from),
-            batch_size=self.batch_size,
-            concurrency=self.concurrency,
-            timeout=self.timeout,
-            attempts=self.attempts,
-        )
+    def load(self, device: str) -> HttpJudge:
+        """The judge; the device is not its own."""
+        return HttpJudge(self)
 
     def memory(self) -> list[tuple[str, int, str]]:
         """None here."""
         return [("HTTP", 0, "runs elsewhere")]
+
+
+class JudgeError(RuntimeError):
+    """A judge that gave no scores, whatever was tried; says why in one line."""
+
+
+class _PassingError(Exception):
+    """An attempt that failed and may be made again; `asked` is the pause that the server asks for, in seconds."""
+
+    def __init__(self, reason: str, asked: float = 0.0):
+        super().__init__(reason)
+        self.asked = asked
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Headers with a key in them go to the judge that was named, and to no other."""
+
+    def redirect_request(self, *_: object) -> None:
+        """No other request: the answer that redirects is an error."""
+
+
+class HttpJudge:
+    """A judge behind an address, itself a reward.
+
+    It is sent {"prompts": [...], "completions": [...], "columns": {name: [...]}} and answers {"scores": [...]}, a
+    number or null for each completion.
+
+    Attributes:
+        name: The address without its query.
+    """
+
+    device = "cpu"
+
+    def __init__(self, config: Http, first_pause: float = FIRST_PAUSE):
+        """Read the headers; `first_pause` is in seconds."""
+        parts = urlsplit(config.url)
+        self.name = f"{parts.scheme}://{parts.netloc}{parts.path}"
+        self._config = config
+        self._headers = {**read_headers(config.headers_from), "Content-Type": "application/json"}
+        self._first_pause = first_pause
+        self._opener = urllib.request.build_opener(_NoRedirect)
+
+    @property
+    def summary(self) -> str:
+        """One line for the opening of a run."""
+        return f"{self.name}: {self._config.concurrency} requests at once, of {self._config.batch_size} completions"
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence) -> list[float | None]:
+        """The reward: a score or None for each of B completions.
+
+        Args:
+            prompts: B texts.
+            completions: B texts.
+            **columns: B values each; those that the config names are sent.
+        """
+        if missing := [name for name in self._config.columns if name not in columns]:
+            raise JudgeError(f"the data have no column {missing[0]}, which is to be sent")
+        size = self._config.batch_size
+        requests = []
+        for rows in (slice(start, start + size) for start in range(0, len(completions), size)):
+            sent = {name: columns[name][rows] for name in self._config.columns}
+            requests.append({"prompts": prompts[rows], "completions": completions[rows], "columns": sent})
+        stopped = threading.Event()
+        pool = ThreadPoolExecutor(self._config.concurrency, thread_name_prefix="http judge")
+        try:
+            answers = [pool.submit(self._ask, request, stopped) for request in requests]
+            return [score for answer in answers for score in answer.result()]
+        finally:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, batch: dict[str, Sequence[str]], stopped: threading.Event) -> list[float | None]:
+        """Send one batch until it is answered."""
+        request = json.dumps(batch).encode()
+        for attempt in range(self._config.attempts):
+            try:
+                return _scores(self._post(request), len(batch["completions"]))
+            except _PassingError as error:
+                reason = str(error)
+                pause = pause_after(attempt, self._first_pause, error.asked)
+            if attempt + 1 < self._config.attempts and stopped.wait(pause):
+                break
+        raise JudgeError(f"{reason}, {self._config.attempts} attempts, {self.name}")
+
+    def _post(self, request: bytes) -> bytes:
+        """One attempt: the answer's body."""
+        try:
+            post = urllib.request.Request(self._config.url, request, self._headers, method="POST")
+            with self._opener.open(post, timeout=self._config.timeout) as answer:
+                return answer.read(_LONGEST_ANSWER)
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = f"HTTP {error.code} {one_line(error.reason, 40)}"
+                if error.code in PASSING:
+                    after = error.headers.get("Retry-After", "")  # a date is not read
+                    raise _PassingError(reason, float(after) if after.isdecimal() else 0.0) from error
+            raise JudgeError(f"{reason}, {self.name}") from error
+        except (OSError, HTTPException) as error:  # no connection, an answer that breaks off, or none in time
+            reason = getattr(error, "reason", error)
+            raise _PassingError(f"{type(reason).__name__}: {one_line(reason, 40)}") from error
+
+
+def pause_after(attempt: int, first: float, asked: float) -> float:
+    """Seconds between two attempts: doubled each time, varied so that many do not come back at once, none too early.
+
+    Args:
+        attempt: Counted from 0.
+        first: What the first is doubled from.
+        asked: The least, if the server says so.
+    """
+    grown = min(first * 2**attempt, LONGEST_PAUSE)
+    return max(random.uniform(grown / 2, grown), min(asked, LONGEST_PAUSE))
+
+
+def _scores(answer: bytes, count: int) -> list[float | None]:
+    """The scores of a batch."""
+    try:
+        scores = parse_json(answer)["scores"]
+    except (ValueError, KeyError) as error:
+        raise JudgeError(
+            f'it answered no JSON {{"scores": [...]}} but {one_line(answer[:60].decode(errors="replace"), 40)}'
+        ) from error
+    if not isinstance(scores, list) or len(scores) != count:
+        came = len(scores) if isinstance(scores, list) else type(scores).__name__
+        raise JudgeError(f"it must answer one score for each of {count} completions, got {came}")
+    return scores
+
+
+def read_headers(variable: str) -> dict[str, str]:
+    """The headers that an environment variable holds, one "Name: value" in a line; none where no variable is named.
+
+    Raises:
+        UserError: It is not set, or holds something else; what it holds is not said.
+    """
+    if not variable:
+        return {}
+    lines = [line for line in os.environ.get(variable, "").splitlines() if line.strip()]
+    headers = {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
+    if not lines or len(headers) != len(lines):
+        raise UserError(f'headers_from: expected lines "Name: value" in the environment variable {variable}')
+    return headers

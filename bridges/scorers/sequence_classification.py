@@ -1,11 +1,20 @@
-"""Reward models: sequence classifiers of transformers, as TRL trains and takes them."""
+"""Reward models: `AutoModelForSequenceClassification` of transformers, as TRL trains and takes them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import may_change, require
+from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Message = Mapping[str, str | list[Mapping[str, str]]]
+"""A chat message, whose content is a text or a list of parts."""
 
 
 @dataclass(frozen=True)
@@ -27,29 +36,39 @@ class SequenceClassification:
     max_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         require(bool(self.path), "path", "a folder or hub id", self.path)
         for name in ("batch_size", "max_tokens"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
 
     def check(self) -> None:
-        """Refuses a folder that is not there, or has no such label; no weight is read."""
-        from bridges.judges.reward_model import check_reward_model
+        """Refuse a folder that is not there, or has no such label; no weight is read."""
+        from bridges.loading import load_config, local_folder
 
-        check_reward_model(self.path, self.label)
+        if local_folder(self.path) is not None:
+            self._column(load_config(self.path))
 
-    def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.judges.reward_model.RewardModel`."""
-        from bridges.judges.reward_model import load_reward_model
+    def load(self, device: str) -> RewardModel:
+        """Load the model on "cpu" or "gpu:N".
 
-        return load_reward_model(
-            self.path,
-            label=self.label,
-            device=device,
-            dtype=self.dtype,
-            batch_size=self.batch_size,
-            max_tokens=self.max_tokens,
-        )
+        Raises:
+            UserError: There is no such model or label, or its weights are missing, broken, or no safetensors.
+        """
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        from bridges.loading import load_complete, load_config, load_part, torch_device
+
+        config = load_config(self.path)
+        target = torch_device(device)
+        column = self._column(config)
+        tokenizer = load_part(AutoTokenizer, self.path, "tokenizer", padding_side="right", truncation_side="left")
+        model = load_complete(AutoModelForSequenceClassification, self.path, dtype=self.dtype).to(target)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        # a decoder's score is read at the last token that is no padding
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        limits = (self.max_tokens, tokenizer.model_max_length, getattr(config, "max_position_embeddings", 2**31))
+        return RewardModel(self, model, tokenizer, target, column, int(min(limits)))
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations grow with batch_size x max_tokens and stay small beside them."""
@@ -58,3 +77,98 @@ class SequenceClassification:
         size = shapes.model_size(self.path, "AutoModelForSequenceClassification")
         weights = size * shapes.ITEM_BYTES[self.dtype]
         return [("reward model", weights, self.dtype), ("scoring", 2**29, "allowance")]
+
+    def _column(self, config: PretrainedConfig) -> int:
+        """Which of the model's outputs is the reward."""
+        names = list(config.id2label.values())
+        if len(names) == 1 and not self.label:
+            return 0
+        if self.label not in names:
+            raise UserError(f"{self.path}: it has {len(names)} outputs; say which as label: one of {', '.join(names)}")
+        return names.index(self.label)
+
+
+class RewardModel:
+    """A loaded reward model, itself a reward.
+
+    Attributes:
+        device: Where it runs, and where its scores are.
+        name: As it was asked for.
+    """
+
+    def __init__(
+        self,
+        config: SequenceClassification,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+        column: int,
+        max_length: int,
+    ):
+        """Take the parts as `SequenceClassification.load` makes them; `column` is the output that is the reward."""
+        self.device = device
+        self.name = config.path
+        self._model = model
+        self._tokenizer = tokenizer
+        self._column = column
+        self._max_length = max_length
+        self._batch_size = config.batch_size
+
+    @property
+    def summary(self) -> str:
+        """One line for the opening of a run."""
+        form = "its chat template" if self._tokenizer.chat_template else "pairs"
+        return f"{self.name}: {type(self._model).__name__}, {form}, {self._max_length} tokens, on {self.device}"
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        *,
+        messages: Sequence[Sequence[Message]] | None = None,
+        **columns: object,
+    ) -> torch.Tensor:
+        """The reward: what the model gives each completion as the answer to its prompt.
+
+        Args:
+            prompts: B texts.
+            completions: B texts.
+            messages: B conversations in place of the prompts, where the data have them; lists of chat messages.
+            **columns: Not looked at.
+
+        Returns:
+            float32 [B], as the model's head has it; NaN is refused by whoever asks.
+        """
+        import torch
+
+        conversations = messages or [[{"role": "user", "content": prompt}] for prompt in prompts]
+        rows = [self._texts(*pair) for pair in zip(conversations, completions, strict=True)]
+        scores = torch.zeros(len(rows), device=self.device)
+        order = sorted(range(len(rows)), key=lambda row: sum(map(len, rows[row])))  # little padding
+        for start in range(0, len(rows), self._batch_size):
+            batch = order[start : start + self._batch_size]
+            inputs = self._tokenizer(
+                *(list(texts) for texts in zip(*(rows[row] for row in batch), strict=True)),
+                add_special_tokens=not self._tokenizer.chat_template,  # a template writes them
+                padding=True,
+                truncation=True,
+                max_length=self._max_length,
+                return_tensors="pt",
+            )
+            with torch.no_grad():
+                scores[batch] = self._model(**inputs.to(self.device)).logits[:, self._column].float()
+        return scores
+
+    def _texts(self, conversation: Sequence[Message], completion: str) -> tuple[str, ...]:
+        """A conversation and its answer as the chat template writes them; without one, a pair of texts."""
+        messages = [{**message, "content": _text_of(message)} for message in conversation]
+        if not self._tokenizer.chat_template:
+            return "\n\n".join(message["content"] for message in messages), completion
+        messages.append({"role": "assistant", "content": completion})
+        return (self._tokenizer.apply_chat_template(messages, tokenize=False),)
+
+
+def _text_of(message: Message) -> str:
+    """A message's text; its pictures are not seen."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import may_change, require
+from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import BatchFeature, PreTrainedModel, ProcessorMixin
+
+PROMPT = "{prompt}"
+"""In a question, the place of the user's prompt."""
 
 
 @dataclass(frozen=True)
@@ -27,31 +36,40 @@ class Vqa:
     batch_size: int = may_change(8)
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         require(bool(self.path), "path", "a folder or hub id", self.path)
-        require("{prompt}" in self.question, "question", "a text with {prompt} in it", self.question)
+        require(PROMPT in self.question, "question", "a text with {prompt} in it", self.question)
         require(bool(self.answer.strip()), "answer", "a word", self.answer)
         require(self.batch_size >= 1, "batch_size", "a number >= 1", self.batch_size)
 
     def check(self) -> None:
-        """Refuses a folder that is not there; no weight is read."""
+        """Refuse a folder that is not there; no weight is read."""
         from bridges.loading import load_config, local_folder
 
         if local_folder(self.path) is not None:
             load_config(self.path)
 
-    def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.judges.vqa.Answerer`."""
-        from bridges.judges.vqa import load_answerer
+    def load(self, device: str) -> Answerer:
+        """Load the model with its processor on "cpu" or "gpu:N".
 
-        return load_answerer(
-            self.path,
-            question=self.question,
-            answer=self.answer,
-            device=device,
-            dtype=self.dtype,
-            batch_size=self.batch_size,
-        )
+        Raises:
+            UserError: There is no such model, it sees no pictures or has no chat template, or its weights are missing,
+                broken, or no safetensors.
+        """
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        from bridges.loading import load_complete, load_config, load_part, torch_device
+
+        target = torch_device(device)
+        load_config(self.path)
+        processor = load_part(AutoProcessor, self.path, "processor")
+        if not hasattr(processor, "image_processor"):
+            raise UserError(f"{self.path}: expected a model that sees pictures, its processor takes none")
+        if not processor.chat_template:
+            raise UserError(f"{self.path}: expected a model with a chat template, it holds none")
+        processor.tokenizer.padding_side = "left"  # all end where the reply begins
+        model = load_complete(AutoModelForImageTextToText, self.path, dtype=self.dtype).to(target)
+        return Answerer(self, model, processor, target)
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; of a batch, a gigabyte is allowed for."""
@@ -60,3 +78,100 @@ class Vqa:
         size = shapes.model_size(self.path, "AutoModelForImageTextToText")
         weights = size * shapes.ITEM_BYTES[self.dtype]
         return [("model", weights, self.dtype), ("looking", 2**30, "allowance")]
+
+
+class Answerer:
+    """A loaded image-text-to-text model.
+
+    Attributes:
+        device: Where it runs, and where its scores are.
+        name: As it was asked for.
+    """
+
+    def __init__(self, config: Vqa, model: PreTrainedModel, processor: ProcessorMixin, device: torch.device):
+        """Take the parts as `Vqa.load` makes them."""
+        self.device = device
+        self.name = config.path
+        self._config = config
+        self._model = model
+        self._processor = processor
+        self._answer = processor.tokenizer(config.answer, add_special_tokens=False, return_tensors="pt").input_ids
+        # logits of the answer's places alone, not of every token of every picture
+        self._few = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def summary(self) -> str:
+        """One line for the opening of a run."""
+        answer = self._processor.tokenizer.decode(self._answer[0])
+        return f"{self.name}: {type(self._model).__name__}, P({answer!r}), on {self.device}"
+
+    def image_text(self, images: torch.Tensor, texts: list[str]) -> torch.Tensor:
+        """How surely each picture [B, 3, H, W] shows its text: `yes` to the question made of it; float32 [B]."""
+        return self.yes(images, [self._config.question.replace(PROMPT, text) for text in texts])
+
+    def yes(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
+        """The probability that the model's reply to each question begins with the answer.
+
+        Args:
+            images: Float [B, 3, H, W] in [0, 1], on any device.
+            questions: B texts.
+
+        Returns:
+            float32 [B] in [0, 1], among all replies there are: it need not be 1 less that of a "No".
+
+        Raises:
+            ValueError: There is not one question for each picture.
+            ScoreError: A probability is not finite.
+        """
+        import torch
+
+        from bridges.clip import ScoreError
+
+        if len(images) != len(questions):
+            raise ValueError(f"questions: expected one for each of {len(images)} images, got {len(questions)}")
+        batches = [torch.zeros(0, device=self.device)]
+        for start in range(0, len(questions), self._config.batch_size):
+            rows = slice(start, start + self._config.batch_size)
+            with torch.no_grad():
+                batches.append(self._probabilities(images[rows], questions[rows]))
+        scores = torch.cat(batches)
+        if not torch.isfinite(scores).all():
+            raise ScoreError(f"{self.name}: the probability of an answer is not finite")
+        return scores
+
+    def _probabilities(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
+        """`yes` of one batch."""
+        import torch
+
+        inputs = self._inputs(images, questions)
+        answer = self._answer.expand(len(questions), -1)
+        shape = inputs["input_ids"].shape
+        count = answer.shape[1]
+        for name, values in inputs.items():  # masks and kinds of tokens stand beside them
+            if name == "input_ids":
+                inputs[name] = torch.cat([values, answer], dim=1)
+            elif values.shape == shape:
+                more = torch.ones_like if name == "attention_mask" else torch.zeros_like
+                inputs[name] = torch.cat([values, more(answer, dtype=values.dtype)], dim=1)
+        few = {"logits_to_keep": count + 1} if self._few else {}
+        # floats alone take the weights' type
+        logits = self._model(**inputs.to(self.device, self._model.dtype), use_cache=False, **few).logits
+        logprobs = logits[:, -count - 1 : -1].float().log_softmax(-1)
+        return logprobs.gather(2, answer.to(self.device)[..., None]).sum((1, 2)).exp()
+
+    def _inputs(self, images: torch.Tensor, questions: list[str]) -> BatchFeature:
+        """What the processor makes of pictures and questions."""
+        from bridges.pixels import to_pillow
+
+        messages = [
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+            for question in questions
+        ]
+        texts = self._processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self._processor(
+            text=texts,
+            images=[[picture] for picture in to_pillow(images)],
+            padding=True,
+            add_special_tokens=False,  # the template writes them
+            return_tensors="pt",
+        )

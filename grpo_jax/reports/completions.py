@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_jax.reports.charts import number
-from grpo_jax.rollout.inputs.pictures import File, png, read_rgb
+from grpo_jax.rollout.pictures import File, png, read_rgb
 
 MEGABYTES = 8.0
 """Of completions in a page, by default."""

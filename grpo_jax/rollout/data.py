@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.inputs.pictures import digest
+from grpo_jax.rollout.pictures import digest
 
 if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
     from grpo_jax.models.hf.chat import Message
@@ -28,6 +28,8 @@ RESERVED_COLUMNS = (
 )
 """Names that rewards receive from the trainer; a column of the same name would be lost."""
 
+PICTURE_MARK = "<image>"
+"""In a prompt of plain text, the place of a picture: as often as there are pictures, or never."""
 _WORD = 2**32
 # What a seed is for: one number never serves two purposes.
 _ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER, _LIKE = 1, 2, 3, 4, 5
@@ -41,7 +43,7 @@ class Row:
         id: Names the row for good: its line in the file (from 1), or its place in the built-in list.
         prompt: What the user asks for.
         columns: The row's other fields, passed to the rewards.
-        pictures: What the prompt shows, in its order: sources as `inputs.pictures` reads them.
+        pictures: What the prompt shows, in its order: sources as `rollout.pictures` reads them.
         messages: The conversation that is to be answered, its pictures those of the row; () for the prompt alone.
     """
 

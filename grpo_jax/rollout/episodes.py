@@ -19,7 +19,7 @@ import numpy as np
 from grpo_jax.config.files import require_text
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.inputs.pictures import read_rgb, source_of
+from grpo_jax.rollout.pictures import read_rgb, source_of
 from grpo_jax.rollout.rewards import BadReturn
 
 

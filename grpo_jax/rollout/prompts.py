@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.files import require_text
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, said, shown
+from grpo_jax.models.hf.chat import PICTURE, Message
 from grpo_jax.rollout.data import (
+    PICTURE_MARK,
     RESERVED_COLUMNS,
     ROW_SIZES,
     SPLITS,
@@ -29,8 +32,8 @@ from grpo_jax.rollout.data import (
     size_of_row,
     split_places,
 )
-from grpo_jax.rollout.inputs.conversations import read_prompt, take_pictures
-from grpo_jax.rollout.inputs.records import Records, in_memory, read_records
+from grpo_jax.rollout.pictures import File, Source, source_of
+from grpo_jax.rollout.records import Records, in_memory, read_records
 
 TIERS = ("plain", "attributes", "crowded")
 _SHOWN_CHARACTERS = 140
@@ -38,6 +41,9 @@ _SHOWN_PROBLEMS = 32  # problems that are put into words; the others are counted
 _NO_SPLIT = -1
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text", "messages")
 """What data sets often call their prompts."""
+ROLES = ("system", "user", "assistant")
+_MOST_PICTURES = 256
+_PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
 
 
 def prompts_of(section: DataSection) -> PromptSet:
@@ -202,6 +208,131 @@ def _parse(record: dict[Any, Any], number: int, base: Path | None) -> tuple[Row,
     if clashes:
         raise ValueError(f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it")
     return Row(number, prompt.text, record, prompt.pictures, prompt.messages), split
+
+
+# ------------------------------------------------------------------------------------------------- a row's prompt
+
+
+class Prompt(NamedTuple):
+    """A row's prompt: its text (of a conversation, what the user said last), pictures in order, and messages."""
+
+    text: str
+    pictures: tuple[Source, ...]
+    messages: tuple[Message, ...]
+
+
+class _Picture(NamedTuple):
+    """A picture among the parts of a message; its source is None where the row's column has it."""
+
+    source: Source | None
+
+
+def take_pictures(record: dict[str, Any], base: Path | None) -> list[Source]:
+    """Take `image` or `images` out of a record, as sources.
+
+    Raises:
+        ValueError: Saying what is wrong with them.
+    """
+    columns = {name: record.pop(name) for name in ("image", "images") if name in record}
+    columns = {name: value for name, value in columns.items() if value is not None}
+    if len(columns) > 1:
+        raise ValueError('it has "image" and "images": keep one of them')
+    sources = []
+    for name, value in columns.items():
+        several = isinstance(value, list | tuple) and not isinstance(value, File)
+        values = list(value) if several else [value]
+        if len(values) > _MOST_PICTURES:
+            raise ValueError(f'"{name}" holds {len(values)} pictures; a prompt takes {_MOST_PICTURES} at most')
+        for number, picture in enumerate(values, 1):
+            try:
+                sources.append(source_of(picture, base))
+            except ValueError as error:
+                raise ValueError(f'"{name}"{f" {number}" if several else ""}: {error}') from error
+    return sources
+
+
+def read_prompt(value: Any, pictures: Sequence[Source], base: Path | None) -> Prompt:
+    """Read a row's `prompt`, with the pictures of its column.
+
+    Args:
+        value: Text, or a list of messages {"role": …, "content": text or parts}.
+        pictures: They take the places that parts {"type": "image"} without one of their own keep, or stand before the
+            first text of the user.
+        base: The folder that paths are relative to.
+
+    Raises:
+        ValueError: Saying what is wrong with it.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError('"prompt" is empty')
+        require_text(value)
+        count = value.count(PICTURE_MARK)
+        if pictures and count not in (0, len(pictures)):
+            raise ValueError(f'"prompt" has {PICTURE_MARK} {count} times, and there are {len(pictures)} pictures')
+        return Prompt(value.strip(), tuple(pictures), ())
+    if not isinstance(value, list | tuple):
+        raise ValueError(f'"prompt" must be text or a list of messages, got {type(value).__name__}')
+    if not value:
+        raise ValueError('"prompt" is empty')
+    messages = [_read_message(number, message, base) for number, message in enumerate(value, 1)]
+    if messages[-1][0] != "user":
+        raise ValueError('"prompt": the last message must be the user\'s, which the policy answers')
+    _place_pictures(messages, pictures)
+    sources = tuple(part.source for _, parts in messages for part in parts if isinstance(part, _Picture))
+    conversation = tuple(
+        Message(role, tuple(PICTURE if isinstance(part, _Picture) else part for part in parts))
+        for role, parts in messages
+    )
+    texts = [message.text.strip() for message in reversed(conversation) if message.role == "user"]
+    return Prompt(next(filter(None, texts), "(a picture)"), sources, conversation)
+
+
+def _read_message(number: int, message: Any, base: Path | None) -> tuple[str, list[str | _Picture]]:
+    where = f'"prompt", message {number}'
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        expected = f'{{"role": {" | ".join(ROLES)}, "content": …}}'
+        raise ValueError(f"{where}: expected {expected}, got {shown(message, 40)}")
+    content = message.get("content")
+    if not isinstance(content, str | list | tuple):
+        raise ValueError(f"{where}: content must be text or a list of parts, got {type(content).__name__}")
+    parts = [content] if isinstance(content, str) else content
+    try:
+        return message["role"], [_read_part(part, base) for part in parts]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _read_part(part: Any, base: Path | None) -> str | _Picture:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" or isinstance(part, str):
+        text = part if isinstance(part, str) else part.get("text")
+        if not isinstance(text, str):
+            raise ValueError(f'a part of type "text" holds no text, got {shown(text, 40)}')
+        require_text(text)
+        return text
+    if kind not in ("image", "image_url"):
+        raise ValueError(f'a part must be of type "text" or "image", got {shown(kind or part, 40)}')
+    picture = next((part[name] for name in _PICTURE_KEYS if part.get(name) is not None), None)
+    return _Picture(None if picture is None else source_of(picture, base))
+
+
+def _place_pictures(messages: Sequence[tuple[str, list[str | _Picture]]], column: Sequence[Source]) -> None:
+    """Put the pictures of the row's column into the places that are kept for them."""
+    places = [
+        (parts, at)
+        for _, parts in messages
+        for at, part in enumerate(parts)
+        if isinstance(part, _Picture) and part.source is None
+    ]
+    if not places and column:
+        first = next(parts for role, parts in messages if role == "user")
+        first[:0] = map(_Picture, column)
+        return
+    if len(places) != len(column):
+        raise ValueError(f'"prompt" keeps {len(places)} places for pictures, and there are {len(column)}')
+    for (parts, at), source in zip(places, column, strict=True):
+        parts[at] = _Picture(source)
 
 
 # --------------------------------------------------------------------------------------------------- all of the rows

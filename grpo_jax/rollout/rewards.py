@@ -398,3 +398,57 @@ def import_path(function: Reward, label: str) -> str:
     if module is None or not importable or stem != module.rpartition(".")[2]:
         return f"{IN_PYTHON}:{label}"
     return f"{module}:{name}"
+
+
+# --------------------------------------------------------------------------------------------------- missing rewards
+
+MISSING_ITERATIONS = 3
+"""Iterations in a row without any reward, after which a run stops."""
+
+
+def missing_rewards(values: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> list[str]:
+    """Return the maximised rewards that no completion has.
+
+    Args:
+        values: Of each reward, any shape, NaN where missing.
+        weights: Of each reward; one of weight 0 is not maximised, unless all are.
+    """
+    return [name for name in _maximised(weights) if np.isnan(values[name]).all()]
+
+
+def missing_streaks(
+    before: Mapping[str, int], values: Mapping[str, np.ndarray], weights: Mapping[str, float]
+) -> dict[str, int]:
+    """Count, for each maximised reward, the iterations in a row in which no completion had it; empty at the start."""
+    missing = missing_rewards(values, weights)
+    return {name: before.get(name, 0) + 1 if name in missing else 0 for name in _maximised(weights)}
+
+
+def no_reward_lately(streaks: Mapping[str, int], iterations: int) -> str:
+    """Say that all rewards have been missing for long, in a run of so many iterations; "" if it may go on.
+
+    A reward may well apply to few prompts, and another be there for the rest. Where all of them are missing, for
+    `MISSING_ITERATIONS` in a row or in all iterations of a shorter run, there is nothing to learn from.
+    """
+    shortest = min(streaks.values(), default=0)
+    if not shortest or shortest < min(MISSING_ITERATIONS, iterations):
+        return ""
+    return f"no completion got a reward in {shortest} iterations in a row ({listed(list(streaks))})"
+
+
+def no_reward_yet(streaks: Mapping[str, int], iteration: int, iterations: int) -> str:
+    """Name single rewards that nobody got in the first iterations; "" but for once, after `MISSING_ITERATIONS`."""
+    names = [name for name, count in streaks.items() if count == iteration]
+    if not names or len(names) == len(streaks) or iteration != min(MISSING_ITERATIONS, iterations):
+        return ""
+    return f"no completion got the reward {listed(names)} in the first {iteration} iterations"
+
+
+def _maximised(weights: Mapping[str, float]) -> list[str]:
+    return [name for name, weight in weights.items() if weight] or list(weights)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join a few names, and say how many more there are."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -22,13 +22,12 @@ import numpy as np
 
 from grpo_jax.models.vision.pictures import chained, joined, joined_some
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.environment import Environment
+from grpo_jax.rollout.encoding import Encoded
+from grpo_jax.rollout.environment import Answering, Environment, ReplyTokens, ask_environment
 from grpo_jax.rollout.episodes import AnswerError, Episode, Turn, remembered
-from grpo_jax.rollout.inputs.encoding import Encoded
 from grpo_jax.rollout.pipeline import Slot, Stage, run_pipeline
-from grpo_jax.rollout.replies import Answering, ReplyTokens, ask_environment
 from grpo_jax.sampling.episodes import EpisodeSampler
-from grpo_jax.sampling.writing import Samples
+from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import Objectives
 
 EVALUATION_STREAM = 2**31 - 1

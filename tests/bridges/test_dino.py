@@ -12,7 +12,6 @@ from PIL import Image  # noqa: E402
 from support import tiny_models  # noqa: E402
 
 from bridges.clip import features_of  # noqa: E402
-from bridges.dino import load_dino  # noqa: E402
 from bridges.scorers.dino import Dino  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
@@ -24,7 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge(folder):
-    return load_dino(str(folder), batch_size=4)
+    return Dino(str(folder)).load("cpu")
 
 
 def pictures(count, size=28, seed=0):
@@ -55,7 +54,7 @@ def test_resized_pictures_are_those_of_the_folders_image_processor(folder, judge
         states = transformers.AutoModel.from_pretrained(folder).eval()(pixel_values=pixels).last_hidden_state[:, 0]
     expected = torch.nn.functional.normalize(states, dim=-1)
     torch.testing.assert_close(judge.image_features(images), expected, atol=1e-5, rtol=0)
-    fast = load_dino(str(folder), preprocessing="tensor").image_features(images)
+    fast = Dino(str(folder), preprocessing="tensor").load("cpu").image_features(images)
     assert 1e-5 < (fast - expected).abs().max() < 0.05
 
 

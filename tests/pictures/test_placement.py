@@ -12,8 +12,7 @@ from grpo_jax.config import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.inputs.conversations import as_chat_messages
-from grpo_jax.rollout.inputs.encoding import load_eyes, make_encode
+from grpo_jax.rollout.encoding import as_chat_messages, load_eyes, make_encode
 from grpo_jax.rollout.prompts import make_prompt_set
 
 
@@ -71,9 +70,7 @@ RECORDS = {
         "images": [picture(3), picture(4, 60, 60)],
     },
     "inline": {
-        "prompt": [
-            {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "image": picture(5)}]},
-        ]
+        "prompt": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "image": picture(5)}]}]
     },
 }
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from grpo_jax.reports.completions import read_completions, spread
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.inputs.pictures import File, pictures_column
+from grpo_jax.rollout.pictures import File, pictures_column
 from grpo_jax.runs.directory import RunDirectory
 
 

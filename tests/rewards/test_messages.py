@@ -15,7 +15,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
-from grpo_jax.rollout.inputs.conversations import read_prompt
+from grpo_jax.rollout.prompts import read_prompt
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_arguments
 from grpo_jax.tasks.recommendation.rewards import where_ranked
 

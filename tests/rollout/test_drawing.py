@@ -10,15 +10,15 @@ import yaml
 from support.text_task import assert_same_run, rewound, rows, train_here
 
 from grpo_jax.config import make_config
+from grpo_jax.rollout.binding import Trainer
 from grpo_jax.rollout.data import batch_at, further_batch_at
+from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.environment import Environment
-from grpo_jax.rollout.inputs.encoding import Encoded
 from grpo_jax.rollout.rollout import Judgement, Scheduling
-from grpo_jax.rollout.trainer import Trainer
 from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import objectives_of
 from grpo_jax.runs.several.company import ALONE
-from grpo_jax.sampling.writing import Samples
+from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import informative_groups
 
 SIZE, GROUP, STEPS, ROWS = 4, 3, 5, 14

@@ -14,10 +14,10 @@ from grpo_jax import load_rewriter, predict
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import default_system_prompt
+from grpo_jax.rollout.encoding import make_encode, plain_rows
+from grpo_jax.rollout.environment import make_encode_answer
 from grpo_jax.rollout.episodes import Answer
-from grpo_jax.rollout.inputs.encoding import make_encode, plain_rows
 from grpo_jax.rollout.prompts import load_prompts, split_records
-from grpo_jax.rollout.replies import make_encode_answer
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
 

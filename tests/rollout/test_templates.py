@@ -11,10 +11,10 @@ from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import default_system_prompt
 from grpo_jax.models.hf.tokens import special_ids
+from grpo_jax.rollout.encoding import check_tools, make_encode, plain_rows, tell_system_prompt
+from grpo_jax.rollout.environment import make_encode_answer
 from grpo_jax.rollout.episodes import Answer
-from grpo_jax.rollout.inputs.encoding import check_tools, make_encode, plain_rows, tell_system_prompt
 from grpo_jax.rollout.prompts import split_records
-from grpo_jax.rollout.replies import make_encode_answer
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
-from grpo_jax.rollout.inputs.encoding import format_prompt, pad_left
+from grpo_jax.rollout.encoding import format_prompt, pad_left
 from grpo_jax.rollout.texts import (
     allowed_tokens,
     as_written,

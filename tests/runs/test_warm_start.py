@@ -20,7 +20,7 @@ from grpo_jax.config import (
 )
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import batch_at, like_batch_at
-from grpo_jax.rollout.inputs.encoding import plain_rows
+from grpo_jax.rollout.encoding import plain_rows
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.runs.warm_start import warm_start

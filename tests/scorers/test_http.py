@@ -10,9 +10,8 @@ import pytest
 from support.imports import ROOT
 
 from bridges import placement
-from bridges.judges import http
-from bridges.judges.http import HttpJudge, JudgeError
-from bridges.scorers.http import Http
+from bridges.scorers import http
+from bridges.scorers.http import Http, HttpJudge, JudgeError
 from grpo_jax.config import make_config
 from grpo_jax.config.named import load_object
 from grpo_jax.errors import UserError
@@ -78,7 +77,7 @@ def scripted(*steps, **options):
     state = {"steps": list(steps), "seen": [], "lock": threading.Lock(), "late": threading.Event()}
     with serving(type("Scripted", (Script,), state)) as url:
         try:
-            yield HttpJudge(url, first_pause=0.001, **options), state["seen"]
+            yield HttpJudge(Http(url, **options), first_pause=0.001), state["seen"]
         finally:
             state["late"].set()
 
@@ -99,10 +98,9 @@ def test_the_example_is_short_and_a_column_that_the_data_lack_is_named(example):
 
 def test_a_request_holds_the_columns_and_headers_that_the_config_names(monkeypatch):
     monkeypatch.setenv("JUDGE_HEADERS", "Authorization: Bearer a:b\n\nX-Team: red\n")
-    section = Http("http://localhost/x", headers_from="JUDGE_HEADERS")
-    section.check()
-    headers = http.read_headers(section.headers_from)
-    with scripted(columns=["answer"], headers=headers, batch_size=2, concurrency=1) as (judge, seen):
+    options = {"columns": ["answer"], "headers_from": "JUDGE_HEADERS"}
+    Http("http://localhost/x", **options).check()
+    with scripted(**options, batch_size=2, concurrency=1) as (judge, seen):
         assert judge(["p", "q", "r"], ["a", "bb", "ccc"], answer=["1", None, {"n": 3}], other=[object()] * 3) == [
             1,
             2,
@@ -127,7 +125,7 @@ def test_requests_are_made_at_once():
             super().do_POST()
 
     with serving(Together) as url:
-        assert HttpJudge(url, batch_size=1, concurrency=3, attempts=1)(["p"] * 3, ["a", "bb", "ccc"]) == [1, 2, 3]
+        assert HttpJudge(Http(url, batch_size=1, concurrency=3, attempts=1))(["p"] * 3, ["a", "bb", "ccc"]) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("step", [503, 429, 500, "hang up", "too late"])
@@ -177,7 +175,7 @@ def test_no_server_at_all_and_what_a_run_makes_of_it():
     """The policy of the run decides: a stop that names the reward, or missing values."""
     with scripted() as (judge, _):
         pass  # its port is closed now
-    judge = HttpJudge(judge.name + "?key=secret", attempts=2, first_pause=0.001)
+    judge = HttpJudge(Http(judge.name + "?key=secret", attempts=2), first_pause=0.001)
     with pytest.raises(RewardError, match=r"^reward far: it raised JudgeError: ConnectionRefusedError") as caught:
         collect_rewards([judge], ["far"], ["p"] * 2, ["a"] * 2, {}, 2)
     assert "secret" not in str(caught.value) + judge.summary + str(caught.value.__cause__)

@@ -14,13 +14,12 @@ from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import StageError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.environment import Environment, make_score
+from grpo_jax.rollout.encoding import Encoded
+from grpo_jax.rollout.environment import Answering, Environment, make_score
 from grpo_jax.rollout.episodes import Answer, AnswerError
-from grpo_jax.rollout.inputs.encoding import Encoded
-from grpo_jax.rollout.replies import Answering
 from grpo_jax.rollout.rollout import Scheduling, collect
 from grpo_jax.sampling.episodes import make_episode_sampler
-from grpo_jax.sampling.stopping import stop_table
+from grpo_jax.sampling.samplers import stop_table
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import informative_groups, make_turn_objectives

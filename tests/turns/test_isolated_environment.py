@@ -7,9 +7,9 @@ import pytest
 
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.environment import collect_answers
 from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Turn
 from grpo_jax.rollout.isolated import isolate, isolate_environment
-from grpo_jax.rollout.replies import collect_answers
 from grpo_jax.rollout.rewards import collect_rewards
 
 ENVIRONMENT = """

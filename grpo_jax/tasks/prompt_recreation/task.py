@@ -16,7 +16,7 @@ from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import PromptSet, Row
-from grpo_jax.rollout.inputs.pictures import read_rgb, size_of
+from grpo_jax.rollout.pictures import read_rgb, size_of
 from grpo_jax.tasks.picture_rewards import REWARDS as PICTURE_REWARDS
 from grpo_jax.tasks.picture_rewards import conditioned
 from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, make_render, picture_prompts

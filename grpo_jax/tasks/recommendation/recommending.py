@@ -19,7 +19,7 @@ from grpo_jax.core.trie import text_count
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.policy import Policy
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.inputs.encoding import make_encode
+from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.texts import policy_choices
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.tasks.recommendation import metrics

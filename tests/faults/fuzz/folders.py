@@ -25,7 +25,7 @@ from grpo_jax.models.hf import load_folder
 from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import make_policy
-from grpo_jax.rollout.inputs.encoding import make_encode, plain_rows
+from grpo_jax.rollout.encoding import make_encode, plain_rows
 from grpo_jax.rollout.texts import as_written, make_decode
 
 TEXTS = (

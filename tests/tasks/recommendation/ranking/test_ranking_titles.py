@@ -10,7 +10,7 @@ import yaml
 
 from grpo_jax.predict import main as predict_main
 from grpo_jax.recommend import load_recommender
-from grpo_jax.rollout.inputs.encoding import make_encode
+from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.texts import policy_choices
 from grpo_jax.runs.policy import restore_policy
 from grpo_jax.sampling.ranking import make_ranker

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.files import read_json
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, shown
 from grpo_jax.models.hf.chat import (
     PICTURE,
+    Fixed,
     Message,
+    Part,
     conversation_encoder,
     default_system_prompt,
     knows_option,
@@ -24,9 +28,8 @@ from grpo_jax.models.hf.chat import (
 )
 from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, read_settings
 from grpo_jax.models.vision.pictures import Picture, pack_rows
-from grpo_jax.rollout.data import Row, row_sizes
-from grpo_jax.rollout.inputs.conversations import messages_of, tools_of
-from grpo_jax.rollout.inputs.pictures import picture_error, read_rgb, size_of
+from grpo_jax.rollout.data import PICTURE_MARK, Row, row_sizes
+from grpo_jax.rollout.pictures import picture_error, read_rgb, size_of
 from grpo_jax.sampling.sampler import bucket_size
 
 TokensOf = Callable[[Row, Sequence[int]], list[int]]
@@ -374,3 +377,78 @@ def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple
 def plain_rows(prompts: Iterable[str]) -> list[Row]:
     """Prompts of plain text as rows."""
     return [Row(place, prompt) for place, prompt in enumerate(prompts)]
+
+
+# ------------------------------------------------------------------------------------------------ conversations
+
+
+def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
+    """Return what a row asks as messages: its own, or the user's one with pictures, instruction and prompt.
+
+    Args:
+        row: Of the data.
+        instruction: Says {prompt} where the prompt goes; "" for the prompt alone.
+        system: What is said before, unless the row's own messages begin with a system message; "" for nothing.
+
+    Raises:
+        ValueError: There is an instruction, and the row has messages.
+    """
+    before = (Message("system", (Fixed(system),)),) if system else ()
+    if row.messages:
+        if instruction:
+            raise ValueError("it is a conversation, which has its own words: leave data.instruction empty")
+        return row.messages if row.messages[0].role == "system" else (*before, *row.messages)
+    marked = bool(row.pictures) and row.prompt.count(PICTURE_MARK) == len(row.pictures)
+    prompt: list[Part] = [row.prompt]
+    if marked:
+        if instruction.count("{prompt}") > 1:
+            raise ValueError(
+                f"its pictures stand where it says {PICTURE_MARK}, and data.instruction says {{prompt}} more than once"
+            )
+        prompt = [
+            PICTURE if piece == PICTURE_MARK else piece for piece in re.split(f"({PICTURE_MARK})", row.prompt) if piece
+        ]
+    parts: list[Part] = [] if marked else [PICTURE] * len(row.pictures)
+    for piece in re.split(r"(\{prompt\})", instruction or "{prompt}"):
+        if piece == "{prompt}":
+            parts += prompt
+        elif piece:
+            parts.append(Fixed(piece))
+    return (*before, Message("user", tuple(parts)))
+
+
+def tools_of(row: Row, column: str) -> str:
+    """Return what a row's policy may call, its column of JSON schemas as JSON text; "" where it has none.
+
+    Raises:
+        UserError: It holds something else.
+    """
+    tools = row.columns.get(column)
+    if isinstance(tools, str) and tools:
+        try:
+            tools = read_json(tools)
+        except ValueError as error:
+            raise UserError(f"row {row.id}, data.tools: column {column!r}: {error}") from error
+    if not tools:
+        return ""
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(
+            f"row {row.id}, data.tools: column {column!r} must hold a list of JSON schemas, got {shown(tools, 40)}"
+        )
+    return json.dumps(_without_none([*tools]))
+
+
+def _without_none(value: Any) -> Any:
+    """Drop what a table fills in where other rows' objects have a key."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def as_chat_messages(row: Row) -> list[dict[str, Any]]:
+    """Return a row's messages as chat messages, a picture being {"type": "image"}."""
+    chat = []
+    for message in messages_of(row):
+        parts = [{"type": "image"} if part is PICTURE else {"type": "text", "text": part} for part in message.parts]
+        chat.append({"role": message.role, "content": parts if PICTURE in message.parts else message.text})
+    return chat

@@ -1,1 +1,0 @@
-"""What the files of `bridges.scorers` load, a module for each."""

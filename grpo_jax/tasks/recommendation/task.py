@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from grpo_jax.config.fields import may_change, require
 from grpo_jax.config.run import Config
 from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup
+
+if TYPE_CHECKING:
+    from grpo_jax.models.policy import Policy
+    from grpo_jax.tasks.recommendation.recommending import ChosenPrior, MakeWriter, Recommender
 
 PLACES = ("{history}", "{last}", "{items}")
 """What a template says of a history; one of them at least."""
@@ -267,3 +271,17 @@ class Recommendation(Task):
         from grpo_jax.tasks.recommendation.dataset import over_catalogue
 
         return over_catalogue(self, path, columns)
+
+    def recommender(
+        self, config: Config, policy: Policy, writer: MakeWriter, *, catalogue: str | None = None
+    ) -> Recommender:
+        """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
+        from grpo_jax.tasks.recommendation.recommending import make_recommender
+
+        return make_recommender(config, policy, writer, catalogue=catalogue)
+
+    def choose_prior(self, config: Config, policy: Policy, *, users: int | None = None) -> ChosenPrior:
+        """Which weights of the prior are best for a trained policy (`recommending.choose_prior`)."""
+        from grpo_jax.tasks.recommendation.recommending import choose_prior
+
+        return choose_prior(config, policy, users=users)

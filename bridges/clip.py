@@ -1,23 +1,37 @@
-"""Scores of pictures and texts by CLIP (Radford et al. 2021, arXiv:2103.00020), through open_clip.
+"""Scores of pictures and texts by CLIP (Radford et al. 2021, arXiv:2103.00020) and other vision models.
 
 Everything is encoded in batches of one fixed shape: a score then does not depend, in its last bits, on what
 else was asked for, and a resumed run sees the scores of one that never stopped.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from bridges import bundled
-from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
+from bridges.loading import first_line
 from bridges.pixels import to_pillow
 from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+CACHED_TEXTS = 4096
+"""How many texts' features a scorer remembers."""
+
+Preprocessing = Literal["library", "tensor"]
+"""What resizes pictures: the model's own library, from 8 bits, or `Preprocess`, as floats on the scorer's device."""
+
+
+class ScoreError(RuntimeError):
+    """A feature or a score came out with values that are not finite."""
 
 
 def features_of(
@@ -38,10 +52,10 @@ def features_of(
     shapes: dict[tuple[int, ...], list[int]] = {}
     for key, image in different.items():
         shapes.setdefault(tuple(image.shape), []).append(key)
-    found = {}
+    features = {}
     for keys in shapes.values():
-        found |= dict(zip(keys, encode(torch.stack([different[key] for key in keys])), strict=True))
-    return torch.stack([found[id(image)] for image in images])
+        features |= dict(zip(keys, encode(torch.stack([different[key] for key in keys])), strict=True))
+    return torch.stack([features[id(image)] for image in images])
 
 
 def features_of_distinct(
@@ -66,24 +80,6 @@ def features_of_distinct(
     return encode(images[first], first)[places]
 
 
-# ----------------------------------------------------------------------------------------------------------------- clip
-
-
-PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-
-
-CACHED_TEXTS = 4096
-"""How many texts' features a scorer remembers."""
-
-
-class ScoreError(RuntimeError):
-    """A feature or a score came out with values that are not finite."""
-
-
-Preprocessing = Literal["library", "tensor"]
-"""What resizes pictures: the model's own library, from 8 bits, or `Preprocess`, as floats on the scorer's device."""
-
-
 class Preprocess(NamedTuple):
     """open_clip's evaluation transform, for batches of tensors.
 
@@ -106,10 +102,10 @@ class Preprocess(NamedTuple):
     interpolation: str = "bicubic"
     resize_mode: str = "shortest"
     fill: int = 0
-    library: Callable[[Any], torch.Tensor] | None = None
+    library: Callable[[Image], torch.Tensor] | None = None
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Resizes, crops or pads, and normalises; float [B, 3, H, W] in [0, 1] to [B, 3, *size]."""
+        """Resize, crop or pad, and normalise; float [B, 3, H, W] in [0, 1] to [B, 3, *size]."""
         height, width = self._resized(images.shape[-2], images.shape[-1])
         if (height, width) != tuple(images.shape[-2:]):
             if self.library is not None:
@@ -134,7 +130,7 @@ class Preprocess(NamedTuple):
 
 
 def _centre(images: torch.Tensor, size: tuple[int, int], fill: float) -> torch.Tensor:
-    """Crops or pads the last two axes to `size`, about the centre."""
+    """Crop or pad the last two axes to `size`, about the centre."""
     short = [max(want - have, 0) for want, have in zip(size, images.shape[-2:], strict=True)]
     if any(short):
         top, left = short[0] // 2, short[1] // 2
@@ -222,8 +218,18 @@ class ImageEncoder:
         return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)
 
 
+class Towers(Protocol):
+    """A CLIP as open_clip has it, or one with its names: inputs [B, …] → features [B, width]."""
+
+    def encode_image(self, image: torch.Tensor, /) -> torch.Tensor:
+        """Features of pixels."""
+
+    def encode_text(self, text: torch.Tensor, /) -> torch.Tensor:
+        """Features of tokens."""
+
+
 class Scorer(ImageEncoder):
-    """A loaded CLIP; make one with `load_scorer`.
+    """A loaded CLIP.
 
     Attributes:
         model: With `encode_image` and `encode_text`, as open_clip has them.
@@ -233,8 +239,8 @@ class Scorer(ImageEncoder):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: Towers,
+        tokenizer: Callable[[list[str]], torch.Tensor],
         preprocess: Preprocess,
         *,
         name: str,
@@ -242,7 +248,7 @@ class Scorer(ImageEncoder):
         dtype: torch.dtype,
         batch_size: int,
     ):
-        """Take the parts as `load_scorer` makes them."""
+        """Take the parts as a loader makes them."""
         super().__init__(
             model.encode_image, preprocess, name=name, kind="CLIP", device=device, dtype=dtype, batch_size=batch_size
         )
@@ -321,15 +327,15 @@ class QualityHead(NamedTuple):
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         """Score of each unit feature [B, width]; float32 [B]."""
         scores = features.float()
-        for i, (weight, bias) in enumerate(self.layers):
-            if i and self.activation == "relu":
+        for number, (weight, bias) in enumerate(self.layers):
+            if number and self.activation == "relu":
                 scores = torch.relu(scores)
             scores = functional.linear(scores, weight.to(scores.device), bias.to(scores.device))
         return _checked(scores, lambda row: f"quality of picture {row}").squeeze(-1)
 
 
 def load_quality_head(path: str | Path, width: int) -> QualityHead:
-    """Reads a head from safetensors: `weight` and `bias`, or `….N.weight` and `….N.bias` in the order of N.
+    """Read a head from safetensors: `weight` and `bias`, or `….N.weight` and `….N.bias` in the order of N.
 
     The file's metadata may say `activation: relu`; without it the layers follow each other directly, as in
     the published aesthetic predictors for CLIP.
@@ -374,126 +380,3 @@ def _checked(values: torch.Tensor, name: Callable[[int], str]) -> torch.Tensor:
     if not all(finite):
         raise ScoreError(f"the scorer's output for {name(finite.index(False))} is not finite")
     return values
-
-
-def load_scorer(
-    model: str | Path,
-    *,
-    pretrained: str | None = None,
-    device: str | torch.device = "cpu",
-    dtype: str = "float32",
-    batch_size: int = 32,
-    quality_head: str | Path | None = None,
-    preprocessing: Preprocessing = "library",
-) -> Scorer:
-    """Loads a CLIP.
-
-    Args:
-        model: An open_clip name such as "ViT-B-32", a folder in open_clip's layout ("local-dir:PATH" or the
-            path alone), "hf-hub:OWNER/NAME", or "miniature".
-        pretrained: With a name, the tag of its weights such as "laion2b_s34b_b79k", or a safetensors file.
-        device: "cpu" or "gpu:N".
-        dtype: "float32", "float16" or "bfloat16".
-        batch_size: Pictures or texts encoded at once; smaller batches are padded to it.
-        quality_head: A head for `Scorer.quality` (`load_quality_head`), or None.
-        preprocessing: What resizes pictures of another size: "library" is open_clip's transform.
-
-    Raises:
-        UserError: If the model is unknown, or its weights or the head's are missing, broken, or no safetensors.
-    """
-    import open_clip
-
-    if batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
-    target, torch_type = torch_device(device), torch_dtype(dtype)
-    name = find_clip(str(model), pretrained)
-    with quiet_loading():
-        tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
-        try:
-            network = open_clip.create_model(
-                name,
-                pretrained=pretrained,
-                precision=PRECISIONS[dtype],
-                device=target,
-                # some published weights want the other GELU: open_clip only warns, and scores suffer
-                force_quick_gelu=bool(tag.get("quick_gelu")),
-                require_pretrained=True,
-                weights_only=True,  # published weights that are no safetensors: tensors, and no objects
-            )
-            tokenizer = open_clip.get_tokenizer(name)
-        except Exception as error:
-            where = f"{name} ({pretrained})" if pretrained else name
-            raise UserError(f"cannot load the scorer {where}: {first_line(error)}") from error
-    network.eval().requires_grad_(False)
-    scorer = Scorer(
-        network,
-        tokenizer,
-        _preprocess(network.visual.preprocess_cfg, preprocessing),
-        name=str(model),
-        device=target,
-        dtype=torch_type,
-        batch_size=batch_size,
-    )
-    if quality_head is not None:
-        scorer.quality_head = load_quality_head(quality_head, scorer.width)
-    return scorer
-
-
-def _preprocess(cfg: dict, preprocessing: Preprocessing) -> Preprocess:
-    from open_clip.transform import PreprocessCfg, image_transform_v2
-
-    size = cfg["size"]
-    by_open_clip = image_transform_v2(PreprocessCfg(**cfg), is_train=False)
-    return Preprocess(
-        size=(size, size) if isinstance(size, int) else tuple(size),
-        mean=tuple(cfg["mean"]),
-        std=tuple(cfg["std"]),
-        interpolation="bilinear" if cfg["interpolation"] == "bilinear" else "bicubic",
-        resize_mode=cfg["resize_mode"],
-        fill=cfg["fill_color"],
-        library=by_open_clip if preprocessing == "library" else None,
-    )
-
-
-def find_clip(model: str, pretrained: str | None = None) -> str:
-    """The name open_clip is to be given, after the checks that it leaves to a log line or a traceback.
-
-    Args:
-        model: As `load_scorer` takes it.
-        pretrained: Likewise.
-
-    Raises:
-        UserError: If the model is unknown, or lacks weights that can be read; none is read here.
-    """
-    import open_clip
-
-    shipped = bundled(model, "scorer")
-    model = model if shipped is None else f"local-dir:{shipped}"
-    if model.startswith("hf-hub:"):
-        return model
-    if model.replace("/", "-") in open_clip.list_models():  # "ViT-B/32" is how the papers write it
-        model = model.replace("/", "-")
-        _check_weights(model, pretrained)
-        return model
-    if model.startswith("local-dir:") or "/" in model or Path(model).is_dir():
-        folder = local_folder(model.removeprefix("local-dir:"))
-        if folder is None:
-            raise UserError(f"scorer {model}: no such folder (a model of the hub is written hf-hub:{model})")
-        if not (folder / "open_clip_config.json").is_file():
-            raise UserError(f"scorer {folder}: it holds no open_clip_config.json")
-        if not any(folder.glob("*.safetensors")):
-            raise UserError(f"scorer {folder}: it holds no safetensors file with weights")
-        return f"local-dir:{folder}"
-    raise UserError(f"scorer {model}: neither a folder nor a model that open_clip knows (open_clip.list_models())")
-
-
-def _check_weights(model: str, pretrained: str | None) -> None:
-    import open_clip
-
-    tags = open_clip.list_pretrained_tags_by_model(model)
-    if pretrained is None:
-        raise UserError(
-            f"scorer {model}: say which weights in judges.scorer.pretrained; open_clip has {', '.join(tags)}"
-        )
-    if pretrained not in tags and not (Path(pretrained).is_file() and pretrained.endswith(".safetensors")):
-        raise UserError(f"scorer {model}: {pretrained!r} is neither a safetensors file nor one of {', '.join(tags)}")

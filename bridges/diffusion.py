@@ -4,16 +4,18 @@ The noise of a picture is a function of its seed alone and is drawn on the CPU, 
 every device; the batch shape is fixed, so that a picture does not depend on how many others were asked for.
 """
 
+from __future__ import annotations
+
 import copy
 import inspect
 import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +23,12 @@ from bridges import bundled
 from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    TextReader = tuple[PreTrainedTokenizerBase, PreTrainedModel]
 
 HUB_HELP = "log in with `hf auth login` after accepting the model's licence on its page, or give the path of a folder"
 
@@ -47,7 +55,7 @@ class Description:
     kind: str
     window: int
     length: int | None
-    tokenizers: tuple[Any, ...]
+    tokenizers: tuple[PreTrainedTokenizerBase, ...]
     lowers: bool
     prefix: str
     prefix_tokens: int
@@ -61,7 +69,7 @@ class Description:
         return self.prefix + (prompt.lower().strip() if self.lowers else prompt)
 
     def check_size(self, size: int) -> None:
-        """Raises UserError if the model cannot draw pictures of this height and width."""
+        """Raise UserError if the model cannot draw pictures of this height and width."""
         nearest = max(round(size / self.multiple), 1) * self.multiple
         nearest = min(nearest, self.largest or nearest)
         if size != nearest:
@@ -71,8 +79,8 @@ class Description:
             )
 
 
-def describe(pipeline: Any, length: int | None = None) -> Description:
-    """Reads off a loaded pipeline what a renderer must know.
+def describe(pipeline: DiffusionPipeline, length: int | None = None) -> Description:
+    """Read off a loaded pipeline what a renderer must know.
 
     Args:
         pipeline: Of diffusers.
@@ -83,7 +91,8 @@ def describe(pipeline: Any, length: int | None = None) -> Description:
         UserError: It is made of other parts than text encoders, one denoiser and a decoder of latents, or does not
             say how many tokens it reads.
     """
-    kind, takes = type(pipeline).__name__, inspect.signature(pipeline.__call__).parameters
+    kind = type(pipeline).__name__
+    takes = inspect.signature(pipeline.__call__).parameters
     readers = text_readers(pipeline)
     clip = _clip_window(pipeline, [reader for reader in readers if _is_clip(reader[1])])
     others = [tokenizer for tokenizer, encoder in readers if not _is_clip(encoder)]
@@ -95,34 +104,58 @@ def describe(pipeline: Any, length: int | None = None) -> Description:
         raise UserError(f"a {kind} does not say how many tokens of a prompt it reads, or how its latents are drawn")
     limits = [clip if _is_clip(encoder) else length for _, encoder in readers]
     window = max(limits)
-    used = [tokenizer for (tokenizer, _), limit in zip(readers, limits, strict=True) if limit == window]
-    prefix = _prefix(takes)
+    tokenizers = [tokenizer for (tokenizer, _), limit in zip(readers, limits, strict=True) if limit == window]
+    # Sana's instruction to its encoder, which is a language model
+    lines = takes["complex_human_instruction"].default if "complex_human_instruction" in takes else None
+    prefix = "\n".join(lines or ())
+    network = denoiser(pipeline).config
+    patch = network.get("patch_size") or 1
+    multiple = math.lcm(pipeline.vae_scale_factor * patch, pipeline.image_processor.config.vae_scale_factor)
+    sample = getattr(pipeline, "default_sample_size", None) or network.sample_size
     return Description(
         kind=kind,
         window=window,
         length=length,
-        tokenizers=tuple(used),
+        tokenizers=tuple(tokenizers),
         lowers=hasattr(pipeline, "_text_preprocessing"),
         prefix=prefix,
         # The pipeline takes up two of its own tokens into the window: the start, and the last before the prompt.
-        prefix_tokens=len(used[0](prefix).input_ids) - 2 if prefix else 0,
-        size=_default_size(pipeline),
-        multiple=_multiple(pipeline),
-        largest=_largest(pipeline),
+        prefix_tokens=len(tokenizers[0](prefix).input_ids) - 2 if prefix else 0,
+        size=sample * pipeline.vae_scale_factor,
+        multiple=multiple,
+        # Stable Diffusion 3 has a table of positions; the others compute or interpolate them.
+        largest=multiple * network.pos_embed_max_size if kind.startswith("StableDiffusion3") else None,
         takes=frozenset(takes),
     )
 
 
-def denoiser(pipeline: Any) -> torch.nn.Module:
+def denoiser(pipeline: DiffusionPipeline) -> torch.nn.Module:
     """The network that draws: a transformer or a U-Net."""
     return getattr(pipeline, "transformer", None) or pipeline.unet
 
 
-def text_readers(pipeline: Any) -> list[tuple[Any, Any]]:
+def text_readers(pipeline: DiffusionPipeline) -> list[TextReader]:
     """The (tokenizer, text encoder) pairs that are loaded."""
     names = [(f"tokenizer{end}", f"text_encoder{end}") for end in ("", "_2", "_3", "_4")]
     pairs = [tuple(getattr(pipeline, name, None) for name in pair) for pair in names]
     return [pair for pair in pairs if None not in pair]
+
+
+def _is_clip(encoder: PreTrainedModel) -> bool:
+    return encoder.config.model_type == "clip_text_model"
+
+
+def _clip_window(pipeline: DiffusionPipeline, readers: list[TextReader]) -> int | None:
+    """Tokens that the CLIP encoders read; it is set in the pipeline and its tokenizers."""
+    if not readers:
+        return None
+    # a tokenizer saved without a limit reports 1e30: the encoder's positions are the real one
+    window = min(min(t.model_max_length, e.config.max_position_embeddings) for t, e in readers)
+    for tokenizer, _ in readers:
+        tokenizer.model_max_length = window
+    if hasattr(pipeline, "tokenizer_max_length"):
+        pipeline.tokenizer_max_length = window
+    return window
 
 
 def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
@@ -142,16 +175,17 @@ def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
     if kinds and name not in kinds:
         needed = kinds[0] if len(kinds) == 1 else "text-to-image pipeline of diffusers"
         raise UserError(f"{source} holds a {name}; the renderer needs a {needed}")
-    if foreign := [part for part, value in index.items() if isinstance(value, list) and _is_foreign(value[0])]:
-        raise UserError(f"{source}: {', '.join(foreign)} would run code that comes with the weights")
-    return source, index
-
-
-def _is_foreign(library: str | None) -> bool:
-    """Whether a table of contents names a module that is not diffusers' or transformers' own."""
     import diffusers
 
-    return library not in (None, "diffusers", "transformers") and not hasattr(diffusers.pipelines, library)
+    libraries = {part: value[0] for part, value in index.items() if isinstance(value, list)}
+    foreign = [
+        part
+        for part, library in libraries.items()
+        if library not in (None, "diffusers", "transformers") and not hasattr(diffusers.pipelines, library)
+    ]
+    if foreign:
+        raise UserError(f"{source}: {', '.join(foreign)} would run code that comes with the weights")
+    return source, index
 
 
 def component_config(source: Path | str, file: str) -> dict:
@@ -171,11 +205,13 @@ def component_config(source: Path | str, file: str) -> dict:
             raise _cannot_load(source, error) from error
 
 
-def load_pipeline(kind: Any, source: Path | str, device: torch.device, dtype: torch.dtype, **parts: Any) -> Any:
-    """Loads a pipeline, silently; only safetensors are read, and no code that comes with the weights is run.
+def load_pipeline(
+    kind: type[DiffusionPipeline], source: Path | str, device: torch.device, dtype: torch.dtype, **parts: object
+) -> DiffusionPipeline:
+    """Load a pipeline, silently; only safetensors are read, and no code that comes with the weights is run.
 
     Args:
-        kind: Its class, or one of diffusers' automatic ones.
+        kind: Its class.
         source: As `find_pipeline` gives it.
         device: Where it will run.
         dtype: Of weights and computation.
@@ -193,7 +229,11 @@ def load_pipeline(kind: Any, source: Path | str, device: torch.device, dtype: to
             pipeline.to(dtype=dtype)
         pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
-    _silence_truncation(pipeline)
+    # What falls outside the window is counted by `count_tokens`; log lines in the progress bar say no more. The
+    # pipeline has a line for every cut prompt, the tokenizers one for the first: they remember it in this dict.
+    logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
+    for tokenizer, _ in text_readers(pipeline):
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return pipeline
 
 
@@ -202,54 +242,6 @@ def _cannot_load(source: str | Path, error: Exception) -> UserError:
     if isinstance(source, Path):
         return UserError(f"cannot load the renderer from {source}: {reason}; is the folder complete?")
     return UserError(f"cannot load the renderer {source!r} from the hub: {HUB_HELP} ({reason})")
-
-
-def _silence_truncation(pipeline: Any) -> None:
-    # What falls outside the window is counted by `count_tokens`; log lines in the progress bar say no more. The
-    # pipeline has a line for every cut prompt, the tokenizers one for the first: they remember it in this dict.
-    logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
-    for tokenizer, _ in text_readers(pipeline):
-        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-
-
-def _is_clip(encoder: Any) -> bool:
-    return encoder.config.model_type == "clip_text_model"
-
-
-def _clip_window(pipeline: Any, readers: list[tuple[Any, Any]]) -> int | None:
-    """Tokens that the CLIP encoders read, which the pipeline is told."""
-    if not readers:
-        return None
-    # a tokenizer saved without a limit reports 1e30: the encoder's positions are the real one
-    window = min(min(t.model_max_length, e.config.max_position_embeddings) for t, e in readers)
-    for tokenizer, _ in readers:
-        tokenizer.model_max_length = window
-    if hasattr(pipeline, "tokenizer_max_length"):
-        pipeline.tokenizer_max_length = window
-    return window
-
-
-def _prefix(takes: Mapping[str, inspect.Parameter]) -> str:
-    """Sana's instruction to its encoder, which is a language model."""
-    lines = takes["complex_human_instruction"].default if "complex_human_instruction" in takes else None
-    return "\n".join(lines or ())
-
-
-def _default_size(pipeline: Any) -> int:
-    sample = getattr(pipeline, "default_sample_size", None) or denoiser(pipeline).config.sample_size
-    return sample * pipeline.vae_scale_factor
-
-
-def _multiple(pipeline: Any) -> int:
-    patch = denoiser(pipeline).config.get("patch_size") or 1
-    return math.lcm(pipeline.vae_scale_factor * patch, pipeline.image_processor.config.vae_scale_factor)
-
-
-def _largest(pipeline: Any) -> int | None:
-    """Stable Diffusion 3 has a table of positions; the others compute or interpolate them."""
-    if not type(pipeline).__name__.startswith("StableDiffusion3"):
-        return None
-    return _multiple(pipeline) * denoiser(pipeline).config.pos_embed_max_size
 
 
 # ------------------------------------------------------------------------------------------------------------ diffusion
@@ -272,8 +264,6 @@ class RenderSettings:
         steps: Denoising steps.
         guidance: Classifier-free guidance scale; 1 does without, at half the cost.
         size: Height and width in pixels.
-        max_sequence_length: Tokens given to text encoders without a window of their own, at most 512; None takes
-            what the renderer was loaded with.
         batch_size: Pictures drawn at once; the last batch of a call is padded to it.
         negative_prompt: What guidance leads away from; None takes the pipeline's own.
     """
@@ -281,19 +271,8 @@ class RenderSettings:
     steps: int
     guidance: float
     size: int
-    max_sequence_length: int | None = None
     batch_size: int = 1
     negative_prompt: str | None = None
-
-    def __post_init__(self):
-        """Checks the ranges."""
-        for name in ("steps", "size", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.guidance < 1:
-            raise ValueError(f"guidance: expected at least 1, got {self.guidance}")
-        if self.max_sequence_length is not None and not 1 <= self.max_sequence_length <= 512:
-            raise ValueError(f"max_sequence_length: expected 1 to 512, got {self.max_sequence_length}")
 
 
 class _ImageCache:
@@ -327,20 +306,20 @@ class Renderer:
         about: What is known of the pipeline.
     """
 
-    def __init__(self, pipeline, device: torch.device, cache_bytes: int, length: int | None = None):
-        """Takes a pipeline as it is loaded, and the tokens for text encoders without a window of their own."""
+    def __init__(self, pipeline: DiffusionPipeline, device: torch.device, cache_bytes: int, length: int | None = None):
+        """Describe a loaded pipeline; `length` is in tokens, for text encoders without a window of their own."""
         self.pipeline = pipeline
         self.device = device
         self.about = describe(pipeline, length)
         # Copies: a tokenizer keeps its truncation between calls, and counting goes on while another thread renders.
         self._counters = [copy.deepcopy(tokenizer) for tokenizer in self.about.tokenizers]
         self._cache = _ImageCache(cache_bytes)
-        self._negatives: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._negatives: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
 
     @property
     def window(self) -> int:
-        """Tokens of a prompt that reach the picture (fewer if the settings' `max_sequence_length` is less)."""
+        """Tokens of a prompt that reach the picture."""
         return self.about.window
 
     @property
@@ -356,7 +335,7 @@ class Renderer:
         return [max(column) - self.about.prefix_tokens for column in zip(*counts, strict=True)]
 
     def render(self, prompts: list[str], seeds: list[int], settings: RenderSettings) -> torch.Tensor:
-        """Draws one picture per prompt and seed.
+        """Draw one picture per prompt and seed.
 
         Args:
             prompts: B texts.
@@ -390,8 +369,7 @@ class Renderer:
 
     def _draw(self, batch: list[tuple], settings: RenderSettings) -> torch.Tensor:
         padded = batch + [batch[-1]] * (settings.batch_size - len(batch))
-        length = settings.max_sequence_length or self.about.length
-        options = {"guidance_scale": settings.guidance, "max_sequence_length": length, **UNCHANGED}
+        options = {"guidance_scale": settings.guidance, "max_sequence_length": self.about.length, **UNCHANGED}
         try:
             with torch.no_grad():
                 images = self.pipeline(
@@ -403,7 +381,7 @@ class Renderer:
                     width=settings.size,
                     output_type="pt",
                     **{name: value for name, value in options.items() if name in self.about.takes},
-                    **self._negative(settings, len(padded), length),
+                    **self._negative(settings, len(padded)),
                 ).images[: len(batch)]
         except Exception as error:
             raise RenderError(f"the renderer failed: {type(error).__name__}: {first_line(error)}") from error
@@ -412,27 +390,27 @@ class Renderer:
             prompt, seed, _ = batch[finite.index(False)]
             raise RenderError(
                 f"picture of {prompt!r} (seed {seed}) has values that are not finite; "
-                f"a renderer in {_dtype_name(images.dtype)} may need bfloat16 or float32"
+                f"a renderer in {str(images.dtype).removeprefix('torch.')} may need bfloat16 or float32"
             )
         return images
 
-    def _negative(self, settings: RenderSettings, count: int, length: int | None) -> dict:
-        """What the pipeline is told of the negative prompt.
+    def _negative(self, settings: RenderSettings, count: int) -> dict:
+        """Arguments of the pipeline's call for the negative prompt.
 
-        Stable Diffusion 3 would encode it anew for each picture, by T5 too: it is given the states of one.
+        Stable Diffusion 3 would encode it anew for each picture, by T5 too: it gets the states of one.
         """
         text = settings.negative_prompt
         if settings.guidance <= 1 or (text is None and self.about.kind != STABLE_DIFFUSION_3):
             return {}
         if self.about.kind != STABLE_DIFFUSION_3:
             return {"negative_prompt": [text] * count}
-        key = text or "", length
-        if key not in self._negatives:
+        text = text or ""
+        if text not in self._negatives:
             embeddings, _, pooled, _ = self.pipeline.encode_prompt(
-                key[0], None, None, do_classifier_free_guidance=False, max_sequence_length=length
+                text, None, None, do_classifier_free_guidance=False, max_sequence_length=self.about.length
             )
-            self._negatives[key] = embeddings, pooled
-        embeddings, pooled = self._negatives[key]
+            self._negatives[text] = embeddings, pooled
+        embeddings, pooled = self._negatives[text]
         return {
             "negative_prompt_embeds": embeddings.expand(count, -1, -1),
             "negative_pooled_prompt_embeds": pooled.expand(count, -1),
@@ -487,7 +465,7 @@ def load_renderer(
     use_t5: bool = True,
     cache_bytes: int = 256 * 2**20,
 ) -> Renderer:
-    """Loads a Stable Diffusion 3 pipeline.
+    """Load a Stable Diffusion 3 pipeline.
 
     Args:
         path: A folder in diffusers' layout, the id of one on the Hugging Face hub, or "miniature".
@@ -511,7 +489,3 @@ def load_renderer(
     absent = {} if use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
     pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, torch_type, **absent)
     return Renderer(pipeline, target, cache_bytes)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

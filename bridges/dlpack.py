@@ -11,7 +11,7 @@ import torch
 from bridges.loading import torch_device
 
 SHARED = {"bool", "uint8", "int8", "int16", "int32", "float16", "bfloat16", "float32"}
-WIDE = {"int64": torch.int32, "float64": torch.float32}  # JAX holds these only with jax_enable_x64
+WIDE = {"int64", "float64"}  # JAX holds these only with jax_enable_x64
 
 
 def to_torch(array: jax.Array, device: str | torch.device | None = None, *, copy: bool = False) -> torch.Tensor:
@@ -35,8 +35,8 @@ def to_torch(array: jax.Array, device: str | torch.device | None = None, *, copy
         raise TypeError(f"array: expected a concrete jax.Array, got {type(array).__name__}")
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise TypeError("array: a typed PRNG key has no counterpart in torch; pass jax.random.key_data(key)")
-    if str(array.dtype) not in SHARED | set(WIDE):
-        raise TypeError(f"array: expected one of {_names(SHARED | set(WIDE))}, got {array.dtype}")
+    if str(array.dtype) not in SHARED | WIDE:
+        raise TypeError(f"array: expected one of {', '.join(sorted(SHARED | WIDE))}, got {array.dtype}")
     if len(array.sharding.device_set) > 1:
         if not array.is_fully_replicated:
             raise ValueError(f"array: it is spread over {len(array.sharding.device_set)} devices; gather it first")
@@ -52,9 +52,7 @@ def to_torch(array: jax.Array, device: str | torch.device | None = None, *, copy
     return tensor.clone() if copy and tensor is lent else tensor
 
 
-def to_jax(
-    tensor: torch.Tensor, device: jax.Device | None = None, *, copy: bool = False, convert: bool = False
-) -> jax.Array:
+def to_jax(tensor: torch.Tensor, device: jax.Device | None = None, *, copy: bool = False) -> jax.Array:
     """The JAX array of a torch tensor.
 
     Args:
@@ -62,7 +60,6 @@ def to_jax(
         device: The JAX device that is to hold it. None stays on the tensor's device if JAX sees it, and is
             JAX's first device otherwise.
         copy: Take the values now: for a tensor that is written to afterwards.
-        convert: Allow int64 and float64 to become int32 and float32.
 
     Returns:
         An array of the same shape. Without `copy`, on the same device, it is the tensor's own memory (on the
@@ -71,12 +68,16 @@ def to_jax(
 
     Raises:
         TypeError: If `tensor` is no dense tensor, or of a dtype JAX does not share; for int64 and float64
-            too, unless JAX runs with x64 or `convert` is set (JAX by itself would truncate without a word).
-        ValueError: If a converted value does not fit; NaN and infinities do.
+            too, unless JAX runs with x64 (by itself it would truncate without a word).
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise TypeError(f"tensor: expected a dense torch.Tensor, got {getattr(tensor, 'layout', type(tensor))}")
-    lent = _narrowed(tensor.detach(), convert).contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in SHARED | WIDE:
+        raise TypeError(f"tensor: expected one of {', '.join(sorted(SHARED | WIDE))}, got {name}")
+    if name in WIDE and not jax.config.jax_enable_x64:
+        raise TypeError(f"tensor: {name} needs jax_enable_x64; or convert it before")
+    lent = tensor.detach().contiguous()
     if copy and lent.data_ptr() == tensor.data_ptr():
         lent = lent.clone()  # from_dlpack(copy=True) does not copy where memory is aligned
     target = _target(lent.device, device)
@@ -90,27 +91,6 @@ def to_jax(
     return jax.dlpack.from_dlpack(lent.to(torch.device("cuda", target.local_hardware_id)))
 
 
-def _narrowed(tensor: torch.Tensor, convert: bool) -> torch.Tensor:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name in SHARED or (name in WIDE and jax.config.jax_enable_x64):
-        return tensor
-    if name not in WIDE:
-        raise TypeError(f"tensor: expected one of {_names(SHARED | set(WIDE))}, got {name}")
-    if not convert:
-        raise TypeError(
-            f"tensor: {name} needs jax_enable_x64; pass convert=True for "
-            f"{str(WIDE[name]).removeprefix('torch.')}, or convert it before"
-        )
-    if name == "int64" and tensor.numel():
-        low, high = tensor.min().item(), tensor.max().item()
-        if low < -(2**31) or high >= 2**31:
-            raise ValueError(f"tensor: values from {low} to {high} do not fit into int32")
-    narrow = tensor.to(WIDE[name])
-    if name == "float64" and (lost := narrow.isinf() & tensor.isfinite()).any():
-        raise ValueError(f"tensor: {tensor[lost][0].item():g} does not fit into float32; scale the values first")
-    return narrow
-
-
 def _target(source: torch.device, device: jax.Device | None) -> jax.Device:
     """The JAX device for a tensor on `source`. JAX numbers a card as torch does, by its local hardware id."""
     if device is not None:
@@ -119,7 +99,3 @@ def _target(source: torch.device, device: jax.Device | None) -> jax.Device:
         return jax.local_devices(backend="cpu")[0]
     cards = {d.local_hardware_id: d for d in jax.local_devices() if d.platform == "gpu"}
     return cards.get(source.index, jax.local_devices()[0])
-
-
-def _names(names: set[str]) -> str:
-    return ", ".join(sorted(names))

@@ -1,16 +1,23 @@
-"""What the loaders of renderer and scorer share: names of devices and dtypes, silence, helpful errors."""
+"""What the loaders of renderer and scorer share: names of devices and dtypes, silence, helpful errors, sizes."""
+
+from __future__ import annotations
 
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bridges import bundled
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -58,7 +65,7 @@ def local_folder(path: str) -> Path | None:
     return None
 
 
-def load_part(kind: Any, path: str, part: str = "", **options: Any) -> Any:
+def load_part(kind: Any, path: str, part: str = "", **options: object) -> Any:
     """Load a part of a folder of transformers, or of a model on the hub; no code that comes with it is run.
 
     Args:
@@ -78,7 +85,7 @@ def load_part(kind: Any, path: str, part: str = "", **options: Any) -> Any:
         raise UserError(f"cannot load {f'the {part} of ' if part else ''}{path}: {first_line(error)}") from error
 
 
-def load_image_processor(path: str, **sizes: Any) -> Callable[[Any], torch.Tensor]:
+def load_image_processor(path: str, **sizes: dict[str, int]) -> Callable[[Image], torch.Tensor]:
     """Return the function picture of Pillow → [3, H, W] of a folder's own image processor; `sizes` replace its own."""
     from transformers import AutoImageProcessor
 
@@ -86,7 +93,7 @@ def load_image_processor(path: str, **sizes: Any) -> Callable[[Any], torch.Tenso
     return lambda picture: processor(images=picture, return_tensors="pt", **sizes)["pixel_values"][0]
 
 
-def load_config(path: str) -> Any:
+def load_config(path: str) -> PretrainedConfig:
     """Load the config of a folder of transformers, or of a model on the hub."""
     from transformers import AutoConfig
 
@@ -109,8 +116,8 @@ def load_settings(path: str) -> dict[str, Any]:
         raise UserError(f"cannot read {name} of {path}: {first_line(error)}") from error
 
 
-def load_complete(kind: Any, path: str, *, dtype: str) -> Any:
-    """A model of transformers in evaluation, all of whose weights its folder holds, as safetensors.
+def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
+    """Load a model of transformers in evaluation, all of whose weights its folder holds, as safetensors.
 
     Args:
         kind: The model's class, or one of transformers' Auto classes.
@@ -123,7 +130,7 @@ def load_complete(kind: Any, path: str, *, dtype: str) -> Any:
     torch_type, folder = torch_dtype(dtype), local_folder(path)
     try:
         with quiet_loading():
-            model, found = kind.from_pretrained(
+            model, info = kind.from_pretrained(
                 folder or path,
                 dtype=torch_type,
                 use_safetensors=True,
@@ -132,7 +139,7 @@ def load_complete(kind: Any, path: str, *, dtype: str) -> Any:
             )
     except Exception as error:
         raise UserError(f"cannot load {path}: {first_line(error)}") from error
-    if missing := sorted(found["missing_keys"]):  # transformers draws them at random
+    if missing := sorted(info["missing_keys"]):  # transformers draws them at random
         raise UserError(f"cannot load {path} as a {type(model).__name__}: its weights lack {missing[0]}")
     return model.eval().requires_grad_(False)
 
@@ -147,7 +154,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keeps the libraries' progress bars, log lines and warnings off the terminal while models are loaded.
+    """Keep the libraries' progress bars, log lines and warnings off the terminal while models are loaded.
 
     Failures are not hidden: they arrive as exceptions, and the loaders turn them into one line.
     """
@@ -167,3 +174,174 @@ def quiet_loading() -> Iterator[None]:
         logging.disable(disabled)
         for module in shown:
             module.enable_progress_bar()
+
+
+# ----------------------------------------------------------------------------------------------------------- sizes
+# Of the judges, for --plan: the models are built without memory (torch's meta device) from their config files alone.
+
+MODELS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+PUBLISHED_PIPELINES: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
+    "stabilityai/stable-diffusion-3-medium-diffusers": (
+        {
+            "transformer": 2_084_951_104,
+            "vae": 83_819_683,
+            "text_encoder": 123_650_304,
+            "text_encoder_2": 694_659_840,
+            "text_encoder_3": 4_762_310_656,
+        },
+        (128, 256, 512, 512),
+        1024,
+    ),
+    "stabilityai/sdxl-turbo": (
+        {
+            "unet": 2_567_463_684,
+            "vae": 83_653_863,
+            "text_encoder": 123_060_480,
+            "text_encoder_2": 694_659_840,
+        },
+        (128, 256, 512, 512),
+        512,
+    ),
+    "black-forest-labs/FLUX.1-schnell": (
+        {
+            "transformer": 11_891_178_560,
+            "vae": 83_819_683,
+            "text_encoder": 123_060_480,
+            "text_encoder_2": 4_762_310_656,
+        },
+        (128, 256, 512, 512),
+        1024,
+    ),
+}
+"""Numbers in each model, widths of the VAE's blocks and edge of a picture, of pipelines on the hub."""
+
+
+def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
+    """Numbers in each model of a pipeline, widths of its VAE's blocks, edge of its pictures.
+
+    Args:
+        path: A folder, a hub id of `PUBLISHED_PIPELINES`, or "miniature".
+
+    Raises:
+        UserError: There is no such folder, or a config in it is missing or of another kind.
+    """
+    if path in PUBLISHED_PIPELINES:
+        return PUBLISHED_PIPELINES[path]
+    folder = bundled(path, "renderer") or local_folder(path)
+    if folder is None or not (folder / "model_index.json").is_file():
+        raise UserError(f"renderer {path}: expected a folder with model_index.json and the components' config.json")
+    index = load_json(folder / "model_index.json")
+    named = {name: index[name] for name in MODELS if index.get(name, [None])[0]}
+    sizes = {name: _size(library, kind, folder / name / "config.json") for name, (library, kind) in named.items()}
+    vae = load_json(folder / "vae" / "config.json")
+    widths = tuple(vae.get("block_out_channels") or vae["encoder_block_out_channels"])
+    drawing = load_json(folder / ("transformer" if "transformer" in named else "unet") / "config.json")
+    latents = drawing.get("sample_size", 128)  # FLUX's transformer has none: its pipeline says 128
+    return sizes, widths, latents * 2 ** (len(widths) - 1)
+
+
+def renderer_memory(
+    sizes: dict[str, int],
+    widths: tuple[int, ...],
+    edge: int,
+    *,
+    dtype: str,
+    batch_size: int,
+    cache_megabytes: int,
+    texts: str = "",
+) -> list[tuple[str, int, str]]:
+    """What a renderer takes: weights, and the working memory of its VAE, which is the most.
+
+    The VAE holds three pictures of the second widest features at full size: those before, within and after its last
+    block.
+
+    Args:
+        sizes: Numbers in each model.
+        widths: Of the VAE's blocks.
+        edge: Height and width of a picture.
+        dtype: Of weights and computation.
+        batch_size: Pictures drawn at once.
+        cache_megabytes: For pictures that are kept.
+        texts: More to say of the text encoders.
+    """
+    item = ITEM_BYTES[dtype]
+    network, called = ("transformer", "transformer") if "transformer" in sizes else ("unet", "U-Net")
+    encoders = sum(size for name, size in sizes.items() if name.startswith("text_encoder"))
+    features = 3 * batch_size * widths[:2][-1] * edge * edge * item
+    return [
+        (f"{called} and VAE", item * (sizes[network] + sizes["vae"]), dtype),
+        ("text encoders", item * encoders, f"{dtype}{texts}"),
+        ("drawing", features, f"estimate: {batch_size} pictures of {edge} x {edge} in the VAE"),
+        ("picture cache", cache_megabytes * 2**20, "cache_megabytes, once full"),
+    ]
+
+
+def clip_size(model: str) -> int:
+    """Numbers in an open_clip model: a name that open_clip knows, or a folder in its layout.
+
+    Raises:
+        UserError: It is neither.
+    """
+    import open_clip
+
+    name, folder = model.replace("/", "-"), local_folder(model.removeprefix("local-dir:"))
+    if folder is not None:
+        config = load_json(folder / "open_clip_config.json")["model_cfg"]
+    elif name in open_clip.list_models():
+        config = open_clip.get_model_config(name)
+    else:
+        raise UserError(f"scorer {model}: neither a folder nor a model that open_clip knows")
+    config = {name: value for name, value in config.items() if name != "custom_text"}
+    try:
+        with torch.device("meta"):
+            return _count(open_clip.CLIP(**config))
+    except Exception as error:
+        raise UserError(f"scorer {model}: {first_line(error)}") from error
+
+
+def model_size(path: str, auto: str = "AutoModel") -> int:
+    """Numbers in the model of a folder of transformers.
+
+    Args:
+        path: The folder.
+        auto: The Auto class of transformers that builds it.
+
+    Raises:
+        UserError: There is no such folder, or its config is missing or of another kind.
+    """
+    import transformers
+
+    folder = local_folder(path)
+    if folder is None:
+        raise UserError(f"{path}: its size is not known; give a folder with its config.json")
+    config = load_json(folder / "config.json")
+    try:
+        with quiet_loading(), torch.device("meta"):
+            typed = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+            return _count(getattr(transformers, auto).from_config(typed))
+    except Exception as error:
+        raise UserError(f"{folder / 'config.json'}: {first_line(error)}") from error
+
+
+def _size(library: str, kind: str, path: Path) -> int:
+    import diffusers
+    import transformers
+
+    config = load_json(path)
+    try:
+        with quiet_loading(), torch.device("meta"):
+            if library == "diffusers":
+                return _count(getattr(diffusers, kind).from_config(config))
+            cls = getattr(transformers, kind)
+            return _count(cls(cls.config_class.from_dict(config)))
+    except Exception as error:  # a config of another version raises what it likes
+        raise UserError(f"{path}: {kind} of {library}: {first_line(error)}") from error
+
+
+def _count(model: torch.nn.Module) -> int:
+    """Parameters, and the buffers that are saved with them (SD3's positions)."""
+    saved = model.state_dict()
+    buffers = (tensor for name, tensor in model.named_buffers() if name in saved)
+    return sum(tensor.numel() for tensor in (*model.parameters(), *buffers))

@@ -5,9 +5,14 @@ one device (those on Pillow differ in the last bits). A picture becomes 8-bit fi
 after it was drawn or read from a PNG, it is the same picture.
 """
 
-from typing import Any, Protocol
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MARGIN = 0.25
 """How far floats may lie outside [0, 1], as for pictures of the data."""
@@ -69,7 +74,7 @@ def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
     return images.clamp(0, 1).mul(255).round().to(torch.uint8)
 
 
-def to_pillow(images: torch.Tensor) -> list[Any]:
+def to_pillow(images: torch.Tensor) -> list[Image]:
     """Pictures of Pillow from [N, 3, H, W]; raises as `to_eight_bits`."""
     from PIL import Image
 

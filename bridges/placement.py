@@ -28,7 +28,7 @@ def policy_cards(placement: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placement, list[str]]:
-    """Finds a device for each part on this machine; call it, and `prepare_jax`, before JAX is used.
+    """Find a device for each part on this machine; call it, and `prepare_jax`, before JAX is used.
 
     Args:
         requests: "auto", "cpu" or "gpu:N" by part, the policy among them; for it also "gpu:N,gpu:M".
@@ -85,7 +85,7 @@ def resolve(
 
 
 def prepare_jax(placement: Mapping[str, str]) -> list[str]:
-    """Shows JAX the policy's cards only; where torch shares one, keeps JAX from claiming its whole memory.
+    """Show JAX the policy's cards only; where torch shares one, keep JAX from claiming its whole memory.
 
     Must come before JAX's backend starts, which any use of an array does. What the user set himself, the
     environment variables `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE`, is left alone.
@@ -98,15 +98,14 @@ def prepare_jax(placement: Mapping[str, str]) -> list[str]:
     """
     cards = policy_cards(placement)
     if _jax_has_started():
-        seen = {d.local_hardware_id for d in jax.local_devices() if d.platform == "gpu"}
-        if seen == set(cards):
+        if _jax_cards().keys() == set(cards):
             return []
-        return [f"JAX had already started: it keeps the devices it sees ({_listed(jax.local_devices())})"]
-    judges = {where for part, where in placement.items() if part != POLICY}
-    shared = set(placement[POLICY].split(",")) & judges
+        devices = ", ".join(map(str, jax.local_devices()))
+        return [f"JAX had already started: it keeps the devices it sees ({devices})"]
     if cards:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, cards)))
-        if shared:
+        judges = {where for part, where in placement.items() if part != POLICY}
+        if judges & set(placement[POLICY].split(",")):
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     elif _jax_has_gpus():
         jax.config.update("jax_platforms", "cpu")
@@ -115,7 +114,7 @@ def prepare_jax(placement: Mapping[str, str]) -> list[str]:
 
 def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
     """The JAX devices of the policy: the named cards that JAX sees, else what it has; starts JAX's backend."""
-    cards = {d.local_hardware_id: d for d in jax.local_devices() if d.platform == "gpu"}
+    cards = _jax_cards()
     if policy_cards(placement):
         return [cards[card] for card in policy_cards(placement) if card in cards] or jax.local_devices()
     return jax.local_devices(backend="cpu") if cards else jax.local_devices()
@@ -131,7 +130,7 @@ def cards_left() -> list[str] | None:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(count)] if visible is None else [name for name in visible.split(",") if name.strip()]
-    used = {d.local_hardware_id for d in jax.local_devices() if d.platform == "gpu"} if _jax_has_started() else set()
+    used = set(_jax_cards()) if _jax_has_started() else set()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         used |= {card for card in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(card)}
@@ -160,11 +159,8 @@ def _free_or_shared(preferred: int, usable: int, taken: list[str], policy: list[
     if not usable:
         return "cpu"
     cards = [f"gpu:{i}" for i in range(usable)]
-    own = cards[preferred : preferred + 1]
-    for card in own + cards:
-        if card not in taken:
-            return card
-    return min(cards, key=lambda card: (card in policy, taken.count(card)))
+    free = [card for card in (*cards[preferred : preferred + 1], *cards) if card not in taken]
+    return free[0] if free else min(cards, key=lambda card: (card in policy, taken.count(card)))
 
 
 def _note(placement: Mapping[str, str], gpu_count: int, jax_gpus: bool, torch_gpus: bool) -> str:
@@ -176,11 +172,16 @@ def _note(placement: Mapping[str, str], gpu_count: int, jax_gpus: bool, torch_gp
     for where, parts in places.items():
         names = " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
         phrases.append(f"{names} {'share' if len(parts) > 1 else 'on'} {where.replace('cpu', 'the CPU')}")
-    found = {0: "no GPU found", 1: "1 GPU found"}.get(gpu_count, f"{gpu_count} GPUs found")
+    count = {0: "no GPU found", 1: "1 GPU found"}.get(gpu_count, f"{gpu_count} GPUs found")
     unable = [name for name, able in (("jax", jax_gpus), ("torch", torch_gpus)) if gpu_count and not able]
     if unable:
-        found += f", but the installed {' and '.join(unable)} cannot use GPUs"
-    return f"{'; '.join(phrases)} ({found})"
+        count += f", but the installed {' and '.join(unable)} cannot use GPUs"
+    return f"{'; '.join(phrases)} ({count})"
+
+
+def _jax_cards() -> dict[int, jax.Device]:
+    """The cards that JAX sees, by the number that torch gives them; starts JAX's backend."""
+    return {device.local_hardware_id: device for device in jax.local_devices() if device.platform == "gpu"}
 
 
 def _jax_has_started() -> bool:
@@ -215,7 +216,3 @@ def _count_cards() -> int:
     count = len(list(listing.iterdir())) if listing.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if visible is None else min(count, len([name for name in visible.split(",") if name.strip()]))
-
-
-def _listed(devices: list[jax.Device]) -> str:
-    return ", ".join(str(device) for device in devices)

@@ -1,7 +1,8 @@
 r"""Rewards that everyone writes, for `rewards` of a config by their names: `grpo_jax.rewards:numeric_answer`.
 
-Each is a plain function with TRL's signature, f(prompts, completions, answer, **columns) → a value for each completion,
-None where it does not apply. Keyword arguments are its `options` in the config.
+Each is a plain function with TRL's signature, f(prompts, completions, answer, **columns) → a value for each of P·G
+completions, None where it does not apply; other columns are not looked at. Keyword arguments are its `options` in the
+config.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Literal
 
 from grpo_jax.config.files import read_json
 from grpo_jax.errors import shown
@@ -18,16 +19,13 @@ Unit = Literal["characters", "words", "tokens"]
 
 
 def regex_format(
-    prompts: Sequence[str], completions: Sequence[str], *, pattern: str, whole: bool = True, **columns: Any
+    prompts: Sequence[str], completions: Sequence[str], *, pattern: str, whole: bool = True, **columns: object
 ) -> list[float]:
     r"""1 where a completion has a form, else 0.
 
     Args:
-        prompts: P·G texts.
-        completions: P·G texts.
         pattern: A regular expression of Python's, such as "Answer: \d+"; its dots match line breaks.
         whole: It must fit the whole completion, white space around it apart; otherwise some part of it.
-        **columns: Not looked at.
     """
     form = re.compile(pattern, re.DOTALL)
     fits = form.fullmatch if whole else form.search
@@ -41,17 +39,14 @@ def think_format(
     tag: str = "think",
     answer_tag: str = "",
     opened: bool = False,
-    **columns: Any,
+    **columns: object,
 ) -> list[float]:
     """1 where a completion thinks first, in one block that is closed, and then says something; else 0.
 
     Args:
-        prompts: P·G texts.
-        completions: P·G texts.
         tag: Of the block, <think> … </think>.
         answer_tag: What follows must stand in such a block too, with nothing else; "" for any text.
         opened: The chat template has opened the block: a completion begins inside it.
-        **columns: Not looked at.
     """
     start, end = f"<{tag}>", f"</{tag}>"
 
@@ -59,15 +54,15 @@ def think_format(
         text = text.strip()
         if not opened and not text.startswith(start):
             return False
-        thought, closed, said = (text if opened else text.removeprefix(start)).partition(end)
-        once = closed and start not in thought + said and end not in said
-        return bool(once and thought.strip() and _said(said.strip(), answer_tag))
+        thought, closed, answer = (text if opened else text.removeprefix(start)).partition(end)
+        once = closed and start not in thought + answer and end not in answer
+        return bool(once and thought.strip() and _inside(answer.strip(), answer_tag))
 
     return [float(fits(text)) for text in completions]
 
 
-def _said(text: str, tag: str) -> str:
-    """What is said in the one block that a text is; the text itself without a tag; "" where it is none."""
+def _inside(text: str, tag: str) -> str:
+    """The inside of the one block that a text is; the text itself without a tag; "" where it is none."""
     if not tag:
         return text
     inner = text.removeprefix(f"<{tag}>").removesuffix(f"</{tag}>")
@@ -83,18 +78,15 @@ def target_length(
     target: int,
     tolerance: float | None = None,
     unit: Unit = "words",
-    **columns: Any,
+    **columns: object,
 ) -> list[float]:
     """1 for a completion of one length, less the farther it is from it, 0 from `tolerance` away.
 
     Args:
-        prompts: P·G texts.
-        completions: P·G texts.
         completion_ids: Their tokens.
         target: The length.
         tolerance: How far away there is nothing left; None for `target` itself: nothing for no text, and for twice it.
         unit: What is counted: "characters", "words" or "tokens".
-        **columns: Not looked at.
 
     Raises:
         ValueError: A number is not above 0, or `unit` is none of these.
@@ -113,18 +105,15 @@ def length_penalty(
     start: int,
     end: int,
     unit: Unit = "words",
-    **columns: Any,
+    **columns: object,
 ) -> list[float]:
     """0 for completions of up to `start`, -1 from `end` on, and evenly between.
 
     Args:
-        prompts: P·G texts.
-        completions: P·G texts.
         completion_ids: Their tokens.
         start: The longest that costs nothing.
         end: The length from which all is lost.
         unit: What is counted: "characters", "words" or "tokens".
-        **columns: Not looked at.
 
     Raises:
         ValueError: `end` is not above `start`, or `unit` is none of these.
@@ -148,22 +137,19 @@ def _lengths(texts: Sequence[str], ids: Sequence[Sequence[int]] | None, unit: st
 def exact_match(
     prompts: Sequence[str],
     completions: Sequence[str],
-    answer: Sequence[Any],
+    answer: Sequence[object],
     *,
     pattern: str = "",
     ignore_case: bool = False,
-    **columns: Any,
+    **columns: object,
 ) -> list[float | None]:
     r"""1 where a completion is the answer, white space apart, else 0; None for a row whose answer is None.
 
     Args:
-        prompts: P·G texts.
-        completions: P·G texts.
         answer: Of each: a text, a number, or a list of those that are right.
         pattern: Where a completion says it: the first group of the last match, such as "<answer>(.*?)</answer>".
             Empty: all of the completion.
         ignore_case: Whether Yes is yes.
-        **columns: Not looked at.
 
     Raises:
         ValueError: `pattern` has no group.
@@ -172,20 +158,18 @@ def exact_match(
     if pattern and not form.groups:
         raise ValueError(f"pattern must have a group (…) around the answer, got {shown(pattern)}")
 
-    def plain(value: Any) -> str:
+    def plain(value: object) -> str:
         text = " ".join(str(value).split())
         return text.casefold() if ignore_case else text
 
-    def found(text: str) -> str | None:
-        if not pattern:
-            return plain(text)
-        matches = list(form.finditer(text))
-        return plain(matches[-1][1] or "") if matches else None
-
-    def value(text: str, right: Any) -> float | None:
+    def value(text: str, right: object) -> float | None:
         if right is None:
             return None
-        return float(found(text) in [plain(one) for one in (right if isinstance(right, list | tuple) else [right])])
+        matches = list(form.finditer(text)) if pattern else []
+        if pattern and not matches:
+            return 0.0
+        stated = plain((matches[-1][1] or "") if pattern else text)
+        return float(stated in map(plain, right if isinstance(right, list | tuple) else [right]))
 
     return [value(text, right) for text, right in zip(completions, answer, strict=True)]
 
@@ -198,7 +182,12 @@ _NUMBER = re.compile(
 
 
 def numeric_answer(
-    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], *, tolerance: float = 0.0, **columns: Any
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answer: Sequence[object],
+    *,
+    tolerance: float = 0.0,
+    **columns: object,
 ) -> list[float | None]:
     r"""1 where a completion's number is the answer's, else 0; None for a row whose answer is None.
 
@@ -207,26 +196,24 @@ def numeric_answer(
     1000. A comma is a thousands separator, a unit or a percent sign is not looked at.
 
     Args:
-        prompts: P·G texts.
-        completions: P·G texts.
         answer: Of each, a number or a text with one.
         tolerance: How far it may be off: as a share of the answer, of answers below 1 as it stands.
-        **columns: Not looked at.
 
     Raises:
         ValueError: An answer holds no number.
     """
     share = Decimal(str(tolerance))
 
-    def value(text: str, right: Any) -> float | None:
+    def value(text: str, right: object) -> float | None:
         if right is None:
             return None
-        expected, came = _number_of(str(right)), _number_of(text)
+        expected = _number_of(str(right))
+        number = _number_of(text)
         if expected is None:
             raise ValueError(f"the answer {shown(right)} holds no single number; exact_match compares texts")
-        if came is None:
+        if number is None:
             return 0.0
-        return float(came == expected or abs(came - expected) <= share * max(Decimal(1), abs(expected)))
+        return float(number == expected or abs(number - expected) <= share * max(Decimal(1), abs(expected)))
 
     return [value(text, right) for text, right in zip(completions, answer, strict=True)]
 
@@ -242,13 +229,13 @@ def _number_of(text: str) -> Decimal | None:
 
 def _boxed(text: str) -> str | None:
     r"""What stands in the last \boxed{…} that is closed; None where there is none."""
-    found, opened = None, []
+    inside, opened = None, []
     for brace in re.finditer(r"(\\boxed\s*)?\{|\}", text):
         if brace[0] != "}":
             opened.append(brace.end() if brace[1] else None)
         elif opened and (start := opened.pop()) is not None:
-            found = text[start : brace.start()]
-    return found
+            inside = text[start : brace.start()]
+    return inside
 
 
 _TYPES = {
@@ -268,18 +255,15 @@ def json_object(
     completions: Sequence[str],
     *,
     required: Sequence[str] | Mapping[str, str] = (),
-    **columns: Any,
+    **columns: object,
 ) -> list[float]:
     """1 where a completion is one JSON object with the keys that it must have, else 0.
 
     It may stand between ```json and ```. This is no JSON Schema: what lies inside of a value is not looked at.
 
     Args:
-        prompts: P·G texts.
-        completions: P·G texts.
         required: Keys, or {key: the type of its value}: "string", "number", "integer", "boolean", "array", "object" or
             "null", as JSON Schema calls them. Others may stand beside them.
-        **columns: Not looked at.
 
     Raises:
         ValueError: It is a text, or there is no such type.
@@ -294,15 +278,15 @@ def json_object(
     def fits(text: str) -> bool:
         fenced = _FENCE.fullmatch(text.strip())
         try:
-            found = read_json(fenced[1] if fenced else text.strip(), whole=None)
+            value = read_json(fenced[1] if fenced else text.strip(), whole=None)
         except ValueError:
             return False
-        return isinstance(found, dict) and all(key in found and _is(found[key], kind) for key, kind in kinds.items())
+        return isinstance(value, dict) and all(key in value and _is(value[key], kind) for key, kind in kinds.items())
 
     return [float(fits(text)) for text in completions]
 
 
-def _is(value: Any, kind: str) -> bool:
+def _is(value: object, kind: str) -> bool:
     if not kind:
         return True
     truth = isinstance(value, bool)  # which Python counts among the integers

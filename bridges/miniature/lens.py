@@ -15,11 +15,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from bridges.miniature import world
+
+if TYPE_CHECKING:
+    import torch
+
+Images = TypeVar("Images", np.ndarray, "torch.Tensor")
 
 WHEELS = (("red", "blue", "white", "green"), ("yellow", "black", "purple", "cyan"))
 """A lens takes each colour some places further on its wheel."""
@@ -71,7 +76,7 @@ def oracle_rewrite(requested: Mapping[str, str], lens: Lens) -> str:
     return world.canonical_caption(undone(world.complete(dict(requested)), lens))
 
 
-def look(images: Any, lenses: Sequence[Lens]) -> Any:
+def look(images: Images, lenses: Sequence[Lens]) -> Images:
     """Pictures as they come out.
 
     Args:
@@ -93,7 +98,7 @@ def look(images: Any, lenses: Sequence[Lens]) -> Any:
     return images
 
 
-def _turned_pixels(images: Any, turn: int) -> Any:
+def _turned_pixels(images: Images, turn: int) -> Images:
     """Pictures [n, 3, H, W] with every pixel's colour moved by the spline of a turn."""
     constant = getattr(images, "new_tensor", functools.partial(np.asarray, dtype=images.dtype))
     places, weights = (constant(array) for array in _spline(turn))

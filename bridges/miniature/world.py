@@ -268,12 +268,13 @@ def read(images: np.ndarray) -> np.ndarray:
     cost[np.arange(n), background] = np.inf
     best = cost.reshape(n, -1).argmin(axis=1)
     colour, template = np.divmod(best, len(masks))
-    found = rows[template].copy()
-    found[:, 1], found[:, 4] = colour, background
+    attributes = rows[template].copy()
+    attributes[:, 1] = colour
+    attributes[:, 4] = background
     explained = -cost.reshape(n, -1)[np.arange(n), best]
     unreadable = explained < _EXPLAINED * np.maximum((difference**2).sum((1, 2)), 1e-6)
-    found[np.ix_(unreadable, [0, 1, 2, 3, 5])] = -1
-    return found
+    attributes[np.ix_(unreadable, [0, 1, 2, 3, 5])] = -1
+    return attributes
 
 
 def check(image: np.ndarray) -> dict[str, str | None]:
@@ -285,11 +286,12 @@ def check(image: np.ndarray) -> dict[str, str | None]:
 def pixel_accuracy(images: np.ndarray, requested: list[dict[str, str]]) -> np.ndarray:
     """The share of each picture's requested attributes that the checker finds in it: f64[n]."""
     _, first, places = np.unique([image.tobytes() for image in images], return_index=True, return_inverse=True)
-    found = read(images[first])[places]  # equal pictures are read once
-    score = np.zeros(len(found))
-    for i, wanted in enumerate(requested):
-        hits = [found[i, ATTRIBUTES.index(k)] == VALUES[k].index(v) for k, v in wanted.items() if v is not None]
-        score[i] = np.mean(hits)
+    attributes = read(images[first])[places]  # equal pictures are read once
+    score = np.zeros(len(attributes))
+    for row, wanted in enumerate(requested):
+        words = {name: word for name, word in wanted.items() if word is not None}
+        hits = [attributes[row, ATTRIBUTES.index(name)] == VALUES[name].index(word) for name, word in words.items()]
+        score[row] = np.mean(hits)
     return score
 
 

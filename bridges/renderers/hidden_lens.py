@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from bridges.miniature.lens import lens_of, look, oracle_rewrite
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change
+
+if TYPE_CHECKING:
+    import torch
+
+    from bridges.diffusion import ConfiguredRenderer
 
 
 @dataclass(frozen=True)
@@ -22,19 +27,17 @@ class HiddenLens:
         cache_megabytes: Memory for pictures kept by (prompt, seed, settings); 0 keeps none.
     """
 
-    steps: int = 2
-    eval_steps: int = 4
-    batch_size: int = may_change(64)
-    cache_megabytes: int = may_change(256)
+    steps: PositiveCount = 2
+    eval_steps: PositiveCount = 4
+    batch_size: PositiveCount = may_change(64)
+    cache_megabytes: Count = may_change(256)
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        for name in ("steps", "eval_steps", "batch_size"):
-            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
-        require(self.cache_megabytes >= 0, "cache_megabytes", "a number >= 0", self.cache_megabytes)
+        """Check the ranges."""
+        check_ranges(self, "")
 
-    def load(self, device: str) -> Any:
-        """The miniature's pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`."""
+    def load(self, device: str) -> ConfiguredRenderer:
+        """Load the miniature's pipeline on "cpu" or "gpu:N"."""
         from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
 
         renderer = load_renderer("miniature", device=device, cache_bytes=self.cache_megabytes * 2**20)
@@ -51,15 +54,15 @@ class HiddenLens:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the cache."""
-        from bridges import shapes
+        from bridges import loading
 
-        sizes, _, _ = shapes.pipeline_sizes("miniature")
+        sizes, _, _ = loading.pipeline_sizes("miniature")
         return [
-            ("pipeline", shapes.ITEM_BYTES["float32"] * sum(sizes.values()), "float32"),
+            ("pipeline", loading.ITEM_BYTES["float32"] * sum(sizes.values()), "float32"),
             ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
         ]
 
 
-def through_lenses(images: Any, seeds: list[int]) -> Any:
+def through_lenses(images: torch.Tensor, seeds: list[int]) -> torch.Tensor:
     """Return pictures [B, 3, H, W] as they look through the lenses of their seeds."""
     return look(images, [lens_of(seed) for seed in seeds])

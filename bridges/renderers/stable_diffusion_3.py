@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change, require
+
+if TYPE_CHECKING:
+    from bridges.diffusion import ConfiguredRenderer
 
 
 @dataclass(frozen=True)
@@ -28,29 +31,28 @@ class StableDiffusion3:
     path: str = "miniature"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     use_t5: bool = True
-    size: int = 0
-    steps: int = 10
+    size: Count = 0
+    steps: PositiveCount = 10
     guidance: float = 1.0
-    eval_steps: int = 10
+    eval_steps: PositiveCount = 10
     eval_guidance: float = 1.0
-    batch_size: int = may_change(32)
-    cache_megabytes: int = may_change(256)
+    batch_size: PositiveCount = may_change(32)
+    cache_megabytes: Count = may_change(256)
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        for name in ("steps", "eval_steps", "batch_size", "guidance", "eval_guidance"):
+        """Check the ranges."""
+        check_ranges(self, "")
+        for name in ("guidance", "eval_guidance"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
-        for name in ("size", "cache_megabytes"):
-            require(getattr(self, name) >= 0, name, "a number >= 0", getattr(self, name))
 
     def check(self) -> None:
-        """Refuses a pipeline that is not there or of another kind; no weight is read."""
+        """Refuse a pipeline that is not there or of another kind; no weight is read."""
         from bridges.diffusion import find_pipeline
 
         find_pipeline(self.path)
 
-    def load(self, device: str) -> Any:
-        """The pipeline on "cpu" or "gpu:N", as a `bridges.diffusion.ConfiguredRenderer`."""
+    def load(self, device: str) -> ConfiguredRenderer:
+        """Load the pipeline on "cpu" or "gpu:N"."""
         from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
 
         renderer = load_renderer(
@@ -67,11 +69,11 @@ class StableDiffusion3:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE."""
-        from bridges import shapes
+        from bridges import loading
 
-        sizes, widths, edge = shapes.pipeline_sizes(self.path)
+        sizes, widths, edge = loading.pipeline_sizes(self.path)
         used = {name: size for name, size in sizes.items() if self.use_t5 or name != "text_encoder_3"}
-        return shapes.renderer_memory(
+        return loading.renderer_memory(
             used,
             widths,
             self.size or edge,
@@ -81,6 +83,6 @@ class StableDiffusion3:
             texts=", with T5" if "text_encoder_3" in used else ", without T5",
         )
 
-    def savings(self) -> list[dict[str, Any]]:
+    def savings(self) -> list[dict[str, object]]:
         """Fields that can take less memory; working memory first."""
         return [{"batch_size": 1}, {"dtype": "bfloat16"}, {"use_t5": False}]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change, require
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ class TextToImage:
 
     path: str = "miniature"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    size: int = 0
-    steps: int = 10
+    size: Count = 0
+    steps: PositiveCount = 10
     guidance: float = 1.0
-    eval_steps: int = 10
+    eval_steps: PositiveCount = 10
     eval_guidance: float = 1.0
     negative_prompt: str = ""
     max_sequence_length: int = 0
@@ -56,15 +56,14 @@ class TextToImage:
     scheduler_options: dict[str, Any] = field(default_factory=dict)
     lora: str = ""
     lora_scale: float = 1.0
-    batch_size: int = may_change(8)
-    cache_megabytes: int = may_change(256)
+    batch_size: PositiveCount = may_change(8)
+    cache_megabytes: Count = may_change(256)
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        for name in ("steps", "eval_steps", "batch_size", "guidance", "eval_guidance"):
+        check_ranges(self, "")
+        for name in ("guidance", "eval_guidance"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
-        for name in ("size", "cache_megabytes"):
-            require(getattr(self, name) >= 0, name, "a number >= 0", getattr(self, name))
         length = self.max_sequence_length
         require(0 <= length <= 512, "max_sequence_length", "a number from 0 to 512", length)
 
@@ -151,10 +150,10 @@ class TextToImage:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE; LoRA weights are merged."""
-        from bridges import shapes
+        from bridges import loading
 
-        sizes, widths, edge = shapes.pipeline_sizes(self.path)
-        return shapes.renderer_memory(
+        sizes, widths, edge = loading.pipeline_sizes(self.path)
+        return loading.renderer_memory(
             sizes,
             widths,
             self.size or edge,
@@ -163,7 +162,7 @@ class TextToImage:
             cache_megabytes=self.cache_megabytes,
         )
 
-    def savings(self) -> list[dict[str, Any]]:
+    def savings(self) -> list[dict[str, object]]:
         """Fields that can take less memory; working memory first."""
         return [{"batch_size": 1}, {"dtype": "bfloat16"}]
 
@@ -184,7 +183,7 @@ def find_text_to_image(path: str) -> tuple[Path | str, dict, type[DiffusionPipel
     return source, index, kinds[index["_class_name"]]
 
 
-def find_scheduler(name: str, options: Mapping[str, Any]) -> type[SchedulerMixin]:
+def find_scheduler(name: str, options: Mapping[str, object]) -> type[SchedulerMixin]:
     """The scheduler of diffusers that has a name, and these fields in its config.
 
     Raises:
@@ -255,9 +254,9 @@ def _random_states(device: torch.device) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *cards]
 
 
-def _left_out(kind: type[DiffusionPipeline], index: Mapping[str, Any]) -> dict[str, Any]:
+def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
     """What is passed in place of parts: those that the folder says it lacks, and what would paint the pictures."""
-    parts: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
+    parts: dict[str, object] = {name: None for name, value in index.items() if value == [None, None]}
     painting = {"safety_checker": None, "requires_safety_checker": False, "add_watermarker": False}
     takes = inspect.signature(kind.__init__).parameters
     return parts | {name: value for name, value in painting.items() if name in takes}

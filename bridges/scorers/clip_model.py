@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import PositiveCount, check_ranges, may_change
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ class ClipModel:
 
     path: str = "yuvalkirstain/PickScore_v1"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    batch_size: int = may_change(32)
+    batch_size: PositiveCount = may_change(32)
     quality_head: str | None = None
     preprocessing: Literal["library", "tensor"] = "library"
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        require(self.batch_size >= 1, "batch_size", "a number >= 1", self.batch_size)
+        check_ranges(self, "")
 
     def check(self) -> None:
         """Refuse a folder that is not there or holds another model; no weight is read."""
@@ -94,10 +94,10 @@ class ClipModel:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations are some tens of megabytes."""
-        from bridges import shapes
+        from bridges import loading
 
-        count = PUBLISHED.get(self.path) or shapes.model_size(self.path)
-        return [("CLIP", count * shapes.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
+        count = PUBLISHED.get(self.path) or loading.model_size(self.path)
+        return [("CLIP", count * loading.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
 
     def _model_config(self) -> CLIPConfig:
         from bridges.loading import load_config

@@ -74,10 +74,10 @@ class Dino:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations are a few tens of megabytes."""
-        from bridges import shapes
+        from bridges import loading
 
-        count = PUBLISHED.get(self.model) or shapes.model_size(self.model)
-        return [("DINO", count * shapes.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
+        count = PUBLISHED.get(self.model) or loading.model_size(self.model)
+        return [("DINO", count * loading.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
 
     def _preprocess(self, config: PretrainedConfig) -> Preprocess:
         """What preprocessor_config.json says, but for the margin that it would cut off: all of a picture counts."""

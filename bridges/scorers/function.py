@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,14 +28,14 @@ class Function:
     """Where it is unless `devices` says otherwise: no card is kept for it."""
 
     def __post_init__(self) -> None:
-        """Refuses a name that can be none."""
+        """Refuse a name that can be none."""
         require(":" in self.name, "name", "package.module:function or file.py:function", self.name)
 
     def check(self) -> None:
-        """Refuses what is not there or cannot be called."""
+        """Refuse what is not there or cannot be called."""
         self.load("cpu")
 
-    def load(self, device: str) -> Any:
+    def load(self, device: str) -> Callable:
         """The function with its options; the device is not its own."""
         function = load_object(self.name, "name")
         if not callable(function):

@@ -18,7 +18,7 @@ from http.client import HTTPException
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import Positive, PositiveCount, check_ranges, may_change, require
 from grpo_jax.config.files import parse_json
 from grpo_jax.errors import UserError, one_line
 
@@ -47,10 +47,10 @@ class Http:
     url: str = may_change("")
     columns: list[str] = field(default_factory=list)
     headers_from: str = may_change("")
-    batch_size: int = may_change(64)
-    concurrency: int = may_change(4)
-    timeout: float = may_change(60.0)
-    attempts: int = may_change(5)
+    batch_size: PositiveCount = may_change(64)
+    concurrency: PositiveCount = may_change(4)
+    timeout: Positive = may_change(60.0)
+    attempts: PositiveCount = may_change(5)
 
     runs_on: ClassVar[str] = "cpu"
     """Where it is unless `devices` says otherwise: no card is kept for it."""
@@ -61,9 +61,7 @@ class Http:
         complete = parts.scheme in ("http", "https") and bool(parts.hostname)
         require(complete, "url", "http://HOST/… or https://HOST/…", self.url)
         require(parts.password is None, "url", "no password in it, but headers_from", f"{parts.scheme}://…")
-        for name in ("batch_size", "concurrency", "attempts"):
-            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
-        require(self.timeout > 0, "timeout", "a number > 0", self.timeout)
+        check_ranges(self, "")
 
     def check(self) -> None:
         """Refuse headers that are not there; nobody is asked."""
@@ -83,11 +81,11 @@ class JudgeError(RuntimeError):
 
 
 class _PassingError(Exception):
-    """An attempt that failed and may be made again; `asked` is the pause that the server asks for, in seconds."""
+    """An attempt that failed and may be made again; `retry_after` is what the server asks for, in seconds."""
 
-    def __init__(self, reason: str, asked: float = 0.0):
+    def __init__(self, reason: str, retry_after: float = 0.0):
         super().__init__(reason)
-        self.asked = asked
+        self.retry_after = retry_after
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -155,7 +153,7 @@ class HttpJudge:
                 return _scores(self._post(request), len(batch["completions"]))
             except _PassingError as error:
                 reason = str(error)
-                pause = pause_after(attempt, self._first_pause, error.asked)
+                pause = pause_after(attempt, self._first_pause, error.retry_after)
             if attempt + 1 < self._config.attempts and stopped.wait(pause):
                 break
         raise JudgeError(f"{reason}, {self._config.attempts} attempts, {self.name}")
@@ -178,16 +176,16 @@ class HttpJudge:
             raise _PassingError(f"{type(reason).__name__}: {one_line(reason, 40)}") from error
 
 
-def pause_after(attempt: int, first: float, asked: float) -> float:
-    """Seconds between two attempts: doubled each time, varied so that many do not come back at once, none too early.
+def pause_after(attempt: int, first: float, retry_after: float) -> float:
+    """Seconds before the attempt behind number `attempt`, counted from 0: exponential backoff with jitter.
 
     Args:
-        attempt: Counted from 0.
-        first: What the first is doubled from.
-        asked: The least, if the server says so.
+        attempt: The one that failed.
+        first: Seconds after the first.
+        retry_after: The least, if the server says so.
     """
-    grown = min(first * 2**attempt, LONGEST_PAUSE)
-    return max(random.uniform(grown / 2, grown), min(asked, LONGEST_PAUSE))
+    backoff = min(first * 2**attempt, LONGEST_PAUSE)
+    return max(random.uniform(backoff / 2, backoff), min(retry_after, LONGEST_PAUSE))
 
 
 def _scores(answer: bytes, count: int) -> list[float | None]:

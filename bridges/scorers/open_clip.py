@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from bridges.clip import Preprocess, Scorer
+
+PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 PUBLISHED: dict[str, int] = {"ViT-B-32": 151_277_313, "ViT-L-14": 427_616_513}
 """Numbers in open_clip's models."""
@@ -29,29 +37,113 @@ class OpenClip:
     preprocessing: Literal["library", "tensor"] = "library"
 
     def check(self) -> None:
-        """Refuses a model that is not there; no weight is read."""
-        from bridges.clip import find_clip
+        """Refuse a model that is not there; no weight is read."""
+        self._open_clip_name()
 
-        find_clip(self.model, self.pretrained)
+    def load(self, device: str) -> Scorer:
+        """Load the model on "cpu" or "gpu:N".
 
-    def load(self, device: str) -> Any:
-        """The model on "cpu" or "gpu:N", as a `bridges.clip.Scorer`."""
-        from bridges.clip import load_scorer
+        Raises:
+            UserError: The model is unknown, or its weights or the head's are missing, broken, or no safetensors.
+        """
+        import open_clip
 
-        return load_scorer(
-            self.model,
-            pretrained=self.pretrained,
-            device=device,
-            dtype=self.dtype,
-            quality_head=self.quality_head,
-            preprocessing=self.preprocessing,
-        )
+        from bridges.clip import Scorer, load_quality_head
+        from bridges.loading import first_line, quiet_loading, torch_device, torch_dtype
+
+        target = torch_device(device)
+        dtype = torch_dtype(self.dtype)
+        name = self._open_clip_name()
+        with quiet_loading():
+            tag = open_clip.get_pretrained_cfg(name, self.pretrained) if self.pretrained else {}
+            try:
+                model = open_clip.create_model(
+                    name,
+                    pretrained=self.pretrained,
+                    precision=PRECISIONS[self.dtype],
+                    device=target,
+                    # some published weights want the other GELU: open_clip only warns, and scores suffer
+                    force_quick_gelu=bool(tag.get("quick_gelu")),
+                    require_pretrained=True,
+                    weights_only=True,  # published weights that are no safetensors: tensors, and no objects
+                )
+                tokenizer = open_clip.get_tokenizer(name)
+            except Exception as error:
+                where = f"{name} ({self.pretrained})" if self.pretrained else name
+                raise UserError(f"cannot load the scorer {where}: {first_line(error)}") from error
+        model.eval().requires_grad_(False)
+        preprocess = self._preprocess(model.visual.preprocess_cfg)
+        scorer = Scorer(model, tokenizer, preprocess, name=self.model, device=target, dtype=dtype, batch_size=32)
+        if self.quality_head is not None:
+            scorer.quality_head = load_quality_head(self.quality_head, scorer.width)
+        return scorer
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations are a few tens of megabytes."""
-        from bridges import bundled, shapes
+        from bridges import bundled, loading
 
         folder = bundled(self.model, "scorer")
         name = self.model if folder is None else f"local-dir:{folder}"
-        count = PUBLISHED.get(name.replace("/", "-")) or shapes.clip_size(name)
-        return [("CLIP", count * shapes.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
+        count = PUBLISHED.get(name.replace("/", "-")) or loading.clip_size(name)
+        return [("CLIP", count * loading.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
+
+    def _preprocess(self, settings: dict) -> Preprocess:
+        from open_clip.transform import PreprocessCfg, image_transform_v2
+
+        from bridges.clip import Preprocess
+
+        size = settings["size"]
+        by_open_clip = image_transform_v2(PreprocessCfg(**settings), is_train=False)
+        return Preprocess(
+            size=(size, size) if isinstance(size, int) else tuple(size),
+            mean=tuple(settings["mean"]),
+            std=tuple(settings["std"]),
+            interpolation="bilinear" if settings["interpolation"] == "bilinear" else "bicubic",
+            resize_mode=settings["resize_mode"],
+            fill=settings["fill_color"],
+            library=by_open_clip if self.preprocessing == "library" else None,
+        )
+
+    def _open_clip_name(self) -> str:
+        """The name open_clip is to be given, after the checks that it leaves to a log line or a traceback.
+
+        Raises:
+            UserError: The model is unknown, or lacks weights that can be read; none is read here.
+        """
+        import open_clip
+
+        from bridges import bundled
+        from bridges.loading import local_folder
+
+        shipped = bundled(self.model, "scorer")
+        model = self.model if shipped is None else f"local-dir:{shipped}"
+        if model.startswith("hf-hub:"):
+            return model
+        if model.replace("/", "-") in open_clip.list_models():  # "ViT-B/32" is how the papers write it
+            model = model.replace("/", "-")
+            self._check_weights(model)
+            return model
+        if model.startswith("local-dir:") or "/" in model or Path(model).is_dir():
+            folder = local_folder(model.removeprefix("local-dir:"))
+            if folder is None:
+                raise UserError(f"scorer {model}: no such folder (a model of the hub is written hf-hub:{model})")
+            if not (folder / "open_clip_config.json").is_file():
+                raise UserError(f"scorer {folder}: it holds no open_clip_config.json")
+            if not any(folder.glob("*.safetensors")):
+                raise UserError(f"scorer {folder}: it holds no safetensors file with weights")
+            return f"local-dir:{folder}"
+        raise UserError(f"scorer {model}: neither a folder nor a model that open_clip knows (open_clip.list_models())")
+
+    def _check_weights(self, model: str) -> None:
+        import open_clip
+
+        pretrained = self.pretrained
+        tags = open_clip.list_pretrained_tags_by_model(model)
+        if pretrained is None:
+            raise UserError(
+                f"scorer {model}: say which weights in judges.scorer.pretrained; open_clip has {', '.join(tags)}"
+            )
+        if pretrained not in tags and not (Path(pretrained).is_file() and pretrained.endswith(".safetensors")):
+            raise UserError(
+                f"scorer {model}: {pretrained!r} is neither a safetensors file nor one of {', '.join(tags)}"
+            )

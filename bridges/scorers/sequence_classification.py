@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import PositiveCount, check_ranges, may_change, require
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,14 +32,13 @@ class SequenceClassification:
     path: str = ""
     label: str = ""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    batch_size: int = may_change(16)
-    max_tokens: int = 4096
+    batch_size: PositiveCount = may_change(16)
+    max_tokens: PositiveCount = 4096
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         require(bool(self.path), "path", "a folder or hub id", self.path)
-        for name in ("batch_size", "max_tokens"):
-            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
+        check_ranges(self, "")
 
     def check(self) -> None:
         """Refuse a folder that is not there, or has no such label; no weight is read."""
@@ -72,10 +71,10 @@ class SequenceClassification:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; activations grow with batch_size x max_tokens and stay small beside them."""
-        from bridges import shapes
+        from bridges import loading
 
-        size = shapes.model_size(self.path, "AutoModelForSequenceClassification")
-        weights = size * shapes.ITEM_BYTES[self.dtype]
+        size = loading.model_size(self.path, "AutoModelForSequenceClassification")
+        weights = size * loading.ITEM_BYTES[self.dtype]
         return [("reward model", weights, self.dtype), ("scoring", 2**29, "allowance")]
 
     def _column(self, config: PretrainedConfig) -> int:

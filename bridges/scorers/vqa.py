@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import PositiveCount, check_ranges, may_change, require
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ class Vqa:
     question: str = 'Does this picture show "{prompt}"? Please answer Yes or No.'
     answer: str = "Yes"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    batch_size: int = may_change(8)
+    batch_size: PositiveCount = may_change(8)
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         require(bool(self.path), "path", "a folder or hub id", self.path)
         require(PROMPT in self.question, "question", "a text with {prompt} in it", self.question)
         require(bool(self.answer.strip()), "answer", "a word", self.answer)
-        require(self.batch_size >= 1, "batch_size", "a number >= 1", self.batch_size)
+        check_ranges(self, "")
 
     def check(self) -> None:
         """Refuse a folder that is not there; no weight is read."""
@@ -73,10 +73,10 @@ class Vqa:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights; of a batch, a gigabyte is allowed for."""
-        from bridges import shapes
+        from bridges import loading
 
-        size = shapes.model_size(self.path, "AutoModelForImageTextToText")
-        weights = size * shapes.ITEM_BYTES[self.dtype]
+        size = loading.model_size(self.path, "AutoModelForImageTextToText")
+        weights = size * loading.ITEM_BYTES[self.dtype]
         return [("model", weights, self.dtype), ("looking", 2**30, "allowance")]
 
 

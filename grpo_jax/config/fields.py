@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, get_args, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -74,14 +74,6 @@ def _ranges(kind: type) -> dict[str, list[Any]]:
             bound for member in members for bound in getattr(member, "__metadata__", ()) if type(bound) in _BOUNDS
         ]
     return {name: bounds for name, bounds in ranges.items() if bounds}
-
-
-def require_sizes(section: object, where: str, ranges: Mapping[str, tuple[int, int]]) -> None:
-    """Raise UserError unless each number of a section lies in its range, both ends included."""
-    for name, (least, most) in ranges.items():
-        value = getattr(section, name)
-        expected = f"a number >= {least}" if value < least else f"a number <= {most}"
-        require(least <= value <= most, f"{where}{name}", expected, value)
 
 
 def may_change(default: Any = dataclasses.MISSING, *, default_factory: Callable[[], Any] | None = None) -> Any:

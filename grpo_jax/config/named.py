@@ -61,12 +61,10 @@ def built_in_names(places: Sequence[str]) -> list[str]:
     names = set()
     for place in places:
         package, _, rest = place.partition(".{}")
-        for folder in importlib.import_module(package).__path__:
-            for path in Path(folder).iterdir():
-                inner = path / f"{rest.removeprefix('.')}.py" if rest else path
-                if inner.is_file() and inner.suffix == ".py" and not path.name.startswith("_"):
-                    names.add(path.stem)
-    return sorted(names)
+        ending = f"{rest.replace('.', '/')}.py"
+        for folder in map(Path, importlib.import_module(package).__path__):
+            names |= {str(path.relative_to(folder)).removesuffix(ending) for path in folder.glob(f"*{ending}")}
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 @functools.cache

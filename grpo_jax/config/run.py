@@ -23,8 +23,8 @@ from grpo_jax.config.sections import (
 )
 from grpo_jax.errors import UserError, shown
 
-TASKS = ("grpo_jax.tasks.{}.task",)
-"""Where the tasks lie that ship with the package."""
+TASKS = ("grpo_jax.tasks.{}.task", "grpo_jax.tasks.{}_task")
+"""Where the tasks lie that ship with the package: a folder, or a module."""
 JUDGES = ("bridges.renderers.{}", "bridges.scorers.{}")
 """Where the judges lie that ship with the package."""
 POOLED = "bridges.pool.section:Pooled"

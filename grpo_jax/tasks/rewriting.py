@@ -108,7 +108,7 @@ _QUOTES = {'"': '"', "“": "”", "«": "»", "'": "'", "‘": "’", "`": "`",
 
 
 def parse_rewrite(text: str, form: Form, prompt: str) -> Reading:
-    """Reads a completion.
+    """Read a completion.
 
     In "rewrite" an answer is read as chat models write them. Thinking goes; a code fence, a JSON object's prompt or a
     line labelled "Prompt:" is the answer, if there is one. Of what is left, remarks ("Sure! Here is …:", "I've added
@@ -151,9 +151,9 @@ def _content(text: str) -> str:
     text = next(filter(_has_words, _FENCE.findall(text)), text)
     members = _MEMBER.findall(text) if "{" in text else []
     if members:
-        own = [pair for pair in members if not re.search("negative|original|input", pair[0], re.IGNORECASE)]
-        named = [value for key, value in own if re.search("prompt|rewrit", key, re.IGNORECASE)]
-        value = next(iter(named or [value for _, value in own]), "")
+        positive = [pair for pair in members if not re.search("negative|original|input", pair[0], re.IGNORECASE)]
+        prompts = [value for key, value in positive if re.search("prompt|rewrit", key, re.IGNORECASE)]
+        value = next(iter(prompts or [value for _, value in positive]), "")
         try:
             return str(json.loads(f'"{value}"', strict=False))
         except ValueError:  # cut off within an escape
@@ -171,19 +171,19 @@ def _answer(lines: list[str]) -> str:
     """The first line that is no remark, with those that it goes on in; behind the label "Prompt:" where one stands."""
     labels = [_LABEL.match(line) for line in lines]
     labelled = [place for place, label in enumerate(labels) if label and "prompt" in label[0].lower()]
-    found = heading = ""
+    answer = heading = ""
     for line in lines[min(labelled, default=0) :]:
         positive = _NEGATIVE.sub("", line)
-        if found and (positive != line or not found.endswith((",", "，"))):
+        if answer and (positive != line or not answer.endswith((",", "，"))):
             break
-        text = f"{found} {line}" if found else _announced(positive)
+        text = f"{answer} {line}" if answer else _announced(positive)
         if not _has_words(text) or _REMARK.match(text):
             continue
-        if found or not _leads_on(line):
-            found = text
+        if answer or not _leads_on(line):
+            answer = text
         elif not _OPENING.match(line):
             heading = heading or text
-    return _CLOSING.sub("", found or heading)
+    return _CLOSING.sub("", answer or heading)
 
 
 def _leads_on(line: str) -> bool:
@@ -193,24 +193,21 @@ def _leads_on(line: str) -> bool:
 
 
 def _announced(line: str) -> str:
-    """What a line says behind interjections, announcements and labels."""
+    """A line without interjections, announcements and labels before it."""
     while True:
-        said = _unmarked(line)
-        if said == line:
+        rest = line
+        for mark in (_INTERJECTION, _DISCLAIMER, _ANNOUNCEMENT, _LABEL):
+            rest = mark.sub("", rest, count=1)
+        rest = rest.strip()
+        if rest == line:
             return line
-        line = said
-
-
-def _unmarked(line: str) -> str:
-    for mark in (_INTERJECTION, _DISCLAIMER, _ANNOUNCEMENT, _LABEL):
-        line = mark.sub("", line, count=1)
-    return line.strip()
+        line = rest
 
 
 def _clean(line: str) -> str:
-    """Takes off list marks, labels and quotes, as often as there are any."""
+    """Take off list marks, labels and quotes, as often as there are any."""
     while True:
-        cleaned = _unquote(_LABEL.sub("", _BULLET.sub("", _one_line(line))))
+        cleaned = _unquote(_LABEL.sub("", _BULLET.sub("", " ".join(line.split()))))
         if cleaned == line:
             return cleaned
         line = cleaned
@@ -230,10 +227,6 @@ def _unquote(line: str) -> str:
         end = inner.rindex(closing) if opening not in inner[:end] and inner[end + 1].isalpha() else end
     rest = inner[end + 1 :].strip()
     return inner[:end] + rest if not rest.strip(".,;") else line
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _has_words(text: str) -> bool:

@@ -26,45 +26,48 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from grpo_jax.config.run import Config
 from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import PromptSet, Row
-from grpo_jax.rollout.episodes import Respond
+from grpo_jax.rollout.episodes import Answer, Respond
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import Reading, as_written, completion_statistics
 from grpo_jax.tasks.display import Display, EpisodeEntry, Findings, GalleryEntry, Table
 
+if TYPE_CHECKING:
+    from grpo_jax.runs.directory import RunDirectory
+    from grpo_jax.runs.progress import Progress
+    from grpo_jax.tasks.pictures import RenderedImages
+
 Say = Callable[..., None]
+"""say(name, detail) prints a line of a run's opening."""
 State = Any
+"""The pytree that a program trains."""
+Notes = dict[str, Any]
+"""What is remembered in every checkpoint, as JSON has it."""
 
 
 class Choices(NamedTuple):
-    """The texts of which each completion is one: a catalogue that the policy then ranks by its own likelihood.
+    """The texts of which each completion is one: a catalogue that the policy ranks by its own likelihood.
 
     Attributes:
-        texts: What may be written, as `Task.listed_texts` says; those that are the same tokens count as the first.
+        texts: The texts, as `Task.listed_texts` returns them; those that are the same tokens count as the first.
         listed: How many of the best a held-out prompt's ranking lists; 0 for all of them, scored exactly.
-        columns: (rows, numbers int [P, K] of the texts, scores f32 [P, K], best first) → what rewards and measures are
-            told of each row's ranking, in place of a completion's columns: {name: P values}.
+        columns: (rows, numbers int [P, K] of the texts, scores f32 [P, K], best first) → columns {name: P values} of
+            each row's ranking, for rewards and measures.
     """
 
     texts: Sequence[str]
     listed: int
-    columns: Callable[[Sequence[Row], np.ndarray, np.ndarray], dict[str, Sequence[Any]]]
+    columns: Callable[[Sequence[Row], np.ndarray, np.ndarray], dict[str, Sequence[object]]]
 
 
 class TaskSetup(NamedTuple):
-    """What a task is given to load itself.
-
-    Attributes:
-        config: The run's.
-        prompts: Rows that `run` was given in place of data.prompts, or None.
-        say: say(name, detail) prints a line of the run's opening.
-    """
+    """What `Task.load` gets: the run's config, rows in place of data.prompts or None, and `Say`."""
 
     config: Config
     prompts: PromptSet | None
@@ -82,10 +85,9 @@ class TurnEnvironment(NamedTuple):
     """What answers the policy between its turns (sampling.turns).
 
     Attributes:
-        respond: (rows, episodes) → what is said to each episode: an `Answer`, a text, or None where it is done; None
-            for a task in which the policy writes once.
-        controls: Environments that answer in its place while held-out prompts are measured, by name: what the policy
-            makes of them is told beside its own as NAME_CONTROL.
+        respond: (rows, episodes) → an answer to each: an `Answer`, a text, or None where the episode is done; None for
+            a task in which the policy writes once.
+        controls: Environments by name that answer in its place for the measures NAME_CONTROL of held-out prompts.
         shows_pictures: Whether answers hold pictures that no prompt has: the policy then needs its vision tower.
     """
 
@@ -108,7 +110,7 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskReport:
-    """What a run tells of the task beside its rewards.
+    """What a run reports of the task beside its rewards.
 
     Attributes:
         references: Rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
@@ -120,8 +122,8 @@ class TaskReport:
 
     references: Callable[[Sequence[Row]], dict[str, list[str]]] = oracle_column
     statistics: Callable[..., dict[str, float]] = completion_statistics
-    remember: Callable[[str, Mapping[str, Judgement]], dict[str, Any]] = lambda name, judgements: {}
-    findings: Callable[[Mapping[str, Any], Sequence[Row]], Findings] = lambda remembered, rows: Findings()
+    remember: Callable[[str, Mapping[str, Judgement]], Notes] = lambda name, judgements: {}
+    findings: Callable[[Notes, Sequence[Row]], Findings] = lambda remembered, rows: Findings()
     columns: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -147,10 +149,10 @@ class TaskData:
     prompts: PromptSet
     rewards: TaskRewards = field(default_factory=TaskRewards)
     source: str = ""
-    render: Callable[[Mapping[str, Any], frozenset[str]], Callable[..., Any]] | None = None
+    render: Callable[[Mapping[str, object], frozenset[str]], Callable[..., RenderedImages]] | None = None
     environment: TurnEnvironment = field(default_factory=TurnEnvironment)
     report: TaskReport = TaskReport()
-    pairs: Callable[[], Sequence[Sequence[Any]]] | None = None
+    pairs: Callable[[], Sequence[Sequence[str | Row | Answer]]] | None = None
     vocabulary: Vocabulary | None = None
     identity: Mapping[str, str] = field(default_factory=dict)
     choices: Choices | None = None
@@ -178,14 +180,14 @@ class Task:
     not_planned: ClassVar[str] = ""
     judges_prompts: ClassVar[bool] = False
 
-    def check(self, config: Any) -> None:
-        """Refuses what does not go together; called when a config is made.
+    def check(self, config: Config) -> None:
+        """Refuse what does not go together; called when a config is made.
 
         Raises:
             UserError: Naming the field.
         """
 
-    def reader(self, config: Any) -> Callable[[str, str], Reading]:
+    def reader(self, config: Config) -> Callable[[str, str], Reading]:
         """The function (completion, user's prompt) → the text that is judged."""
         return as_written
 
@@ -193,7 +195,7 @@ class Task:
         """A note on what completions hold that is not judged, which a run says once; "" where there is none."""
         return ""
 
-    def listed_texts(self, config: Any) -> Sequence[str] | None:
+    def listed_texts(self, config: Config) -> Sequence[str] | None:
         """What a completion may be, where its data have `choices`, for who asks a trained policy; None for any text.
 
         Raises:
@@ -201,7 +203,7 @@ class Task:
         """
         return None
 
-    def count_pictures(self, config: Any) -> tuple[int, int]:
+    def count_pictures(self, config: Config) -> tuple[int, int]:
         """The most pictures of a prompt, and of an answer between two turns; what `--plan` counts.
 
         Raises:
@@ -226,17 +228,10 @@ class Task:
 
 
 class Begun(NamedTuple):
-    """A start that was measured.
-
-    Attributes:
-        state: To train from.
-        notes: What the program must remember; JSON, in every checkpoint.
-        seconds: Spent on it, by what they were spent on.
-        line: What the terminal is told.
-    """
+    """A start that was measured: the state, notes, seconds by what they were spent on, and a line for the terminal."""
 
     state: State
-    notes: dict[str, Any]
+    notes: Notes
     seconds: dict[str, float]
     line: str
 
@@ -254,10 +249,10 @@ class Advanced(NamedTuple):
     """
 
     state: State
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, float]]
     seconds: dict[str, float]
-    notes: dict[str, Any]
-    completions: Mapping[str, Sequence[Any]] | None = None
+    notes: Notes
+    completions: Mapping[str, Sequence[object]] | None = None
     failure: str = ""
 
 
@@ -265,7 +260,7 @@ class Finished(NamedTuple):
     """What a run shows at its end.
 
     Attributes:
-        summary: What summary.json holds.
+        summary: Entries of summary.json.
         lines: For the terminal, below the measures.
         tables: For report.html and metric writers, the task's own first.
         gallery: Pairs of texts or pictures.
@@ -286,47 +281,36 @@ class Program(Protocol):
 
     @property
     def config(self) -> Any:
-        """The run's, with names for what it was given beside it."""
-        ...
+        """The run's config."""
 
     @property
     def iterations(self) -> int:
-        """In all."""
-        ...
+        """How many there are in all."""
 
     @property
-    def identity(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, str]:
         """What must be the same on resume, beside the config."""
-        ...
 
     def template(self) -> State:
         """A state as training begins with, to restore a checkpoint into."""
-        ...
 
-    def saved(self, state: State) -> dict[str, Any]:
+    def saved(self, state: State) -> dict[str, State]:
         """What a checkpoint holds of a state; "variables" is what evaluation needs."""
-        ...
 
-    def restored(self, saved: Mapping[str, Any], template: State) -> State:
+    def restored(self, saved: Mapping[str, State], template: State) -> State:
         """The inverse of `saved`."""
-        ...
 
     def begin(self, folder: Path) -> Begun | None:
         """The start, made and measured; None if it was stopped on the way, with what there is in `folder`."""
-        ...
 
-    def advance(self, state: State, iteration: int, notes: Mapping[str, Any]) -> Advanced:
+    def advance(self, state: State, iteration: int, notes: Notes) -> Advanced:
         """The next step after `iteration` iterations; the state is donated."""
-        ...
 
     def validate(self, state: State, iteration: int) -> tuple[dict[str, float], float] | None:
         """Measures that choose the best checkpoint, and the score they make; None where it is not time."""
-        ...
 
-    def finish(self, state: State, progress: Any, directory: Any) -> Finished:
-        """Measures the end and writes the policy."""
-        ...
+    def finish(self, state: State, progress: Progress, directory: RunDirectory) -> Finished:
+        """Measure the end and write the policy."""
 
     def close(self) -> None:
-        """Ends what still runs beside it, however the run ends."""
-        ...
+        """End what still runs beside it, however the run ends."""

@@ -99,12 +99,12 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
         raise UserError(f"{folder} has no {' and no '.join(missing)}: build it there first, or give another --out")
     import torch
 
-    from bridges.clip import load_scorer
     from bridges.diffusion import RenderSettings, load_renderer
+    from bridges.scorers.open_clip import OpenClip
     from scripts.miniature import seeing, train_scorer
 
-    renderer, scorer = load_renderer(folder / "renderer"), load_scorer(folder / "scorer")
-    settings = RenderSettings(steps=_RENDER_STEPS, guidance=1.0, size=world.SIZE, max_sequence_length=1, batch_size=64)
+    renderer, scorer = load_renderer(folder / "renderer"), OpenClip(str(folder / "scorer")).load("cpu")
+    settings = RenderSettings(steps=_RENDER_STEPS, guidance=1.0, size=world.SIZE, batch_size=64)
 
     def draw(texts: list[str]) -> torch.Tensor:
         return renderer.render(texts, list(range(len(texts))), settings)

@@ -14,10 +14,17 @@ from safetensors.torch import save_file  # noqa: E402
 from support import tiny_models  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from bridges.clip import Preprocess, ScoreError, load_quality_head, load_scorer  # noqa: E402
+from bridges.clip import Preprocess, ScoreError, load_quality_head  # noqa: E402
+from bridges.scorers.open_clip import OpenClip  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 TEXTS = ["a red dog", "two cats", "", "dog"]
+
+
+def load_scorer(model, batch_size=32, **fields):
+    scorer = OpenClip(str(model), **fields).load("cpu")
+    scorer._batch_size = batch_size
+    return scorer
 
 
 @pytest.fixture(scope="module")

@@ -125,9 +125,9 @@ def test_cache_returns_the_same_picture_and_keys_on_everything(renderer, counted
     renderer.render(["a"], [1], SETTINGS)
     renderer.render(["b"], [0], SETTINGS)
     assert len(counted) == 3
-    for change in ({"steps": 3}, {"guidance": 4.0}, {"size": 32}, {"max_sequence_length": 9}):
+    for change in ({"steps": 3}, {"guidance": 4.0}, {"size": 32}):
         renderer.render(["a"], [0], RenderSettings(**(vars(SETTINGS) | change)))
-    assert len(counted) == 7
+    assert len(counted) == 6
 
 
 def test_cache_forgets_the_least_recently_used(renderer, counted):
@@ -175,15 +175,6 @@ def test_a_pipeline_that_raises_is_named(renderer, monkeypatch):
 def test_sizes_the_model_cannot_draw(renderer, size):
     with pytest.raises(UserError, match=f"picture size {size}: this renderer draws multiples of 4 up to 64"):
         renderer.render(["a"], [0], RenderSettings(steps=1, guidance=1.0, size=size))
-
-
-def test_settings_are_checked():
-    good = {"steps": 1, "guidance": 1.0, "size": 16}
-    for field, value in (("steps", 0), ("guidance", 0.5), ("size", 0), ("max_sequence_length", 513)):
-        with pytest.raises(ValueError, match=f"{field}: expected"):
-            RenderSettings(**(good | {field: value}))
-    with pytest.raises(ValueError, match="batch_size: expected"):
-        RenderSettings(**good, batch_size=0)
 
 
 def test_prompts_and_seeds_must_match(renderer):

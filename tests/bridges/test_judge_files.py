@@ -63,10 +63,7 @@ def test_fields_reach_what_is_loaded(renderer):
 
 
 def test_a_scorer_is_its_model_with_the_head_that_it_names(scorer, tmp_path):
-    from bridges.clip import load_scorer
-
     loaded = scorer.load("cpu")
-    assert torch.equal(loaded.text_features(["a red dog"]), load_scorer(scorer.model).text_features(["a red dog"]))
     assert loaded.summary == f"{scorer.model}: CLIP, features of 16, on cpu" and loaded.quality_head is None
     save_file({"weight": torch.ones(1, 16), "bias": torch.zeros(1)}, tmp_path / "head.safetensors")
     judged = dataclasses.replace(scorer, quality_head=str(tmp_path / "head.safetensors"), dtype="bfloat16").load("cpu")

@@ -27,7 +27,7 @@ from grpo_jax.config.options import help_lines
 from grpo_jax.config.run import JUDGES, TASKS, find_task
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
-from grpo_jax.tasks.text.task import Text
+from grpo_jax.tasks.text_task import Text
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 NAMES = built_in_names(TASKS)

@@ -12,7 +12,7 @@ from support.text_task import ROOT
 from grpo_jax.config import RewardSection, make_config
 from grpo_jax.config.command_line import find_config, load_config, parse
 from grpo_jax.errors import UserError
-from grpo_jax.tasks.text.task import Text
+from grpo_jax.tasks.text_task import Text
 from grpo_jax.train import main
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))

@@ -191,17 +191,17 @@ def headers(folder):
 
 
 def test_judges_are_counted_without_their_weights(tmp_path):
-    from bridges import miniature, shapes
+    from bridges import loading, miniature
 
     whole = miniature.path("renderer")
     shutil.copytree(whole, tmp_path / "renderer", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(miniature.path("scorer"), tmp_path / "scorer", ignore=shutil.ignore_patterns("*.safetensors"))
-    sizes, widths, edge = shapes.pipeline_sizes(str(tmp_path / "renderer"))
+    sizes, widths, edge = loading.pipeline_sizes(str(tmp_path / "renderer"))
     assert sizes == {name: headers(whole / name) for name in ("transformer", "vae", "text_encoder", "text_encoder_2")}
     assert widths == (12,) and edge == 32
-    assert shapes.clip_size(str(tmp_path / "scorer")) == pytest.approx(headers(miniature.path("scorer")), rel=1e-3)
+    assert loading.clip_size(str(tmp_path / "scorer")) == pytest.approx(headers(miniature.path("scorer")), rel=1e-3)
     with pytest.raises(UserError, match="model_index"):
-        shapes.pipeline_sizes(str(tmp_path))
+        loading.pipeline_sizes(str(tmp_path))
 
 
 def text_encoder(width, layers):
@@ -212,7 +212,7 @@ def text_encoder(width, layers):
 
 
 def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
-    from bridges import shapes
+    from bridges import loading
     from bridges.scorers import open_clip
 
     components = {
@@ -248,10 +248,10 @@ def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "model_index.json").write_text(json.dumps(components))
-    published = shapes.PUBLISHED_PIPELINES["stabilityai/stable-diffusion-3-medium-diffusers"]
-    assert shapes.pipeline_sizes(str(tmp_path)) == published
+    published = loading.PUBLISHED_PIPELINES["stabilityai/stable-diffusion-3-medium-diffusers"]
+    assert loading.pipeline_sizes(str(tmp_path)) == published
     for name, size in open_clip.PUBLISHED.items():
-        assert shapes.clip_size(name) == size
+        assert loading.clip_size(name) == size
 
 
 def test_vision_towers_are_counted_as_transformers_builds_them():

@@ -114,11 +114,13 @@ def test_the_ground_truth_is_numpy_alone():
 
 
 def home_of(module: str, packages) -> str:
-    """The task's folder or the judge's file that a module is or lies in; "" for others."""
+    """The task's folder or file, or the judge's file, that a module is or lies in; "" for others."""
     for package in packages:
         rest = module.removeprefix(f"{package}.")
         inner = f"{package}.{rest.partition('.')[0]}"
-        if rest != module and (FILES[inner].name == "__init__.py" or package != "grpo_jax.tasks"):
+        if rest == module:
+            continue
+        if package != "grpo_jax.tasks" or FILES[inner].name == "__init__.py" or inner.endswith("_task"):
             return inner
     return ""
 

@@ -17,7 +17,7 @@ from grpo_jax.reports.page import end_sections, render_report
 from grpo_jax.reports.run_files import RunEnd
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.display import GalleryEntry, Table
-from grpo_jax.tasks.prompt_enhancement.task import PromptEnhancement
+from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import ResolvedReward, TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
-from grpo_jax.tasks.picture_rewards import REWARDS, Faithfulness, alignment, alignment_gain, conditioned
-from grpo_jax.tasks.picture_task import make_render
+from grpo_jax.tasks.pictures import REWARDS, Faithfulness, alignment, alignment_gain, conditioned, make_render
 
 ROWS = [Row(3, "a red dog"), Row(8, "a blue cat")]
 CONFIG = make_config(task="prompt_enhancement")

@@ -16,7 +16,7 @@ from grpo_jax.config import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards  # noqa: E402
 from grpo_jax.rollout.rewards import RewardError, collect_rewards  # noqa: E402
-from grpo_jax.tasks.picture_rewards import REWARDS  # noqa: E402
+from grpo_jax.tasks.pictures import REWARDS  # noqa: E402
 
 QUESTIONS = ["Is it red?", "Are there two dogs on the left of the table?", "Is it?", "Is it red?"]
 

@@ -116,7 +116,7 @@ REWRITING = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grpo_jax.tasks.text.task import Text
+from grpo_jax.tasks.text_task import Text
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.runs.parts import Parts, within_budget
 from grpo_jax.tasks.task import TaskData
-from grpo_jax.tasks.text.task import Text
+from grpo_jax.tasks.text_task import Text
 from grpo_jax.training.memory import fewest_parts, update_bytes
 
 PROMPTS, LENGTH = 8, 16

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,7 @@ def _draw(log_odds: jax.Array, key: jax.Array) -> jax.Array:
     return jax.random.uniform(key, log_odds.shape) < jax.nn.sigmoid(log_odds)
 
 
-def _going_on(carry: tuple[Any, ...]) -> jax.Array:
+def _going_on(carry: tuple) -> jax.Array:
     t, _, alive, *_ = carry
     return (t < MAX_STEPS) & largest(alive)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
-from grpo_jax.tasks.cartpole.training import Carry, Training, make_train
+from grpo_jax.tasks.cartpole.training import Carry, Metrics, Training, make_train
 from grpo_jax.tasks.display import Table
-from grpo_jax.tasks.task import Advanced, Begun, Finished, Say
+from grpo_jax.tasks.task import Advanced, Begun, Finished, Notes, Say, State
+
+if TYPE_CHECKING:
+    from grpo_jax.runs.directory import RunDirectory
+    from grpo_jax.runs.progress import Progress
 
 _MEASURES = ("episode_return", "centred", "distance")
 _ORACLE = {"episode_return": float(MAX_STEPS), "centred": None, "distance": 0.0}
@@ -39,9 +43,9 @@ class CartPoleProgram:
 
     config: CartPoleConfig
     training: Training
-    devices: list[Any]
+    devices: list[jax.Device]
     start: Carry
-    block: Callable[[Carry], Any]
+    block: Callable[[Carry], tuple[Carry, Metrics, Metrics]]
     compile_seconds: float
 
     @property
@@ -50,7 +54,7 @@ class CartPoleProgram:
         return self.config.training.iterations
 
     @property
-    def identity(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, str]:
         """Nothing beside the config."""
         return {}
 
@@ -58,11 +62,11 @@ class CartPoleProgram:
         """The start."""
         return self.start
 
-    def saved(self, state: Carry) -> dict[str, Any]:
+    def saved(self, state: Carry) -> dict[str, State]:
         """A state as checkpoints take it."""
         return {"variables": state.params, **{name: x for name, x in state._asdict().items() if name != "params"}}
 
-    def restored(self, saved: Mapping[str, Any], template: Carry) -> Carry:
+    def restored(self, saved: Mapping[str, State], template: Carry) -> Carry:
         """The inverse of `saved`."""
         return Carry(params=saved["variables"], **{name: x for name, x in saved.items() if name != "variables"})
 
@@ -73,7 +77,7 @@ class CartPoleProgram:
         line = f"before training: mean return {np.mean(before['episode_return']):.1f} of {MAX_STEPS}"
         return Begun(self.start, notes, {"compile": self.compile_seconds, "train": 0.0}, line)
 
-    def advance(self, state: Carry, iteration: int, notes: Mapping[str, Any]) -> Advanced:
+    def advance(self, state: Carry, iteration: int, notes: Notes) -> Advanced:
         """One block: `evaluation.every` iterations of every seed, their rows, and a measurement."""
         started = time.monotonic()
         before = _total_steps(state)
@@ -95,18 +99,12 @@ class CartPoleProgram:
     def validate(self, state: Carry, iteration: int) -> None:
         """None: every block is measured, and no checkpoint is chosen."""
 
-    def finish(self, state: Carry, progress: Any, directory: Any) -> Finished:
-        """Measures all seeds on fresh starts."""
+    def finish(self, state: Carry, progress: Progress, directory: RunDirectory) -> Finished:
+        """Measure all seeds on fresh starts."""
         # One more than the last measurement's: starts that chose nothing.
         after = self._measure(state._replace(iteration=state.iteration + 1))
         summary = self._summarise(state, progress, after)
-        columns = (
-            "seed",
-            "return before",
-            "return after",
-            "distance from the centre",
-            "steps until first solved",
-        )
+        columns = ("seed", "return before", "return after", "distance from the centre", "steps until first solved")
         rows = [
             (
                 self.config.seed + index,
@@ -126,7 +124,7 @@ class CartPoleProgram:
         measured = over_seeds(self.training.evaluate, self.devices)(state)
         return {name: np.asarray(measured[name]).tolist() for name in _MEASURES}
 
-    def _summarise(self, state: Carry, progress: Any, after: dict[str, list[float]]) -> dict[str, Any]:
+    def _summarise(self, state: Carry, progress: Progress, after: dict[str, list[float]]) -> dict[str, Any]:
         """evaluation.<measure>.{before, after, oracle}, seeds solved, steps and their pace."""
         config, before = self.config, progress.notes["before"]
         steps = np.asarray(state.steps).astype(np.int64)
@@ -158,7 +156,7 @@ class CartPoleProgram:
         }
 
 
-def metric_rows(metrics: dict[str, jax.Array], done: int, common: dict[str, float]) -> list[dict[str, Any]]:
+def metric_rows(metrics: Metrics, done: int, common: dict[str, float]) -> list[dict[str, float]]:
     """One row per iteration from metrics `[seeds, iterations]`: the mean of the seeds that have a number."""
     table = {name: np.asarray(values, np.float64) for name, values in metrics.items()}
     length = next(iter(table.values())).shape[1]
@@ -234,14 +232,14 @@ def split_processor() -> None:
         return
 
 
-def seed_devices(seeds: int) -> list[Any]:
+def seed_devices(seeds: int) -> list[jax.Device]:
     """The most of JAX's devices that share the seeds evenly."""
     devices = jax.devices()
     number = max(count for count in range(1, len(devices) + 1) if seeds % count == 0)
     return devices[:number]
 
 
-def over_seeds(function: Callable[..., Any], devices: Sequence[Any]) -> Callable[..., Any]:
+def over_seeds(function: Callable, devices: Sequence[jax.Device]) -> Callable:
     """Compiles `function` for many seeds: the first axis of all it takes and gives.
 
     Each device runs its seeds by itself: a loop ends when its own last seed is done.

@@ -7,9 +7,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from grpo_jax.config.fields import COUNT, LENGTH, WIDTH, may_change, named, require, require_sizes
+from annotated_types import Ge, Le, Lt
+
+from grpo_jax.config.fields import (
+    WIDTH,
+    Count,
+    Length,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    Share,
+    check_ranges,
+    may_change,
+    named,
+    require,
+)
 from grpo_jax.config.run import TASKS
 from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.task import Program, Say, Task
@@ -41,31 +55,22 @@ class CartPoleAlgorithm:
     name: Literal["grpo", "gdpo", "ppo"] = "grpo"
     objectives: list[Literal["upright", "centred"]] = field(default_factory=lambda: ["upright"])
     weights: list[float] = field(default_factory=list)
-    width: float = 0.5
-    condition: int = 0
-    discount: float = 0.994
-    trace: float = 0.95
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.01
-    entropy_coef: float = 0.01
-    value_coef: float = 0.5
-    value_clip: float | None = None
-    epochs: int = 10
-    minibatches: int = 1
+    width: Positive = 0.5
+    condition: Count = 0
+    discount: Share = 0.994
+    trace: Share = 0.95
+    clip_low: Annotated[Positive, Le(1)] = 0.2
+    clip_high: Positive = 0.2
+    kl_coef: NonNegative = 0.01
+    entropy_coef: NonNegative = 0.01
+    value_coef: NonNegative = 0.5
+    value_clip: Positive | None = None
+    epochs: PositiveCount = 10
+    minibatches: PositiveCount = 1
 
     def __post_init__(self) -> None:
         """Refuse what is out of range or does not go together."""
-        for name in ("discount", "trace"):
-            require(0 <= getattr(self, name) <= 1, f"algorithm.{name}", "a number in [0, 1]", getattr(self, name))
-        for name in ("kl_coef", "entropy_coef", "value_coef"):
-            require(getattr(self, name) >= 0, f"algorithm.{name}", "a number >= 0", getattr(self, name))
-        ranges = {"condition": (0, COUNT), "epochs": (1, COUNT), "minibatches": (1, COUNT)}
-        require_sizes(self, "algorithm.", ranges)
-        require(0 < self.clip_low <= 1, "algorithm.clip_low", "a number in (0, 1]", self.clip_low)
-        require(self.clip_high > 0, "algorithm.clip_high", "a number > 0", self.clip_high)
-        require(self.value_clip is None or self.value_clip > 0, "algorithm.value_clip", "null or > 0", self.value_clip)
-        require(self.width > 0, "algorithm.width", "a number > 0", self.width)
+        check_ranges(self, "algorithm")
         unique = len(set(self.objectives)) == len(self.objectives)
         require(bool(self.objectives) and unique, "algorithm.objectives", "one or more, each once", self.objectives)
         fits = len(self.weights) in (0, len(self.objectives)) and all(map(math.isfinite, self.weights))
@@ -89,16 +94,14 @@ class CartPoleRollout:
         steps: Steps of each of them per iteration.
     """
 
-    groups: int = 1
-    group_size: int = 16
-    environments: int = 32
-    steps: int = 128
+    groups: Length = 1
+    group_size: Annotated[Length, Ge(2)] = 16
+    environments: Length = 32
+    steps: Length = 128
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        require(self.group_size >= 2, "rollout.group_size", "at least 2 (a group is compared)", self.group_size)
-        names = ("groups", "group_size", "environments", "steps")
-        require_sizes(self, "rollout.", dict.fromkeys(names, (1, LENGTH)))
+        check_ranges(self, "rollout")
 
 
 @dataclass(frozen=True)
@@ -131,18 +134,15 @@ class CartPoleOptimizer:
         max_grad_norm: Gradients are scaled down to this global norm; 0 for never.
     """
 
-    learning_rate: float = 3e-4
+    learning_rate: Positive = 3e-4
     schedule: Literal["constant", "linear"] = "constant"
-    beta1: float = 0.9
-    beta2: float = 0.999
-    max_grad_norm: float = 0.5
+    beta1: Annotated[NonNegative, Lt(1)] = 0.9
+    beta2: Annotated[NonNegative, Lt(1)] = 0.999
+    max_grad_norm: NonNegative = 0.5
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        require(self.learning_rate > 0, "optimizer.learning_rate", "a number > 0", self.learning_rate)
-        require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "a number >= 0", self.max_grad_norm)
-        for name in ("beta1", "beta2"):
-            require(0 <= getattr(self, name) < 1, f"optimizer.{name}", "a number in [0, 1)", getattr(self, name))
+        check_ranges(self, "optimizer")
 
 
 @dataclass(frozen=True)
@@ -159,18 +159,15 @@ class CartPoleTraining:
             never.
     """
 
-    iterations: int = may_change(100)
-    save_every: int = may_change(0)
-    keep_checkpoints: int = may_change(2)
-    keep_gib: float = may_change(0.0)
-    max_hours: float = may_change(0.0)
+    iterations: PositiveCount = may_change(100)
+    save_every: Count = may_change(0)
+    keep_checkpoints: PositiveCount = may_change(2)
+    keep_gib: NonNegative = may_change(0.0)
+    max_hours: NonNegative = may_change(0.0)
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        ranges = {"iterations": (1, COUNT), "save_every": (0, COUNT), "keep_checkpoints": (1, COUNT)}
-        require_sizes(self, "training.", ranges)
-        for name in ("keep_gib", "max_hours"):
-            require(getattr(self, name) >= 0, f"training.{name}", "a number >= 0", getattr(self, name))
+        check_ranges(self, "training")
 
 
 @dataclass(frozen=True)
@@ -183,14 +180,13 @@ class CartPoleEvaluation:
         solved: Mean return from which CartPole counts as solved.
     """
 
-    episodes: int = 100
-    every: int = 10
-    solved: float = 475.0
+    episodes: Length = 100
+    every: PositiveCount = 10
+    solved: Annotated[Positive, Le(500)] = 475.0
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        require_sizes(self, "evaluation.", {"episodes": (1, LENGTH), "every": (1, COUNT)})
-        require(0 < self.solved <= 500, "evaluation.solved", "a number in (0, 500]", self.solved)
+        check_ranges(self, "evaluation")
 
 
 @dataclass(frozen=True)
@@ -215,8 +211,8 @@ class CartPoleConfig:
     """
 
     task: Any = named(*TASKS)
-    seed: int = 0
-    num_seeds: int = 1
+    seed: Count = 0
+    num_seeds: Annotated[int, Ge(1), Le(WIDTH)] = 1
     run_dir: str | None = may_change(None)
     resume: bool = may_change(False)
     debug: bool = may_change(False)
@@ -233,8 +229,7 @@ class CartPoleConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no section can refuse alone."""
-        require_sizes(self, "", {"num_seeds": (1, WIDTH)})
-        require(0 <= self.seed < 2**31, "seed", "a number in [0, 2^31)", self.seed)
+        check_ranges(self, "")
         every = self.evaluation.every
         for name in ("iterations", "save_every"):
             value = getattr(self.training, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,11 @@ from grpo_jax.core.returns import discounted_returns, gae_advantages, normalised
 from grpo_jax.core.surrogates import Clip
 from grpo_jax.models.layers import make_mlp
 from grpo_jax.models.lora import count_weights
+from grpo_jax.models.variables import PyTree
 from grpo_jax.tasks.cartpole import environment
 from grpo_jax.tasks.cartpole.environment import FEATURES, MAX_STEPS, Episodes, Steps, largest, objective_rewards
 from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
 
-PyTree = Any
 Metrics = dict[str, jax.Array]
 Learned = tuple[PyTree, PyTree, Metrics]  # parameters, Optax's state, metrics of the updates
 
@@ -334,7 +334,7 @@ def _update_metrics(loss: jax.Array, metrics: dict[str, Mean], grads: PyTree) ->
 # -------------------------------------------------------------------------------------------------------- training
 
 
-def make_optimizer(config: CartPoleConfig) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
+def make_optimizer(config: CartPoleConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Return Adam behind a clip of the gradient's norm, and its learning rate by update."""
     section = config.optimizer
     rate = optax.constant_schedule(section.learning_rate)

@@ -10,7 +10,7 @@ pytest.importorskip("diffusers")
 
 from support import tiny_pipelines  # noqa: E402
 
-from bridges import shapes  # noqa: E402
+from bridges import loading  # noqa: E402
 from grpo_jax import train  # noqa: E402
 from grpo_jax.config.command_line import parse  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
@@ -134,7 +134,7 @@ def test_the_table_of_published_pipelines_is_what_their_libraries_build(path, tm
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "model_index.json").write_text(json.dumps({name: kind for name, (kind, _) in COMPONENTS[path].items()}))
-    assert shapes.pipeline_sizes(str(tmp_path)) == shapes.PUBLISHED_PIPELINES[path]
+    assert loading.pipeline_sizes(str(tmp_path)) == loading.PUBLISHED_PIPELINES[path]
     (tmp_path / "vae" / "config.json").unlink()
     with pytest.raises(UserError, match=r"vae/config\.json"):
-        shapes.pipeline_sizes(str(tmp_path))
+        loading.pipeline_sizes(str(tmp_path))

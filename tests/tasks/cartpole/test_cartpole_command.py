@@ -119,9 +119,9 @@ def test_the_task_decides_the_fields(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--algorithm.discount", "1.5"], "algorithm.discount: expected a number in [0, 1], got 1.5"),
-        (["--algorithm.clip_low", "-1"], "algorithm.clip_low: expected a number in (0, 1], got -1"),
-        (["--rollout.group_size", "1"], "rollout.group_size: expected at least 2"),
+        (["--algorithm.discount", "1.5"], "algorithm.discount: expected a number <= 1, got 1.5"),
+        (["--algorithm.clip_low", "-1"], "algorithm.clip_low: expected a number > 0, got -1"),
+        (["--rollout.group_size", "1"], "rollout.group_size: expected a number >= 2"),
         (["--algorithm.weights", "[1, 2]"], "algorithm.weights: expected none or 1 finite numbers"),
         (["--algorithm.objectives", "[upright, upright]"], "algorithm.objectives: expected one or more, each once"),
         (["--algorithm.objectives", "[fast]"], "fast"),

@@ -8,15 +8,15 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.tasks.prompt_enhancement.compositional import (
+from grpo_jax.tasks.prompt_enhancement_task import (
     COLOURS,
     KINDS,
     OBJECTS,
+    _prompts,
     compositional_records,
     split_of,
     wishes,
 )
-from grpo_jax.tasks.prompt_enhancement.task import _prompts
 
 SPLITS = ("train", "validation", "test")
 ALL = {split: compositional_records(split, 10**6) for split in SPLITS}

@@ -7,7 +7,7 @@ import pytest
 
 from bridges.miniature import world
 from grpo_jax.errors import UserError
-from grpo_jax.tasks import picture_rewards as image_rewards
+from grpo_jax.tasks import pictures as image_rewards
 
 HEAD = np.array([1.0, -2.0, 0.5])
 

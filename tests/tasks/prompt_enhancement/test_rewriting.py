@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.tasks.prompt_enhancement.task import PromptEnhancement
+from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
 from grpo_jax.tasks.rewriting import parse_rewrite
 
 CHAT_ANSWERS = [

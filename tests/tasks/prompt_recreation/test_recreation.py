@@ -17,7 +17,7 @@ from support.vision import folders  # noqa: E402
 from grpo_jax import train  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.rollout.data import Row  # noqa: E402
-from grpo_jax.tasks.prompt_recreation.task import seen, similarity, tensors_of  # noqa: E402
+from grpo_jax.tasks.prompt_recreation_task import seen, similarity, tensors_of  # noqa: E402
 
 
 def rows(count=3):

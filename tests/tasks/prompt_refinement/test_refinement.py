@@ -18,7 +18,7 @@ from grpo_jax.config import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.rollout.data import Row, noise_seed  # noqa: E402
 from grpo_jax.rollout.episodes import Episode, Turn  # noqa: E402
-from grpo_jax.tasks.prompt_refinement.task import INSTRUCTION, make_respond, others  # noqa: E402
+from grpo_jax.tasks.prompt_refinement_task import INSTRUCTION, make_respond, others  # noqa: E402
 from grpo_jax.tasks.task import TaskSetup  # noqa: E402
 
 IMAGES = [torch.full((3, 2, 2), float(i)) for i in range(4)]

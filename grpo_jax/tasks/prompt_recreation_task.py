@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -14,39 +14,41 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.pictures import read_rgb, size_of
-from grpo_jax.tasks.picture_rewards import REWARDS as PICTURE_REWARDS
-from grpo_jax.tasks.picture_rewards import conditioned
-from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, make_render, picture_prompts
+from grpo_jax.tasks.pictures import MINIATURE, PictureTask, picture_data, picture_prompts
+from grpo_jax.tasks.pictures import REWARDS as PICTURE_REWARDS
 from grpo_jax.tasks.task import TaskData, TaskSetup
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class Comparer(Protocol):
-    """A judge of two pictures, such as CLIP or DINO."""
-
-    def image_image(self, a: Any, b: Sequence[Any]) -> Any:
-        """How alike the pictures of each pair are, [B]; the second are torch tensors [3, H, W] of any sizes."""
+    from bridges.clip import ImageEncoder
 
 
 def similarity(
-    prompts: list[str], completions: list[str], *, images: Any, target: list[Any], scorer: Comparer, **columns: Any
-) -> Any:
+    prompts: list[str],
+    completions: list[str],
+    *,
+    images: Tensor,
+    target: list[object],
+    scorer: ImageEncoder,
+    **columns: object,
+) -> Tensor:
     """How alike the drawn picture and the row's own are to the scorer: a cosine in [-1, 1]."""
     return scorer.image_image(images, tensors_of(target))
 
 
-def tensors_of(sources: Sequence[Any]) -> list[Any]:
+def tensors_of(sources: Sequence[object]) -> list[Tensor]:
     """Pictures of rows as torch float [3, H, W] in [0, 1]; one that is repeated is the same tensor."""
     import torch
 
-    read: dict[int, Any] = {}
+    tensors: dict[int, Tensor] = {}
     for source in sources:
-        if id(source) not in read:
+        if id(source) not in tensors:
             array = np.asarray(read_rgb(source), np.float32) / 255
-            read[id(source)] = torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1)))
-    return [read[id(source)] for source in sources]
+            tensors[id(source)] = torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1)))
+    return [tensors[id(source)] for source in sources]
 
 
 REWARDS = {
@@ -74,7 +76,7 @@ class PromptRecreation(PictureTask):
     pictures: Literal["shown", "hidden", "shuffled"] = "shown"
 
     def check(self, config: Config) -> None:
-        """Refuses what no picture task has, and a policy that would continue a prompt."""
+        """Refuse what no picture task has, and a policy that would continue a prompt."""
         super().check(config)
         require(config.data.form == "rewrite", "data.form", "'rewrite', the prompt is a picture", config.data.form)
 
@@ -83,14 +85,11 @@ class PromptRecreation(PictureTask):
         return 1, 0
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Pictures, and what draws; the judges come later."""
+        """Pictures, and what draws."""
         config = setup.config
         rows = setup.prompts or picture_prompts(config, {MINIATURE: _shown}, "a .jsonl or .parquet file")
-        return TaskData(
-            prompts=PromptSet(*(seen(part, self.pictures) for part in rows)),
-            rewards=TaskRewards(REWARDS, defaults=DEFAULT_REWARDS, conditions=conditioned),
-            render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
-        )
+        prompts = PromptSet(*(seen(part, self.pictures) for part in rows))
+        return picture_data(config, prompts, REWARDS, DEFAULT_REWARDS)
 
 
 def seen(rows: Sequence[Row], pictures: str) -> tuple[Row, ...]:

@@ -1,31 +1,80 @@
-"""Prompts that a picture can get wrong one part at a time: objects, counts, colours, places and what belongs to what.
-
-In the manner of GenEval (Ghosh et al. 2023, arXiv:2310.11513), with yes-or-no questions for a judge that sees in place
-of an object detector (`questions@NAME`, docs/judges.md). Each prompt is made of combinations, and one that is held out
-is asked for in no other split: a pair of objects (together or in their places), a number of an object, a colour of an
-object (alone or bound beside another, where the pair may be one that is known).
-"""
+"""The task: rewrite what people type so that a diffusion model draws what they asked for."""
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
-OBJECTS = {
-    **{
-        name: f"{name}s" for name in ("apple", "backpack", "banana", "bear", "bed", "bicycle", "bird", "book", "bottle")
-    },
-    **{name: f"{name}s" for name in ("bowl", "cake", "car", "cat", "chair", "clock", "cow", "cup", "dog", "donut")},
-    **{
-        name: f"{name}s" for name in ("elephant", "fork", "giraffe", "guitar", "hat", "horse", "kite", "lamp", "laptop")
-    },
-    **{
-        name: f"{name}s"
-        for name in ("motorcycle", "orange", "pizza", "suitcase", "teapot", "train", "umbrella", "vase")
-    },
-    **{"bench": "benches", "bus": "buses", "couch": "couches", "knife": "knives", "sheep": "sheep", "watch": "watches"},
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.rollout.data import PromptSet
+from grpo_jax.rollout.prompts import load_prompts
+from grpo_jax.tasks.pictures import MINIATURE, REWARDS, PictureTask, miniature_prompts, picture_data, picture_prompts
+from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, oracle_column
+
+COMPOSITIONAL = "compositional"
+"""As data.prompts: objects, counts, colours and places, with questions for a judge that sees."""
+BOTH = "builtin+compositional"
+"""As data.prompts: those that ship with the package, and as many compositional ones, in turn."""
+DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("faithfulness", 0.5), RewardSection("length", 0.2))
+
+
+@dataclass(frozen=True)
+class PromptEnhancement(PictureTask):
+    """Rewrites prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
+
+    default_config: ClassVar[str | None] = "prompt_enhancement_miniature"
+    judges_prompts: ClassVar[bool] = True
+    renamed: ClassVar[Mapping[str, str]] = {
+        "renderer": "judges.renderer",
+        "scorer.watch_model": 'a judge of its own, judges.NAME.model, and "alignment@NAME" in watch',
+        "scorer": "judges.scorer",
+    }
+
+    def load(self, setup: TaskSetup) -> TaskData:
+        """Prompts, and what draws."""
+        config = setup.config
+        return replace(
+            picture_data(config, setup.prompts or _prompts(config), REWARDS, DEFAULT_REWARDS),
+            report=TaskReport(lambda rows: {"unchanged": [row.prompt for row in rows], **oracle_column(rows)}),
+        )
+
+
+def _prompts(config: Config) -> PromptSet:
+    makers = {MINIATURE: miniature_prompts, COMPOSITIONAL: compositional_records}
+    makers[BOTH] = partial(_both_records, config.data.held_out)
+    return picture_prompts(config, makers, "a .jsonl or .txt file, or builtin")
+
+
+def _both_records(held_out: float, split: str, count: int) -> list[dict[str, Any]]:
+    """A built-in prompt, a compositional one, and so on: of however many are measured, half are of each list."""
+    rows = getattr(load_prompts("builtin", held_out=held_out), split)
+    plain = [{"prompt": row.prompt, **row.columns} for row in rows]
+    return [record for pair in zip(plain, compositional_records(split, len(rows)), strict=True) for record in pair]
+
+
+# ---------------------------------------------------------------------------------------------------- compositional
+# Prompts that a picture can get wrong one part at a time: objects, counts, colours, places and what belongs to what, in
+# the manner of GenEval (Ghosh et al. 2023, arXiv:2310.11513), with yes-or-no questions for a judge that sees in place
+# of an object detector (`questions@NAME`, docs/judges.md). Each prompt is made of combinations, and one that is held
+# out is asked for in no other split: a pair of objects (together or in their places), a number of an object, a colour
+# of an object (alone or bound beside another, where the pair may be one that is known).
+
+_PLURALS_IN_S = (
+    "apple backpack banana bear bed bicycle bird book bottle bowl cake car cat chair clock cow cup dog donut elephant "
+    "fork giraffe guitar hat horse kite lamp laptop motorcycle orange pizza suitcase teapot train umbrella vase"
+)
+OBJECTS = {name: f"{name}s" for name in _PLURALS_IN_S.split()} | {
+    "bench": "benches",
+    "bus": "buses",
+    "couch": "couches",
+    "knife": "knives",
+    "sheep": "sheep",
+    "watch": "watches",
 }
 """What is drawn, and how several are called."""
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -59,8 +108,8 @@ def compositional_records(split: str, count: int) -> list[dict[str, Any]]:
     """
     if split not in ("train", "validation", "test"):
         raise ValueError(f'split: expected "train", "validation" or "test", got {split!r}')
-    own = sorted((wish for wish in wishes() if split_of(wish) == split), key=_place)
-    turns = itertools.zip_longest(*([wish for wish in own if wish.kind == kind] for kind in KINDS))
+    of_split = sorted((wish for wish in wishes() if split_of(wish) == split), key=_place)
+    turns = itertools.zip_longest(*([wish for wish in of_split if wish.kind == kind] for kind in KINDS))
     chosen = itertools.islice((wish for turn in turns for wish in turn if wish is not None), count)
     return [{"prompt": wish.prompt, "questions": list(wish.questions), "kind": wish.kind} for wish in chosen]
 

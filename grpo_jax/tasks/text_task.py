@@ -38,7 +38,7 @@ class Text(Task):
     defaults: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 128}}  # room for an answer
 
     def check(self, config: Config) -> None:
-        """Refuses an environment that nobody asks, and turns that nobody answers."""
+        """Refuse an environment that nobody asks, and turns that nobody answers."""
         turns = config.sampling.turns
         require(not self.environment or turns > 1, "sampling.turns", "at least 2 with task.environment", turns)
         require(

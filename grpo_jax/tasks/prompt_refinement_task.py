@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import Row, noise_seed
 from grpo_jax.rollout.episodes import Answer, Episode, Respond
-from grpo_jax.tasks.picture_rewards import REWARDS, conditioned
-from grpo_jax.tasks.picture_task import MINIATURE, PictureTask, make_render, miniature_prompts, picture_prompts
+from grpo_jax.tasks.pictures import MINIATURE, REWARDS, PictureTask, miniature_prompts, picture_data, picture_prompts
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, TurnEnvironment, oracle_column
 
 Shown = Literal["drawn", "none", "other"]
@@ -48,7 +48,7 @@ class PromptRefinement(PictureTask):
     shown: Shown = "drawn"
 
     def check(self, config: Config) -> None:
-        """Refuses what no picture task has, and a single turn."""
+        """Refuse what no picture task has, and a single turn."""
         super().check(config)
         require(
             config.sampling.turns >= 2, "sampling.turns", "at least 2, to mend what was drawn", config.sampling.turns
@@ -60,23 +60,16 @@ class PromptRefinement(PictureTask):
         return 0, int(self.shown != "none")
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Prompts, what draws, and what is said between two turns; the judges come later."""
-        config, instruction = setup.config, self.answer or INSTRUCTION
-
-        def references(rows: Sequence[Row]) -> dict[str, list[str]]:
-            return {"unchanged": [row.prompt for row in rows], **_oracle(rows, config)}
-
-        return TaskData(
-            prompts=setup.prompts
-            or picture_prompts(config, {MINIATURE: miniature_prompts}, "a .jsonl or .txt file, or builtin"),
-            rewards=TaskRewards(REWARDS, defaults=DEFAULT_REWARDS, conditions=conditioned),
-            render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
-            environment=TurnEnvironment(
-                make_respond(instruction, self.shown),
-                {name: make_respond(instruction, shown) for name, shown in CONTROLS.items() if shown != self.shown},
-                shows_pictures=True,
-            ),
-            report=TaskReport(references),
+        """Prompts, what draws, and what is said between two turns."""
+        config = setup.config
+        instruction = self.answer or INSTRUCTION
+        files = "a .jsonl or .txt file, or builtin"
+        prompts = setup.prompts or picture_prompts(config, {MINIATURE: miniature_prompts}, files)
+        controls = {name: make_respond(instruction, shown) for name, shown in CONTROLS.items() if shown != self.shown}
+        return replace(
+            picture_data(config, prompts, REWARDS, DEFAULT_REWARDS),
+            environment=TurnEnvironment(make_respond(instruction, self.shown), controls, shows_pictures=True),
+            report=TaskReport(lambda rows: {"unchanged": [row.prompt for row in rows], **_oracle(rows, config)}),
         )
 
 
@@ -89,17 +82,18 @@ def make_respond(instruction: str, shown: Shown) -> Respond:
     """
 
     def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer]:
-        drawn = [episode.last.image for episode in episodes]
-        pictures = {"drawn": lambda: drawn, "none": lambda: [None] * len(drawn), "other": lambda: others(rows, drawn)}
+        pictures = [None if shown == "none" else episode.last.image for episode in episodes]
+        if shown == "other":
+            pictures = others(rows, pictures)
         return [
             Answer(instruction.replace("{prompt}", row.prompt), () if picture is None else (picture,))
-            for row, picture in zip(rows, pictures[shown](), strict=True)
+            for row, picture in zip(rows, pictures, strict=True)
         ]
 
     return respond
 
 
-def others(rows: Sequence[Row], pictures: Sequence[Any]) -> list[Any]:
+def others(rows: Sequence[Row], pictures: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """Return for each row the picture of the next other prompt, cyclically; None where there is none."""
     following = []
     for index, row in enumerate(rows):

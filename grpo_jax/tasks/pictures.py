@@ -1,0 +1,347 @@
+"""Tasks whose texts are drawn: rewards of pictures and texts, judges, prompts, and what is shown of a run.
+
+Rewards get ``prompts`` (the user's), ``completions`` (the rewrites that were rendered), ``images`` (their pictures) and
+``baseline_images`` (those of the unchanged prompts from the same noise), f32[P·G, 3, H, W] in [0, 1] on the scorer's
+device. Every picture is scored against the **user's** prompt: a rewrite cannot make its own task easier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from grpo_jax.config.fields import require
+from grpo_jax.config.named import own_package
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.errors import UserError, is_own_doing
+from grpo_jax.rollout.binding import TaskRewards
+from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
+from grpo_jax.rollout.pipeline import at_work
+from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
+from grpo_jax.rollout.rewards import on_host
+from grpo_jax.rollout.texts import Reading
+from grpo_jax.tasks.display import Chart, Curve, Display
+from grpo_jax.tasks.rewriting import names_a_negative, parse_rewrite
+from grpo_jax.tasks.task import Task, TaskData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bridges.clip import Scorer
+    from bridges.diffusion import ConfiguredRenderer
+    from bridges.scorers.vqa import Answerer
+
+MINIATURE = "miniature"
+"""As data.prompts: those of the small world that ships with the package."""
+TRAINING_PROMPTS, TEST_PROMPTS = 2048, 256
+
+
+def _values(array: object) -> np.ndarray:
+    """An array of any library as f64 on the host, NaN where NumPy masks it."""
+    numbers = on_host(array)
+    return np.ma.filled(np.asanyarray(array if numbers is None else numbers, np.float64), np.nan)
+
+
+def alignment(
+    prompts: list[str], completions: list[str], *, images: Tensor, scorer: Scorer, **columns: object
+) -> np.ndarray:
+    """How well the picture shows what the user asked for: cos(image, prompt), in [-1, 1]."""
+    return _values(scorer.image_text(images, prompts))
+
+
+def alignment_gain(
+    prompts: list[str],
+    completions: list[str],
+    *,
+    images: Tensor,
+    baseline_images: Tensor,
+    scorer: Scorer,
+    **columns: object,
+) -> np.ndarray:
+    """How much better than the unchanged prompt's picture, drawn from the same noise, in [-2, 2].
+
+    cos(image, prompt) - cos(baseline image, prompt). Inside a group the second term is a constant: as the only
+    objective it trains like `alignment`; as a figure and as a condition its 0 means something.
+    """
+    after = _values(scorer.image_text(images, prompts))
+    return after - _values(scorer.image_text(baseline_images, prompts))
+
+
+@dataclass(frozen=True)
+class Faithfulness:
+    """Whether the rewrite still says what the prompt said: min(0, cos(rewrite, prompt) - margin).
+
+    A hinge: above `margin` all rewrites are equally faithful, so copying the prompt is not what it teaches.
+
+    Attributes:
+        margin: Similarity from which on nothing is taken off, in [-1, 1].
+    """
+
+    margin: float = 0.8
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        require(-1.0 <= self.margin <= 1.0, "margin", "a similarity in [-1, 1]", self.margin)
+
+    def __call__(self, prompts: list[str], completions: list[str], *, scorer: Scorer, **columns: object) -> np.ndarray:
+        """0 for a faithful rewrite, negative for one that drifts."""
+        return np.minimum(0.0, _values(scorer.text_text(completions, prompts)) - self.margin)
+
+
+@dataclass(frozen=True)
+class Length:
+    """Keeps rewrites inside the text encoder's window: -max(0, tokens - target) / window.
+
+    What stands beyond the window is not seen by the renderer, hence costs nothing anywhere else: a policy may
+    ramble there unpunished.
+
+    Attributes:
+        target: Tokens from which on length costs; None for the window.
+    """
+
+    target: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        require(self.target is None or self.target > 0, "target", "a number > 0", self.target)
+
+    def __call__(
+        self, prompts: list[str], completions: list[str], *, renderer: ConfiguredRenderer, **columns: object
+    ) -> np.ndarray:
+        """0 within the target, then a linear penalty. Raises UserError for a target beyond the window."""
+        window = renderer.window
+        limit = window if self.target is None else int(self.target)
+        if limit > window:
+            raise UserError(f"length: target must be between 1 and the encoder's window {window}, got {self.target}")
+        tokens = np.asarray(renderer.count_tokens(completions), np.float64)
+        return -np.maximum(0.0, tokens - limit) / window
+
+
+def quality(
+    prompts: list[str], completions: list[str], *, images: Tensor, scorer: Scorer, **columns: object
+) -> np.ndarray:
+    """How good the picture looks, whatever it shows: an aesthetic head on the scorer's features.
+
+    Meant to be conditioned on alignment: a beautiful picture of something else is no success.
+    """
+    return _values(scorer.quality(images))
+
+
+def questions(
+    prompts: list[str],
+    completions: list[str],
+    *,
+    images: Tensor,
+    questions: list[list[str] | str | None],
+    scorer: Answerer,
+    **columns: object,
+) -> list[float | None]:
+    """How many of the row's own questions the picture answers with yes: their mean P("Yes"), in [0, 1].
+
+    None where a row has none. It is asked of a judge that answers (`questions@vqa`).
+
+    Raises:
+        UserError: The judge is another one.
+    """
+    if not hasattr(scorer, "yes"):
+        raise UserError("it needs a judge of kind vqa: name it questions@JUDGE")
+    asked = [[texts] if isinstance(texts, str) else texts or [] for texts in questions]
+    rows = [row for row, texts in enumerate(asked) for _ in texts]
+    answers = _values(scorer.yes(images[rows], [text for texts in asked for text in texts]))
+    return [float(answers[np.equal(rows, row)].mean()) if texts else None for row, texts in enumerate(asked)]
+
+
+def pixel_accuracy(
+    prompts: list[str],
+    completions: list[str],
+    *,
+    images: Tensor,
+    requested: list[Mapping[str, str | None]],
+    **columns: object,
+) -> np.ndarray:
+    """The share of requested attributes that a checker reads from the pixels, in [0, 1]: no network is part of it."""
+    checker = own_package("bridges", "miniature.world").pixel_accuracy
+    return _values(checker(_values(images).astype(np.float32), requested))
+
+
+REWARDS = {
+    "alignment": alignment,
+    "alignment_gain": alignment_gain,
+    "faithfulness": Faithfulness,
+    "length": Length,
+    "quality": quality,
+    "questions": questions,
+    "pixel_accuracy": pixel_accuracy,
+}
+"""By the name that a config uses."""
+
+
+def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
+    """The sections, quality counted only where alignment has been reached unless the config says otherwise.
+
+    That is where the picture fits the prompt at least as well as the unchanged prompt's (gain ≥ 0). For `alignment`
+    alone no threshold suits every scorer: CLIP ViT-B/32 gives a fitting picture about 0.3 and a wrong one below 0.2,
+    hence 0.25.
+
+    Raises:
+        UserError: Quality is listed without either.
+    """
+    names = [section.name for section in sections]
+    thresholds = {"alignment_gain": 0.0, "alignment": 0.25}
+    condition = next((name for name in thresholds if name in names), None)
+    resolved = []
+    for section in sections:
+        if section.condition_on is None and section.name == "quality":
+            if condition is None:
+                raise UserError(
+                    "rewards.quality: a pretty picture of something else would earn it; list alignment or "
+                    "alignment_gain among the rewards, or say condition_on: none"
+                )
+            section = dataclasses.replace(section, condition_on=condition, threshold=thresholds[condition])
+        resolved.append(section)
+    return tuple(resolved)
+
+
+@dataclass(frozen=True)
+class PictureTask(Task):
+    """Prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}},
+    }
+    display: ClassVar[Display] = Display(
+        headline=("pixel_accuracy",),
+        live=(("watch/pixel_accuracy/mean", "pixels"),),
+        charts=(
+            Chart(
+                "Pixel accuracy",
+                (Curve("watch/pixel_accuracy/mean", "training batch"),),
+                note="Read from the picture by rule; never trained on.",
+            ),
+        ),
+        best="the best possible rewrite",
+    )
+
+    def check(self, config: Config) -> None:
+        """Refuse missing judges, and rewards that need what is not there."""
+        for name in ("renderer", "scorer"):
+            require(name in config.judges, f"judges.{name}", "a judge", None)
+        names = [*(reward.name for reward in config.rewards), *config.watch]
+        head = getattr(config.judges["scorer"], "quality_head", None)
+        require(
+            "quality" not in names or head is not None,
+            "rewards.quality",
+            "judges.scorer.quality_head to name a safetensors file",
+            head,
+        )
+        require(
+            "pixel_accuracy" not in names or config.data.prompts == MINIATURE,
+            "watch.pixel_accuracy",
+            f'the prompts it knows, data.prompts "{MINIATURE}"',
+            config.data.prompts,
+        )
+        conditioned(config.rewards)
+
+    def reader(self, config: Config) -> Callable[[str, str], Reading]:
+        """The prompt that a completion makes."""
+        form = config.data.form
+        return lambda written, prompt: parse_rewrite(written, form, prompt)
+
+    def remark(self, completions: Sequence[str]) -> str:
+        """How many completions name a negative prompt, which none is drawn with."""
+        count = sum(map(names_a_negative, completions))
+        if not count:
+            return ""
+        return (
+            f"{count} of {len(completions)} completions name a negative prompt, which is left out; "
+            "judges.renderer.negative_prompt is one for all pictures"
+        )
+
+
+def picture_data(
+    config: Config, prompts: PromptSet, rewards: Mapping[str, Callable], defaults: Sequence[RewardSection]
+) -> TaskData:
+    """Prompts and rewards of a task whose texts are drawn, and what draws them; the judges come later."""
+    return TaskData(
+        prompts,
+        TaskRewards(rewards, defaults=defaults, conditions=conditioned),
+        render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
+    )
+
+
+def picture_prompts(
+    config: Config, makers: Mapping[str, Callable[[str, int], Iterable[Mapping[str, Any]]]], files: str
+) -> PromptSet:
+    """The prompts that data.prompts names: what a maker of that name makes, or files.
+
+    Args:
+        config: The run's.
+        makers: (split, how many) → records, by name.
+        files: What else may be named, for who names nothing.
+
+    Raises:
+        UserError: Nothing is named, it cannot be read, or what is made is to be read from somewhere.
+    """
+    name = config.data.prompts
+    if name not in makers:
+        require(bool(name), "data.prompts", files, name)
+        return prompts_of(config.data)
+    for field in ("columns", "validation", "test"):
+        value = getattr(config.data, field)
+        require(not value, f"data.{field}", f'nothing with data.prompts "{name}", which is made', value)
+    counts = (TRAINING_PROMPTS, config.evaluation.validation_prompts or 1, config.evaluation.prompts or TEST_PROMPTS)
+    return make_prompt_set(*map(makers[name], SPLITS, counts))
+
+
+def miniature_prompts(split: str, count: int) -> list[dict[str, Any]]:
+    """What people ask for in the miniature's world."""
+    return own_package("bridges", "miniature.world").prompts(split, count)
+
+
+class RenderedImages(NamedTuple):
+    """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
+
+    Attributes:
+        images: Of the judged texts; None where drawing failed and on_judge_error says "missing".
+        baseline_images: Of the unchanged prompts from the same noise, repeated for each completion; None where no
+            reward asks for them.
+        seeds: P seeds of the noise.
+    """
+
+    images: Tensor | None
+    baseline_images: Tensor | None
+    seeds: list[int]
+
+
+def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -> Callable[..., RenderedImages]:
+    """Return render(rows, texts `[P][G]`, iteration, evaluation) → RenderedImages.
+
+    Args:
+        judges: "renderer", and perhaps "scorer", on whose device the pictures are then.
+        config: Of the run.
+        baselines: Whether the unchanged prompts are drawn too.
+    """
+    renderer: ConfiguredRenderer = judges["renderer"]
+    device = judges.get("scorer", renderer).device
+
+    def render(rows: Sequence[Row], texts: list[list[str]], iteration: int, evaluation: bool) -> RenderedImages:
+        seeds = [noise_seed(config.seed, iteration, row.id, evaluation=evaluation) for row in rows]
+        group = len(texts[0])
+        repeated = [seed for seed in seeds for _ in range(group)]
+        at_work("judges.renderer")
+        try:
+            images = renderer.draw([text for texts_of in texts for text in texts_of], repeated, evaluation=evaluation)
+            plain = renderer.draw([row.prompt for row in rows], seeds, evaluation=evaluation) if baselines else None
+        except BaseException as error:
+            if config.on_judge_error == "missing" and is_own_doing(error):
+                return RenderedImages(None, None, seeds)
+            raise
+        baseline = None if plain is None else plain.repeat_interleave(group, dim=0).to(device)
+        return RenderedImages(images.to(device), baseline, seeds)
+
+    return render

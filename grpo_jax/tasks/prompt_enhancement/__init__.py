@@ -1,1 +1,0 @@
-"""Prompt enhancement: rewriting what people type for a text-to-image model."""

@@ -1,1 +1,0 @@
-"""Prompt refinement: a prompt, a look at the picture that came of it, and a better prompt."""

@@ -1,1 +1,0 @@
-"""Text: any policy, any prompts, rewards of the user's own."""

@@ -16,16 +16,16 @@ from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.pictures import Pictures, pack_pictures, same_size
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import Eyes, load_eyes, prepare_rows
+from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prepare_rows
 from grpo_jax.rollout.pictures import source_of
 
 
-def eyes_of(config: Config, loaded: Any) -> Callable[[], Eyes] | None:
+def image_processor_of(config: Config, loaded: Any) -> Callable[[], ImageProcessor] | None:
     """What loads the processor of the policy's folder, once; None for a policy that sees no pictures."""
     vision = loaded.config.vision
     if vision is None:
         return None
-    return functools.cache(lambda: load_eyes(loaded.path, vision, config.data.picture_size))
+    return functools.cache(lambda: load_image_processor(loaded.path, vision, config.data.picture_size))
 
 
 def make_see(policy: Policy) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -43,7 +43,9 @@ def make_see(policy: Policy) -> Callable[[Any, Any], tuple[Any, Any]]:
     return see
 
 
-def make_prepare(eyes: Callable[[], Eyes], device: jax.Device | None = None) -> Callable[[Any], Pictures]:
+def make_prepare(
+    image_processor: Callable[[], ImageProcessor], device: jax.Device | None = None
+) -> Callable[[Any], Pictures]:
     """prepare(pictures) → `Pictures` [N, 1, ..], one in each row.
 
     Pictures drawn in torch, float [N, 3, H, W] in [0, 1], are prepared where they are and handed over by dlpack: the
@@ -51,26 +53,26 @@ def make_prepare(eyes: Callable[[], Eyes], device: jax.Device | None = None) -> 
     may hold, as a list, goes through the folder's processor on the host.
 
     Args:
-        eyes: Of `eyes_of`; asked at the first call.
+        image_processor: Of `image_processor_of`; asked at the first call.
         device: The policy's; None for where JAX sees the pictures.
     """
 
     def prepare(pictures: Any) -> Pictures:
-        own = eyes()
+        processor = image_processor()
         if not hasattr(pictures, "detach"):
-            return _on_the_host(pictures, own)
-        patches, grid = own_package("bridges", "pixels").patches_of(pictures, own.settings)
-        return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, own.vision)
+            return _on_the_host(pictures, processor)
+        patches, grid = own_package("bridges", "pixels").patches_of(pictures, processor.settings)
+        return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, processor.vision)
 
     return prepare
 
 
-def _on_the_host(pictures: Sequence[Any], eyes: Eyes) -> Pictures:
+def _on_the_host(pictures: Sequence[Any], processor: ImageProcessor) -> Pictures:
     try:
         rows = [Row(place, "", pictures=(source_of(picture, None),)) for place, picture in enumerate(pictures)]
     except ValueError as error:
         raise UserError(f"pictures: {error}") from error
-    packed = pack_pictures(prepare_rows(rows, eyes), eyes.vision)
+    packed = pack_pictures(prepare_rows(rows, processor), processor.vision)
     if packed is None:
         raise ValueError("pictures: expected at least one")
     return packed

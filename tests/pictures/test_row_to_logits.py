@@ -10,7 +10,7 @@ from support.vision.folders import TEMPLATE, picture, seeing_folder
 from grpo_jax.config import DataSection
 from grpo_jax.models import hf
 from grpo_jax.models.policy import make_policy
-from grpo_jax.rollout.encoding import as_chat_messages, load_eyes, make_encode
+from grpo_jax.rollout.encoding import as_chat_messages, load_image_processor, make_encode
 from grpo_jax.rollout.prompts import make_prompt_set
 
 RECORDS = [
@@ -31,7 +31,7 @@ def test_logits_of_rows_are_transformers(family, size, tmp_path):
         DataSection(picture_size=size),
         pad_id=loaded.pad_id,
         rows=rows,
-        eyes=lambda: load_eyes(folder, loaded.config.vision, size),
+        image_processor=lambda: load_image_processor(folder, loaded.config.vision, size),
     )
     tokens, mask, pictures = encode(rows)
     policy = make_policy(loaded.config)
